@@ -1,4 +1,4 @@
-"""The device that a rank computes on: the one door to what differs between GPUs, other accelerators and the CPU.
+"""The device that a rank computes on: the single place for differences between GPUs, other accelerators and the CPU.
 
     host           the CPU: an operator has run when its call returns, and the host reads any tensor
     accelerator    any other type: operators are queued, and the host waits for them when it reads a tensor
@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What torch does not know of a type of device."""
+    """Properties of a type of device that torch does not report."""
 
     collectives: str
     """The backend of ``torch.distributed`` that carries its tensors."""
@@ -61,24 +61,24 @@ def find_accelerator() -> str | None:
 
 
 def count_devices(kind: str) -> int:
-    """How many devices of a type this process sees."""
+    """Returns the number of devices of a type that this process sees."""
     count: int = _module(kind).device_count()
     return count
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether ``device`` is the CPU, whose tensors the host reads without waiting."""
+    """Returns True if ``device`` is the CPU: the host reads its tensors without waiting."""
     return device.type == "cpu"
 
 
 def compiles_triton(device: torch.device) -> bool:
-    """Whether Triton kernels are compiled for ``device``."""
+    """Returns True if Triton kernels are compiled for ``device``."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.compiles_triton
 
 
 def multiplies_wide(device: torch.device) -> bool:
-    """Whether torch multiplies 16-bit matrices into an fp32 one on ``device``."""
+    """Returns True if torch multiplies 16-bit matrices into an fp32 one on ``device``."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.multiplies_wide
 
@@ -142,7 +142,7 @@ def device_generator(device: torch.device) -> torch.Generator | None:
 
 
 def host_words(count: int, device: torch.device) -> torch.Tensor:
-    """Zeros, int32, in memory of the host that kernels on ``device`` read where it lies."""
+    """Zeros, int32, in memory of the host that kernels on ``device`` read in place."""
     return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
 
 
@@ -174,7 +174,7 @@ def device_name(device: torch.device) -> str:
 
 
 def triton_target(capability: tuple[int, int]) -> Any:
-    """An NVIDIA GPU of a compute capability, as Triton names what it compiles for."""
+    """An NVIDIA GPU of a compute capability, as Triton names its targets."""
     from triton.backends.compiler import GPUTarget
 
     major, minor = capability
@@ -238,7 +238,7 @@ class SideStream:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """What is given inside begins when the current stream has done what it was given before."""
+        """Queues the block's work after all earlier work of the current stream."""
         if self._stream is None:
             yield
             return
@@ -248,7 +248,7 @@ class SideStream:
 
     @contextmanager
     def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
-        """What is given inside begins after ``events``, which :func:`record_event` made, whatever else runs."""
+        """Queues the block's work after ``events`` of :func:`record_event` only, whatever else runs."""
         if self._stream is None:
             yield
             return
@@ -259,18 +259,18 @@ class SideStream:
             yield
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """The memory of ``tensor``, of the current stream, is given to others only after what is given here by now."""
+        """Frees the memory of ``tensor``, of the current stream, only after the work queued here by now."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def join(self) -> None:
-        """The current stream goes on when this one has done what it was given."""
+        """Makes the current stream wait for the queued work of this one."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 def _is_accelerator(device: torch.device) -> bool:
-    """Whether anything is queued on ``device``: not on the CPU, and not on the meta device, which computes nothing."""
+    """Returns True if ``device`` queues work: the CPU does not, and the meta device computes nothing."""
     return device.type not in ("cpu", "meta")
 
 

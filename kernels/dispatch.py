@@ -70,11 +70,11 @@ class MainGradients:
         return bool(self._of)
 
     def register(self, parameter: Tensor, main: MainGradient) -> None:
-        """From now on products add the gradient of ``parameter`` to ``main``."""
+        """Makes products add the gradient of ``parameter`` to ``main``."""
         self._of[id(parameter)] = parameter, main
 
     def clear(self) -> None:
-        """From now on every gradient is made apart."""
+        """Makes products return every gradient as a tensor of its own again."""
         self._of.clear()
 
     def use(self, weight: Tensor) -> MainGradient | None:
@@ -86,7 +86,7 @@ class MainGradients:
 
 
 def is_executed(node: Any) -> bool:
-    """Whether the running backward executes ``node``.
+    """Returns True if the running backward executes ``node``.
 
     A nested ``torch.autograd.grad`` inside a recomputed block asks for other gradients and may leave it out.
     """
@@ -184,7 +184,7 @@ class Kernels:
         self._made: dict[tuple[Any, ...], bool] = {}
         self._products: dict[tuple[torch.device, torch.dtype], Kernels] = {}
         self.card: str | None = None
-        """GPU whose rows apply; "" turns all kernels off, None uses the GPU that the tensor is on."""
+        """GPU of the rows that apply; "" turns all kernels off, None uses the GPU that the tensor is on."""
         self.main = MainGradients()
         """Where products add the gradients of weights."""
 
@@ -296,7 +296,7 @@ def _is_seen(tensor: Tensor) -> bool:
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` for calls whose first argument is a tensor, and fast in eager mode."""
+    """Returns ``function.apply`` for calls with a tensor as first argument; fast in eager mode."""
     plain = _plain_apply(function)
 
     def apply(x: Tensor, *more: Any) -> Any:
@@ -310,7 +310,7 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 class FusedOperator(Generic[R]):
     """A function of tensors, registered with torch as ``name``.
 
-    It takes positional arguments. It returns new tensors, apart from those named in ``mutates``, which it writes.
+    It takes positional arguments. It returns new tensors, apart from tensors named in ``mutates``, which it writes.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
@@ -366,7 +366,7 @@ class FusedOperator(Generic[R]):
             apply = self._plain_eager if _is_plain() else self._eager.apply
             return cast(R, apply(*args))
         output = self._function(*args)
-        for index in self._written:  # autograd compares versions of what it has saved; a kernel's write changes none
+        for index in self._written:  # autograd compares versions of saved tensors; a kernel's write changes none
             torch.autograd.graph.increment_version(cast(Tensor, args[index]))
         return output
 
@@ -382,7 +382,7 @@ def launching_on_shapes() -> Iterator[None]:
 
 
 def _without_content(given: Any) -> Any:
-    """Return a tensor on the meta device that lies in memory as ``given`` does; anything else as it is."""
+    """Returns a tensor on the meta device with the strides of ``given``; anything else as it is."""
     if not isinstance(given, Tensor) or given.is_meta:
         return given
     storage = torch.empty(given.untyped_storage().nbytes() // given.element_size(), dtype=given.dtype, device="meta")

@@ -76,7 +76,7 @@ class OverlapChoice:
 
     @property
     def fuses(self) -> bool:
-        """Whether a kernel communicates."""
+        """True if a kernel communicates."""
         return self.way in IN_KERNEL
 
 
@@ -98,7 +98,7 @@ class OverlapChoices:
         self, operation: Operation, rows: int, dtype: torch.dtype, *, columns: int | None = None,
         depth: int | None = None,
     ) -> bool:  # fmt: skip
-        """Whether some product of these rows fuses, of the columns or the depth that are known."""
+        """Returns True if some product of these rows and of the known columns or depth fuses."""
         products = {
             ProductSizes(rows, row.columns, row.depth)
             for row in self._of(operation, dtype)
@@ -125,7 +125,7 @@ def shipped_overlap() -> tuple[OverlapChoice, ...]:
 
 
 def overlap_choices(device: str, ranks: int) -> OverlapChoices:
-    """What was measured on the GPU of this name with so many ranks."""
+    """Returns the measured choices for the GPU of this name with so many ranks."""
     return OverlapChoices(row for row in shipped_overlap() if row.ranks == ranks and fnmatchcase(device, row.device))
 
 
@@ -140,7 +140,7 @@ class Mailbox:
     """Address of the arrivals of each rank, and last of the words of this rank about ranks that have ended, int32 [W]:
     int64 [W + 1]."""
     status: Tensor
-    """What did not come, int64 [1], of this rank alone; 0: everything came."""
+    """Status word of this rank, int64 [1]: the first missing signal; 0 if every signal came."""
     capacity: int
     """Bytes of a slot."""
     most: int
@@ -165,13 +165,13 @@ class Missing(NamedTuple):
 
 
 def read_status(word: int) -> Missing | None:
-    """What a status word says; None: everything came."""
+    """Decodes a status word; None if every signal came."""
     return Missing(word >> 24 & 0xFF, (word & 0xFFFFFF) - 1, word >> 32) if word else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """How many rows every rank sends to every expert, as ``rank`` sees it. All ranks know all counts."""
+    """Numbers of rows that every rank sends to every expert, as ``rank`` sees them. All ranks have all counts."""
 
     counts: Tensor
     """Integers [W, E] on the host."""
@@ -239,7 +239,7 @@ class ExpertRows:
         return self._tiles(self.received, self._starts(), height, sends)
 
     def by_expert(self, parts: Sequence[Tensor]) -> Tensor:
-        """What has come from each rank, [rows, ..] each, sorted by expert, then by rank: [R, ..]."""
+        """Sorts the rows received from each rank, [rows, ..] each, by expert, then by rank: [R, ..]."""
         pieces = [torch.split(part, rows.tolist()) for part, rows in zip(parts, self.received, strict=True)]
         return torch.cat([piece[expert] for expert in range(self.experts) for piece in pieces])
 

@@ -81,7 +81,7 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How numbers are encoded."""
+    """Format of encoded numbers."""
 
     bits: int
     """8 or 4; 1: signs alone (:func:`encode_signs`)."""
@@ -143,7 +143,7 @@ class Codec(Protocol):
     """Makes messages [R, m] of values [R, s] and values of messages; ``s`` is a padded number of elements."""
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """The messages, uint8 [R, m], of the values and what is left of earlier ones."""
+        """Returns the messages, uint8 [R, m], of the values and the residual of earlier ones."""
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
         """Decode each message into its row, contiguous, rounded once to its dtype."""
@@ -176,7 +176,7 @@ class BlockCodec:
         decode_blocks(messages_Rm, out_Rs, self.wire, self.kernels)
 
     def rounded(self, values_s: Tensor, dtype: torch.dtype) -> Tensor:
-        """What whoever receives the message of ``values_s`` gets, in ``dtype``."""
+        """Encodes and decodes ``values_s``: returns the receiver's values, in ``dtype``."""
         out = torch.empty(values_s.shape, dtype=dtype, device=values_s.device)
         self.decode(self.message(values_s).view(1, -1), out.view(1, -1))
         return out
@@ -190,7 +190,7 @@ class CastCodec:
 
     @torch.no_grad()
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """The rounded values as bytes; the residual gets what rounding leaves out, 0 where that is not finite."""
+        """The rounded values as bytes; the residual gets the rounding error, 0 where that is not finite."""
         given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
         cast = given.to(self.wire.dtype).contiguous()
         if residual_Rs is not None:
@@ -213,7 +213,7 @@ class CastCodec:
 
 
 def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
-    """What encodes and decodes a format."""
+    """Returns the codec of a format."""
     return BlockCodec(wire, kernels) if isinstance(wire, BlockFormat) else CastCodec(wire)
 
 
@@ -221,7 +221,7 @@ def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
 def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
     """Return the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
 
-    With a residual (fp32, contiguous) the sum of values and residual is encoded, and what the code leaves out of it
+    With a residual (fp32, contiguous) the sum of values and residual is encoded, and the rounding error of it
     stays in the residual (error feedback, Seide et al. 2014); where the sum is not finite, 0 stays.
 
     Codes are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.

@@ -4,7 +4,7 @@
     nf4     value = book[code] * scale      16 quantiles of the normal distribution (QLoRA, Dettmers et al. 2023)
             scale = max |block|, which the code of the largest number gives back as it was
 
-So what codes stand for has these codes again: quantizing is a projection, in fp32 and in bf16. Blocks are runs of a
+So decoded values have the same codes again: quantizing is a projection, in fp32 and in bf16. Blocks are runs of a
 row, counted from its beginning, and the last one may be shorter. Rows are independent, so a matrix that is cut along
 any other dim has the codes of the whole; a part of the columns keeps the scales of the blocks that it touches:
 
@@ -14,7 +14,7 @@ any other dim has the codes of the whole; a part of the columns keeps the scales
 
 Memory of a matrix, bytes: codes of all rows (4 bits: two a byte, the first one low), then scales [rows, blocks].
 
-What is not finite makes its block NaN or infinite. Arithmetic is in fp32.
+A number that is not finite makes its block NaN or infinite. Arithmetic is in fp32.
 
 Shape suffixes: R rows (all leading dims together), C columns, K blocks of a row, L bytes of a row.
 
@@ -47,13 +47,13 @@ from engine.kernels.dispatch import REFERENCE, Kernels, fused_operator
 
 WeightKind = Literal["int8", "nf4"]
 AT_ONCE = 1 << 24
-"""Elements that are computed with at a time, which bounds the memory of fp32 values beside the result."""
+"""Elements that are computed with at a time, which bounds the memory of temporary fp32 values."""
 _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How weights are held."""
+    """Format of stored weights."""
 
     kind: WeightKind
     block: int
@@ -225,7 +225,7 @@ def _decoded(codes_RL: Tensor, shape: QuantizedShape) -> Tensor:
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two values of every byte, [256, 2]: made once, since a copy to a GPU waits for what runs there."""
+    """The two values of every byte, [256, 2]: made once, since a copy to a GPU waits for its queue."""
     book = normal_book()
     return _table([[book[byte % 16], book[byte // 16]] for byte in range(256)], device)
 
@@ -279,13 +279,13 @@ class QuantizedWeight(Tensor):
     """Codes and scales, uint8 [bytes]."""
     form: QuantizedShape
     held: tuple[torch.dtype, Kernels]
-    """Dtype of the values before ``views``, and what makes them."""
+    """Dtype of the values before ``views``, and their source."""
     views: tuple[View, ...]
     """What is made of the values."""
     number: int | None
     """Of the matrix of a stack that ``views`` begin with; None: all of them."""
     _like: Tensor
-    """On the meta device: shape and dtype of what all ``views`` together give."""
+    """On the meta device: shape and dtype of the result of all ``views``."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod

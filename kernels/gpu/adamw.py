@@ -73,7 +73,7 @@ def adamw_kernel(
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
         w = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
-        if NARROW:  # pick up what the user has written since the last update
+        if NARROW:  # pick up weights that the user has written since the last update
             kept = tl.load(narrow + place, mask=inside, other=0.0).to(tl.float32)
             w = tl.where(kept != w.to(narrow.dtype.element_ty).to(tl.float32), kept, w)
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)

@@ -33,13 +33,13 @@ def round_half_even(x):
 
 @triton.jit
 def is_number(x):
-    """Whether x is finite."""
+    """Returns True if x is finite."""
     return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
 @triton.jit
 def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
-    """Load fp32 values, and add what the last code has left."""
+    """Load fp32 values, and add the residual of the last code."""
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     if FEEDBACK:
         x += tl.load(residual + place, mask=inside, other=0.0)
@@ -48,14 +48,14 @@ def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
 
 @triton.jit
 def scale_of(peak, LARGEST: tl.constexpr):
-    """The scale of a block whose largest finite number is ``peak``."""
+    """Returns the scale of a block with ``peak`` as its largest finite number."""
     least = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)), 1.1754943508222875e-38)
     return tl.where(peak > 0.0, least, 0.0)
 
 
 @triton.jit
 def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
-    """Codes as int32; the residual gets what they leave out."""
+    """Codes as int32; the residual gets their rounding error."""
     finite = is_number(x)
     known = tl.where(finite, x, 0.0)
     code = round_half_even(tl.div_rn(known, tl.where(scale > 0.0, scale, 1.0) + tl.zeros(x.shape, tl.float32)))

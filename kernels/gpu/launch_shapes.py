@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """What launches depend on of a GPU."""
+    """Properties of a GPU that launches depend on."""
 
     capability: tuple[int, int]
     processors: int
@@ -40,7 +40,7 @@ _PLANNED: ContextVar[GpuShape | None] = ContextVar("planned", default=None)
 
 @contextmanager
 def planned_for(gpu: GpuShape) -> Iterator[None]:
-    """Inside, launches are those of ``gpu``, on whatever device tensors are."""
+    """Inside, launches have the shapes for ``gpu``, on whatever device tensors are."""
     token = _PLANNED.set(gpu)
     try:
         yield
@@ -64,7 +64,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def gpu_shape(device: torch.device) -> GpuShape:
-    """Return what launches depend on of ``device``."""
+    """Returns the properties of ``device`` that launches depend on."""
     if device.type == "cuda":
         count = int(torch.cuda.get_device_properties(device).multi_processor_count)
         return GpuShape(torch.cuda.get_device_capability(device), count)

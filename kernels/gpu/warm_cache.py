@@ -38,7 +38,7 @@ class NotedKernel:
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """What compiling a kernel has taken."""
+    """Kernel and the seconds that its compilation took."""
 
     name: str
     seconds: float

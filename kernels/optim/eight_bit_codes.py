@@ -56,7 +56,7 @@ class BlockCodes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """How one kind of moment is encoded."""
+    """Encoding of one kind of moment."""
 
     block: int
     """Elements that share a scale."""

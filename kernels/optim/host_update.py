@@ -70,7 +70,7 @@ def library(source: Path) -> Path | None:
         with _locked(folder / "lock"):
             return _whole(folder, stem) or _compile(source, command, folder, stem)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
-        raise CompileError(f"its result is not to be had ({error})") from error
+        raise CompileError(f"its result cannot be read ({error})") from error
 
 
 def _compile(source: Path, command: list[str], folder: Path, stem: str) -> Path:
@@ -108,7 +108,7 @@ def _digest(source: Path, command: list[str]) -> str:
 
 
 def _cpu() -> bytes:
-    """What decides which instructions the CPU has; its model where the system does not say."""
+    """Returns the CPU's model and instruction sets; the model alone if the system lists no more."""
     try:
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -193,12 +193,12 @@ class HostKernel:
         self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])
 
     def rounds_to(self, wide: Tensor, narrow: Tensor) -> bool:
-        """Whether ``wide`` rounded to bf16 is ``narrow``, in which NaN is never."""
+        """Returns True if ``wide`` rounded to bf16 equals ``narrow``; False if there is a NaN."""
         places = ctypes.c_void_p(wide.data_ptr()), ctypes.c_void_p(narrow.data_ptr())
         return bool(self.compiled.trine_rounds_to(*places, ctypes.c_int64(wide.numel()), self._spans()[0]))
 
     def _spans(self) -> tuple[ctypes.c_int64, ctypes.c_int64]:
-        """How torch cuts an array: for how many threads, and into vectors of how many elements."""
+        """Returns torch's division of an array: the number of threads, and the elements of a vector."""
         return ctypes.c_int64(torch.get_num_threads()), ctypes.c_int64(self.lanes)
 
 
@@ -226,7 +226,10 @@ def host_kernel() -> HostKernel | None:
 
 
 def has_bits_of_torch(kernel: HostKernel) -> bool:
-    """Whether every rule of the kernel gives torch's bits on a sample, whose end tells widths of vectors apart."""
+    """Returns True if every rule of the kernel gives torch's bits on a sample of odd length.
+
+    The remainder at its end differs with the width of vectors.
+    """
     w, g, m, v = torch.randn(4, 1021, generator=torch.Generator().manual_seed(0)).unbind()
     v = v.square()
     return all(_agree(ours, theirs, (w, g, m, v)) for ours, theirs in _pairs(kernel))

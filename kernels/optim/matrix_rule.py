@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MatrixState = Mapping[str, Tensor]
-"""What is kept of one matrix, by name; an update writes it in place."""
+"""State of one matrix, by name; an update writes it in place."""
 
 
 class MatrixRule(Protocol):
@@ -29,7 +29,7 @@ class MatrixRule(Protocol):
         """Multiplications of an update on average, by which the owners of matrices are balanced."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """What is kept of a whole matrix, by name; without what is kept of every part of it."""
+        """Returns shapes of the state of a whole matrix, by name, without the state of its parts."""
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
         """Return the update [A, B] of a matrix, and write its state.
@@ -56,7 +56,7 @@ def both_sides(left: Tensor | None, matrix_AB: Tensor, right: Tensor | None) -> 
 
 
 def transposed(matrix: Tensor | None) -> Tensor | None:
-    """The transpose of what may be the identity."""
+    """Returns the transpose of a matrix or of the identity."""
     return None if matrix is None else matrix.T
 
 

@@ -126,7 +126,7 @@ class ShampooRule:
             state[root].copy_((vectors * powers) @ vectors.T)
 
     def _corrected(self, beta: float, step: int) -> float:
-        """What an average lacks in its first updates; sums lack nothing."""
+        """Returns the bias correction of an average, 1 - beta^step; 1 for sums."""
         return 1 - beta**step if self.use_bias_correction and beta < 1 else 1.0
 
 

@@ -20,7 +20,7 @@ https://arxiv.org/abs/1904.00962, algorithm 2): the step of a parameter is as lo
     LARS   ratio = trust |w| / (|g| + decay |w| + eps)      v = momentum v + lr ratio (g + decay w)     w = w - v
     LAMB   u = m / (sqrt(v) + eps) + decay w, of averages with bias correction      w = w - lr clamp(|w| / |u|) u
 
-The norms are those of whole parameters, which the caller finds: a rule sees parts. With a norm of zero the ratio is 1.
+The norms are norms of whole parameters, which the caller finds: a rule sees parts. With a norm of zero the ratio is 1.
 The bounds of LAMB's ratio, ``eps_inside_sqrt`` and ``bias_correction`` false are those of DeepSpeed's FusedLamb.
 
 Adafactor (Shazeer and Stern 2018): the second moments of a matrix as means over its rows and over its columns.
@@ -51,7 +51,7 @@ _UNBIASED = 10**9  # beta ** this is 0 for every beta that fp32 tells from 1
 
 
 def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
-    """Make the rule of a group of the optimizer: a dataclass, whose fields but ``others`` have the names of options."""
+    """Make the rule of a group of the optimizer: a dataclass; its fields but ``others`` have the names of options."""
     given = {field.name: group[field.name] for field in fields(cast(Any, kind)) if field.name not in others}
     given["lr"] = float(given["lr"])
     if "betas" in given:
@@ -209,11 +209,11 @@ Moments = Sequence[Tensor]
 
 
 class LayerRule(Protocol):
-    """The rule of a group of parameters, whose steps depend on norms of a whole parameter."""
+    """The rule of a group of parameters, with steps that depend on norms of a whole parameter."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of what is kept of every element."""
+        """Names of the state of every element."""
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
         """Take the gradients of an update into the moments."""

@@ -2,7 +2,7 @@
 
     full         every block
     selective    every n-th block ("every"), or every block except for the outputs of listed operators, which are kept
-    offload      no block ("every": n-th): what it keeps goes to the host; the other blocks do what "others" says
+    offload      no block ("every": n-th): its saved tensors go to the host; the other blocks run as "others"
 
 The random state at the block's entry is restored for the second run, so that dropout draws the same masks, and so is
 every other state that the block reads or writes (:mod:`~engine.parallel.activation_checkpointing.second_run`). A model
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class CheckpointPolicy(Protocol):
-    """What is recomputed, as in the configuration's section ``activation_checkpointing``."""
+    """Policy of recomputation, as in the configuration's section ``activation_checkpointing``."""
 
     @property
     def mode(self) -> str:
@@ -41,7 +41,7 @@ class CheckpointPolicy(Protocol):
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Mode selective: the operators whose outputs are kept; None: matmul and attention."""
+        """Mode selective: the operators with saved outputs; None: matmul and attention."""
 
     @property
     def every(self) -> int | None:
@@ -83,7 +83,7 @@ def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """The modules whose activations are kept on the host, by name.
+    """Returns the modules with activations on the host, by name.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -94,7 +94,7 @@ def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
-    """The operators whose outputs are kept.
+    """Returns the operators with saved outputs.
 
     Raises:
         ConfigError: torch has no such operator, or its outputs share the memory of its arguments.
@@ -145,7 +145,7 @@ def recomputed_in_part(
     block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None,
     draw_again: Callable[[], None] | None = None,
 ) -> Any:  # fmt: skip
-    """A forward for ``block`` that keeps what ``selective`` chooses, and appends it to ``started`` at each call."""
+    """Returns a forward for ``block`` that saves the choice of ``selective`` and appends it to ``started``."""
     inner, state = block.forward, BlockState(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def _blocks(model: nn.Module) -> Mapping[str, nn.Module]:
 
 
 def _switched_on(model: nn.Module) -> bool:
-    """Whether Hugging Face's own switch is on, under its new or its old name."""
+    """Returns True if Hugging Face's own switch is on, under its new or its old name."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 
@@ -243,18 +243,18 @@ class _GivenTensors:
         """Refuse a block that has written into one of them.
 
         Raises:
-            EngineError: its second run would begin with what the first one has left there.
+            EngineError: its second run would begin with the values that the first one has written.
         """
         if self._versions() != self._before:
             raise EngineError(
                 f"a recomputed {type(block).__name__} writes into its input in place, so its second run in backward "
-                "would begin with what the first one has left there; write x = x * 2 in place of x *= 2 (and "
-                "inplace=False) for what the block is given, or leave it out of activation_checkpointing."
+                "would begin with the values that the first one has written; write x = x * 2 in place of x *= 2 (and "
+                "inplace=False) for inputs of the block, or leave it out of activation_checkpointing."
             )
 
 
 def _in_mode_of_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """``inner``, whose second call runs in the function mode of the first one, such as the watch of a first forward.
+    """Wraps ``inner`` to repeat its call in the function mode of the first one, such as the watch of a first forward.
 
     Layers leave their own products to torch where a mode watches, and a recomputation has to save what the forward
     has saved.

@@ -1,14 +1,14 @@
-"""Activations on the host: what a block keeps for its backward leaves the device, and comes back in time.
+"""Activations on the host: tensors that a block saves for its backward leave the device and come back in time.
 
     forward    block 0 | block 1        | block 2        |
                        | out: block 0   | out: block 1   | out: block 2        copies on a stream of their own
     backward   block 2           | block 1           | block 0
                in: block 1       | in: block 0       |
 
-The first tensor that the backward of a block reads waits for the copies of that block and begins those of the block
+The first tensor that the backward of a block reads waits for the copies of that block and begins to copy the block
 that ran before it, so that one block computes while another one comes. The device holds two blocks at most.
 
-What is copied are runs of memory that autograd saves: once each, however many views of it are saved. Parameters and
+The copies are of runs of memory that autograd saves: once each, however many views of it are saved. Parameters and
 buffers stay, and so do tensors of less than a page. A tensor that is written after it was saved comes back as it was
 saved. Where the device is the CPU, the host's memory is a second copy, made by the same code.
 """
@@ -51,7 +51,7 @@ class _BlockRun:
     def __init__(self, earlier: "_BlockRun | None") -> None:
         self.earlier = earlier if earlier is None else weakref.ref(earlier)
         self.kept: list[weakref.ref[_Kept]] = []
-        """Runs of this call; those of a graph that is gone are gone."""
+        """Runs of this call; runs of a freed graph are freed."""
         self.event: torch.Event | None = None
         self.here = False
 
@@ -77,13 +77,13 @@ class HostActivations:
         self._device, self._stream = device, SideStream(device)
         self._by_memory: weakref.WeakValueDictionary[_Key, _Kept] = weakref.WeakValueDictionary()
         self._called: set[int] = set()
-        """Blocks that have run since one of them ran for the second time: those of one microbatch."""
+        """Blocks of one microbatch: they have run since one of them ran for the second time."""
         self._last: _BlockRun | None = None
         self._now: weakref.ref[_BlockRun] | None = None
-        """The call whose backward runs."""
+        """The call in backward."""
 
     def keeping(self, block: nn.Module) -> Any:
-        """A forward for ``block`` whose saved tensors are kept on the host."""
+        """Returns a forward for ``block`` that stores its saved tensors on the host."""
         inner = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ class HostActivations:
         return self._last
 
     def _pack(self, tensor: Tensor, run: _BlockRun, block: nn.Module) -> Any:
-        """What the graph holds in place of a tensor: the tensor, or where its memory is kept and how it lies there."""
+        """Returns the graph's substitute for a tensor: the tensor itself, or its host copy, shape and strides."""
         extent = _extent(tensor)
         if tensor.device != self._device or not extent or _belongs_to(block, tensor):
             return tensor
@@ -165,7 +165,7 @@ class HostActivations:
 
 
 def _drop(run: _BlockRun, needed: Set[_Kept]) -> None:
-    """Free what a call has brought back, but for what is ``needed`` next; autograd holds what it still reads."""
+    """Frees the tensors that a call has brought back, except ``needed`` ones; autograd holds what it still reads."""
     for kept in run.runs():
         if kept not in needed:
             kept.back = None
@@ -173,7 +173,7 @@ def _drop(run: _BlockRun, needed: Set[_Kept]) -> None:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements of the run of memory in which a tensor lies; 0 if it is not worth a copy, or has no plain memory."""
+    """Elements of the run of memory that contains a tensor; 0 if it is not worth a copy, or has no plain memory."""
     if tensor.layout != torch.strided or type(tensor) not in _PLAIN or tensor.is_meta:
         return 0
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -183,7 +183,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _belongs_to(block: nn.Module, tensor: Tensor) -> bool:
-    """Whether the tensor lies in a parameter or buffer; asked anew each time, because ZeRO 3 gathers them meanwhile."""
+    """Returns True if the tensor is part of a parameter or buffer. No cache: ZeRO 3 gathers them meanwhile."""
     memory = _memory(tensor)
     return any(_memory(own) == memory for own in (*block.parameters(), *block.buffers()))
 

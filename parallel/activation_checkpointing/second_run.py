@@ -1,10 +1,10 @@
-"""The state of a recomputed block: its second run sees what the first one saw, and leaves behind what it found.
+"""The state of a recomputed block: its second run reads the state of the first one, and restores the state before it.
 
     first run     counter 3 -> 4, list of 5 -> 6, running mean m -> m'
     ...           the state goes on: other microbatches, other blocks
     second run    on counter 3, the list of 5 and a copy of m; then everything is as it was before this run
 
-State is what a forward reaches from the block or from its arguments: attributes of modules and of plain objects that
+A forward reaches state from the block or from its arguments: attributes of modules and of plain objects that
 they hold, dicts, lists, sets and deques among these, and buffers, also those that are written in place. State
 elsewhere, in globals or closures, is not seen. Generators of random numbers are seeded by whoever recomputes.
 """
@@ -38,7 +38,7 @@ _NOTHING = object()
 
 
 class BlockState:
-    """What the forwards of one block read and write beside their parameters."""
+    """State that the forwards of one block read and write, without their parameters."""
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
@@ -47,7 +47,7 @@ class BlockState:
         self._written: set[_Key] = set()
         """Tensors that a first run has written in place."""
         self._reach: _Reach | None = None
-        """What the forward before has found in the modules: most of it, or all, is found again."""
+        """State that the forward before has found in the modules: most of it, or all, is found again."""
 
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` for one call of the block: later calls run in the state that the first one has found."""
@@ -84,7 +84,7 @@ class BlockState:
         return state
 
     def _end(self, state: "_Found") -> None:
-        """Drop what a second run does not need."""
+        """Drops state that a second run does not need."""
         if state.has_tensors:
             self._written |= state.settle(self._written)
         state.leave_unchanged()
@@ -132,7 +132,7 @@ class _Contents:
         self.items, self._sizes = tuple(self._items()), self._lengths()
 
     def holds(self) -> bool:
-        """Whether all have the same objects still."""
+        """Returns True if all still have the same objects."""
         try:
             return self._lengths() == self._sizes and all(map(is_, self._items(), self.items))
         except KeyError:  # an attribute was deleted, and another one added
@@ -153,10 +153,10 @@ class _Copied:
     tensor: Tensor
     version: int
     content: Tensor | None = None
-    """A copy of what the first run has found."""
+    """A copy of the content before the first run."""
 
     def written(self, exactly: bool) -> bool:
-        """Whether it has been written since; ``exactly`` compares the content.
+        """Returns True if the tensor has been written since; ``exactly`` compares the content.
 
         The version alone is not enough: torch's batch normalisation writes its running mean without counting it.
         """
@@ -179,7 +179,7 @@ class _Walk:
         self._known = {id(space.live): space for space in before.spaces} if before is not None else {}
 
     def add_space(self, live: dict[str, Any], left: frozenset[str], of_module: bool) -> None:
-        """Note attributes and what they hold."""
+        """Notes attributes and their contents."""
         if self._has_seen(live):
             return
         self.seen.add(id(live))
@@ -212,7 +212,7 @@ class _Walk:
 
 
 class _Reach(_Walk):
-    """What a forward reaches from the modules of the block, whatever it is given."""
+    """State that a forward reaches from the modules of the block, whatever its arguments are."""
 
     def __init__(self, modules: tuple[nn.Module, ...], before: "_Reach | None") -> None:
         super().__init__(before)
@@ -255,7 +255,7 @@ class _Found(_Walk):
 
     @property
     def has_tensors(self) -> bool:
-        """Whether forwards may write tensors in place."""
+        """True if forwards may write tensors in place."""
         return bool(self._tensors)
 
     def copy(self, written: set[_Key], everything: bool) -> None:
@@ -285,7 +285,7 @@ class _Found(_Walk):
             self._alone = False
 
     def enter(self) -> "_Before | None":
-        """Bring back what was found; returns what was there before, None if that was the same."""
+        """Restores the found state; returns the state before, None if it was the same."""
         if self._alone and not self._tensors and self._reach.kept.holds():
             return None
         now = [space.values if _same(space.live, space.values) else space.live.copy() for space in self.spaces]
@@ -300,7 +300,7 @@ class _Found(_Walk):
         return now, held
 
     def leave(self, before: "_Before | None") -> None:
-        """End the second run: what was there ``before`` is there again."""
+        """Ends the second run: restores the state ``before``."""
         if before is not None:
             self._write_back(*before)
         elif not self._reach.kept.holds():
@@ -326,7 +326,7 @@ def _read(live: dict[str, Any], left: frozenset[str], of_module: bool) -> _Space
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether both have the same objects; by identity, because ``==`` of tensors gives a tensor."""
+    """Returns True if both have the same objects, by identity: ``==`` of tensors returns a tensor."""
     return len(one) == len(other) and all(map(is_, one.values(), other.values()))
 
 
@@ -343,9 +343,9 @@ def _write(space: _Space, values: dict[str, Any]) -> None:
 
 
 def _is_constant(module: nn.Module) -> bool:
-    """Whether the module is one of torch's whose forwards write nothing, and read nothing that another one writes.
+    """Returns True for a module of torch that writes nothing in forward and reads nothing that another one writes.
 
-    All of its own attributes are those that torch declares as constants; it has no buffer and reads no training flag.
+    All of its own attributes are constants that torch declares; it has no buffer and reads no training flag.
     """
     kind = type(module)
     return (
@@ -369,7 +369,7 @@ def _aside() -> Iterator[None]:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether the state of such objects is the user's: not torch's, and not the engine's."""
+    """Returns True if the state of such objects is the user's: not torch's, and not the engine's."""
     return kind.__module__.partition(".")[0] not in ("torch", "engine")
 
 

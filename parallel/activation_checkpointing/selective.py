@@ -118,7 +118,7 @@ class SavedActivations:
         self._latest.clear()
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """The block has ended. Drop entries that the second run will not reach, and copy what shares memory with
+        """The block has ended. Drop entries that the second run will not reach, and copy tensors that share memory with
         ``outputs``."""
         for entries in self._latest:
             entries.pop()
@@ -193,7 +193,7 @@ class _Saving(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _KeptSum(Pending):
-    """A pending sum whose result is kept once it is complete."""
+    """A pending sum; its result is saved once it is complete."""
 
     def __init__(self, tensor: Tensor, pending: Pending, kept: SavedActivations) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors whose memory an operator writes."""
+    """Returns the tensors that an operator writes in place."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return
@@ -250,7 +250,7 @@ def _states(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 class Selective:
-    """How blocks run whose listed operators, and sums over ``axis``, are kept."""
+    """Selective checkpointing of blocks: results of listed operators, and of sums over ``axis``, are saved."""
 
     def __init__(self, operators: frozenset[Operator], axis: TensorAxis | None = None) -> None:
         self._operators, self._axis = operators, axis

@@ -36,7 +36,7 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
     if problem is not None:
         raise problem
     if failed is not None:
-        raise EngineError(f"rank {failed} {failure}; its message tells why.")
+        raise EngineError(f"rank {failed} {failure}; read its error.")
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, pati
 
 @contextmanager
 def _still_there(comm: Comm, device: torch.device, patience: float | None) -> Iterator[None]:
-    """On rank 0: while the block runs, the others are told so, since a group waits only so long."""
+    """Sends the other ranks a sign of life from rank 0 while the block runs, because groups time out."""
     if patience is None:
         yield
         return
@@ -140,7 +140,7 @@ def _still_there(comm: Comm, device: torch.device, patience: float | None) -> It
 
 
 def _reduced(comm: Comm, device: torch.device, length: int, busy: bool = False) -> tuple[int, bool]:
-    """What rank 0 has to say: the length, and whether it is busy."""
+    """All-reduces rank 0's length of its message and its flag "busy" over the world; returns both."""
     head = torch.tensor([length, busy], dtype=torch.int64, device=device)
     comm.all_reduce(head, "world", "start").wait()
     return int(head[0]), bool(head[1])
@@ -157,7 +157,7 @@ def _worded(error: Exception) -> str:
 def _error_of_first(text: str) -> EngineError:
     name, _, sentence = text.partition(":")
     kind = next((kind for kind in EngineError.__subclasses__() if kind.__name__ == name), EngineError)
-    return kind(sentence or f"rank 0 {_UNREADY}; its message tells why.")
+    return kind(sentence or f"rank 0 {_UNREADY}; read its error.")
 
 
 def gather_from_all(
@@ -172,7 +172,7 @@ def gather_from_all(
 
 
 def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int | None:
-    """The first rank of the world whose ``own`` is true, on every rank; None if there is none.
+    """Returns the first rank of the world with a true ``own``, on every rank; None if there is none.
 
     One all-reduce of 8 bytes, whatever the number of ranks.
     """

@@ -149,7 +149,7 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Receive what this rank gives itself, and zeros."""
+        """Receives this rank's own values, and zeros."""
         own, slices = members.index(self._grid.index(axis)), received.view(len(members), -1)
         slices.zero_()
         slices[own].copy_(given.view(len(members), -1)[own])

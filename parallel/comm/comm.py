@@ -57,12 +57,12 @@ class Pending:
         return self._wait is not None
 
     def beside(self, work: Callable[[], None]) -> "Pending":
-        """Call ``work`` once, just before the wait: what it computes does not need this result."""
+        """Calls ``work`` once, just before the wait, because it does not need this result."""
         self._beside = work
         return self
 
     def then(self, work: Callable[[], object]) -> "Pending":
-        """Call ``work`` once, just after the wait and what was given before: it makes the result of what has come."""
+        """Calls ``work`` once, after the wait and earlier ``work``: it computes the result from the received data."""
         self._then.append(work)
         return self
 
@@ -80,7 +80,7 @@ class Pending:
             work()
 
     def drop(self) -> None:
-        """Never wait: the memory and the connection of what is in flight belong to nobody any more."""
+        """Drops the wait, because the memory and the connection of the call are freed."""
         self._wait = self._beside = None
         self._then = []
 
@@ -112,13 +112,13 @@ class _Note(NamedTuple):
 
 
 _HOLD_BACK_SECONDS = 10.0
-"""About a hundred times what the launcher needs to notice that a process has ended and to end the others."""
+"""Seconds: about a hundred times as long as the launcher takes to see an ended process and end the others."""
 
 
 def _named_failure(
     what: str, error: RuntimeError, broken: Callable[[], None] | None, absent: Callable[[RuntimeError], str]
 ) -> EngineError:
-    """The error of a rank whose communication failed, most often because another rank ended first.
+    """Returns the error of a rank with failed communication, most often because another rank ended first.
 
     A launcher ends this process when it notices the other one's end. Waiting for that leaves the traceback of the first
     failure as the last one of the job; without a launcher there is nothing to wait for.
@@ -146,13 +146,13 @@ class Comm:
         self.broken: Callable[[], None] | None = None
         """Called before the wait for a launcher to end this process."""
         self.reports: FailureReports | None = None
-        """Where ranks write down what has failed, to find out who did not come; None: nobody is asked."""
+        """Record of failed calls, by which ranks find the absent ones; None: there is no record."""
         self.joint: JointCalls | None = None
         """Knows who makes the calls that every rank has to make; None: they are not checked."""
         self.failures = FailedCalls(None, grid.rank, 1, self.close)
         """Knows whether the engine can go on after a call that has failed."""
         self.recorder: FlightRecorder | None = None
-        """Where other processes read what this rank is in; None: nobody watches."""
+        """Recorder of this rank's calls for other processes; None: no process watches."""
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
@@ -160,7 +160,7 @@ class Comm:
         self._in_flight: WeakSet[Pending] = WeakSet()
         self._sequence = 0
         self._routes: dict[Axis, _Route] = {}
-        """Those of collectives over whole axes."""
+        """Streams of collectives over whole axes."""
         self._gather_routes: dict[int | None, _Route] = {}
         self._closed = False
 
@@ -283,7 +283,7 @@ class Comm:
         except PeerEndedError as error:
             raise EngineError(f"{error}; look for the first traceback of the job.") from error
         except RuntimeError as error:
-            raise EngineError(f"{error}: that rank has ended, stands still, or makes other calls.") from error
+            raise EngineError(f"{error}: that rank has ended, hangs, or makes other calls.") from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Prepare ``all_to_all`` between these indices of the shard line. Every rank calls it, in the same order."""
@@ -311,7 +311,7 @@ class Comm:
     ) -> Pending:
         """``all_gather`` of several (full, shard) pairs over the shard line at once, apart from its other traffic.
 
-        ``within``: the group has so many data ranks, which lie side by side, instead of all those of a shard group.
+        ``within``: the group has so many data ranks, which are neighbours, instead of all ranks of a shard group.
         """
         within = within or self.grid.shard_size
         elements = sum(full.numel() for full, _ in pairs)
@@ -332,9 +332,9 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """What each rank says that ``gather_parameters`` joins, in order of index; all give the same number of bytes.
+        """All-gathers ``said`` over the ranks that ``gather_parameters`` joins, in order of index; sizes are equal.
 
-        The hosts talk, so that nobody waits for a device.
+        The hosts communicate, so no rank waits for a device.
         """
         size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []
@@ -407,7 +407,7 @@ class Comm:
         return f"{kind} {record} between ranks {self.grid.peers(record.axis)} on rank {self.grid.rank}"
 
     def _absent(self, record: Record, error: RuntimeError) -> str:
-        """Words about the ranks that did not come to what has failed; the two ends of a message are one call."""
+        """Names the ranks that did not join the failed call; the two ends of a message are one call."""
         op = "message" if record.op in ("send", "receive") else record.op
         call = f"{op} {record.label!r} over {record.axis}"
         if self.reports is None:
@@ -419,7 +419,7 @@ class Comm:
 
 
 class _Route(NamedTuple):
-    """Who takes part in a collective or message, and in which order it is issued."""
+    """Participants of a collective or message, and the stream that orders it."""
 
     ranks: int
     stream: Stream

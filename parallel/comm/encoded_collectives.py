@@ -66,7 +66,7 @@ class ActivationFormat:
         return dtype in ENCODED_DTYPES and self.message_bytes(elements) < elements * dtype.itemsize
 
     def encodes(self, label: str, dtype: torch.dtype, elements: int, ranks: int) -> bool:
-        """A collective whose full tensor has ``elements`` is encoded."""
+        """Returns True if a collective with a full tensor of ``elements`` is encoded."""
         return label in self.labels and self.shortens(dtype, -(-elements // ranks))
 
     def collectives(self, op: Op, elements: int, ranks: int) -> tuple[tuple[Op, int], ...]:

@@ -1,7 +1,7 @@
 """Calls of the engine that have failed on a rank in the middle of communication, and whether the engine goes on.
 
     all ranks fail at one place     their communication matches, so the engine goes on from the state before the call
-    one rank fails, or elsewhere    others wait for what this rank does not send: the engine is over on every rank
+    one rank fails, or elsewhere    others wait for messages of this rank: the engine has ended on every rank
 
 The error is raised at once. Whoever catches it learns the verdict at the next call: a thread waits for the votes of the
 other ranks in the store of the job. If the engine is over, the rank ends its communication, so that ranks that wait for
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.02
 
 
 def has_lost_ranks(error: BaseException) -> bool:
-    """Whether a rank raises this because its communication has failed."""
+    """Returns True if a rank raises this error because its communication has failed."""
     return isinstance(error, EngineError) and isinstance(error.__cause__, RuntimeError)
 
 
@@ -96,7 +96,7 @@ class FailedCalls:
             raise EngineError(self._verdict)
 
     def sentence(self, error: BaseException) -> EngineError | None:
-        """What the rank that has failed first says, for a rank that has lost it in ``error``; None: it says nothing."""
+        """Returns the error of the rank that failed first, if ``error`` is a lost connection to it; None if unknown."""
         if not has_lost_ranks(error) or self._store is None:
             return None
         self._known.wait(2 * _WORDS_SECONDS)

@@ -2,13 +2,13 @@
 
     exchange   host, address, secret   all on one host? then every rank knows where the others listen
     connect    to lower indices        Unix sockets in the abstract namespace: no file is created
-    accept     higher indices          only those that present the secret of the exchange
+    accept     higher indices          only ranks that present the secret of the exchange
     hand out   memory of index 0       memfd, an unnamed file that ends with the last process holding it
     hand out   bells                   eventfds: who waits for a rank in the barrier gives it one to ring
 
-So nothing is left behind however a rank ends, and the kernel closes its sockets, which informs the others at once. A
+So nothing is left over however a rank ends, and the kernel closes its sockets, which informs the others at once. A
 byte through a socket could say that a rank has come, too, but then the kernel takes the sender for one that is about to
-sleep, and wakes the other on the same processor: both compute on one, in turn, with another processor idle beside them.
+sleep, and wakes the other on the same processor: both compute on one, in turn, with another processor idle.
 No torch here.
 """
 
@@ -26,7 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Sends this rank's bytes to all ranks and returns those of all, by index; all ranks give the same number of bytes."""
+"""All-gathers bytes, by index; all ranks pass the same number."""
 
 _PART = 32
 """Bytes of each of the three parts of a rank's announcement: host, address, secret."""
@@ -38,7 +38,7 @@ _SETUP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """What connects a rank to the others of its axis; by their index."""
+    """Connections of a rank to the others of its axis, by their index."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     """Connected streams, closed by the system when a rank ends."""
@@ -81,7 +81,7 @@ class HostBarrier:
 
     @property
     def descriptors(self) -> dict[int, int]:
-        """By index, that of the link to each other rank, which the system closes when that rank ends."""
+        """Descriptor of the link to each other rank, by index; the system closes it when that rank ends."""
         return {index: link.fileno() for index, link in self._links.sockets.items()}
 
     def arrive(self) -> None:
@@ -93,7 +93,7 @@ class HostBarrier:
         self._tell(*self._told[0])
 
     def meet(self) -> None:
-        """Return when all ranks have arrived; what they wrote before can then be read.
+        """Returns when all ranks have arrived; their earlier writes can then be read.
 
         Raises:
             RuntimeError: a rank has ended or did not arrive in time.
@@ -123,7 +123,7 @@ class HostBarrier:
             raise RuntimeError(f"index {index} of this axis did not arrive within {self._seconds:g} s")
 
     def _check_open(self, index: int) -> None:
-        if not self._leave.alive:  # its descriptors may be those of other files by now
+        if not self._leave.alive:  # its descriptors may belong to other files by now
             raise RuntimeError(f"this rank has left index {index} of this axis")
 
 
@@ -142,7 +142,7 @@ def _distances(size: int) -> list[int]:
 
 
 def _poll(links: RankLinks, index: int) -> select.poll:
-    """What tells that a rank has rung, or has ended."""
+    """Returns a poll that is ready once the rank of ``index`` has signalled or ended."""
     ready = select.poll()
     ready.register(links.heard[index], select.POLLIN)
     ready.register(links.sockets[index], select.POLLIN)

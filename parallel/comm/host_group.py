@@ -1,4 +1,4 @@
-"""Messages between the hosts' memories, beside training: a gloo group of its own, for background threads.
+"""Messages between the hosts' memories, independent of training: a gloo group of its own, for background threads.
 
 Its messages are not counted as traffic of a step and do not wait for a GPU, and a rank that dies breaks only this
 group. Messages between two ranks keep their order; an error names the rank that was waited for.
@@ -39,7 +39,7 @@ class TorchHostGroup:
 
     Args:
         seconds: time after which a silent rank is considered lost.
-        purpose: what the ranks do over it, for messages.
+        purpose: use of the group, for messages.
 
     Raises:
         EngineError: a rank did not join.
@@ -82,7 +82,7 @@ class TorchHostGroup:
     def _begin(self, data: memoryview, other: int, call: Callable[[torch.Tensor], dist.Work | None]) -> Wait:
         if self._closed:
             raise EngineError(
-                "a checkpoint was to be read or written after close(): the engine is over; make a new one."
+                "a checkpoint was read or written after close(), which ends this engine; initialize a new one."
             )
         parts = [data[start : start + MESSAGE_LIMIT] for start in range(0, len(data), MESSAGE_LIMIT)]
         try:

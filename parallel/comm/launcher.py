@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What a launcher other than torchrun tells a process."""
+    """Identity that a launcher other than torchrun passes to a process."""
 
     launcher: str
     rank: int
@@ -74,7 +74,7 @@ def find_place(variables: _Variables) -> Place | None:
 
 
 def local_rank(variables: _Variables, rank: int) -> int:
-    """This process's number among those of its node; ``rank`` where nothing tells it."""
+    """Returns this process's local rank on its node; ``rank`` if no variable has it."""
     task = _find_task(variables)
     return read_count(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
 
@@ -162,13 +162,13 @@ def _slurm_step(variables: _Variables) -> _Task | None:
 
 
 def _meeting_point(task: _Task, variables: _Variables) -> tuple[str, int]:
-    """Where the ranks of a job without torchrun meet: as given, or the first node of a Slurm step."""
+    """Returns address and port of the rendezvous without torchrun: as set, or the first node of a Slurm step."""
     address = variables.get("MASTER_ADDR") or _first_node(task, variables)
     port = _port(variables) if "MASTER_PORT" in variables else _slurm_port(task, variables)
     if address is None or port is None:
         command = _COMMANDS[task.launcher].format(size=task.size)
         raise GridError(
-            f"rank {task.rank} of {task.size} was started by {task.launcher}, and nothing tells where the ranks meet; "
+            f"rank {task.rank} of {task.size} was started by {task.launcher}, and no address of a rendezvous is set; "
             f"start with `{command}`, or with torchrun on every node, or set TRINE_LAUNCHER=none for {task.size} runs "
             "of one process."
         )
@@ -191,7 +191,7 @@ def _first_node(task: _Task, variables: _Variables) -> str | None:
 
 
 def _slurm_port(task: _Task, variables: _Variables) -> int | None:
-    """A port below those that systems give away; jobs and steps that share a node get different ones."""
+    """Returns a port below the ephemeral range of systems; jobs and steps that share a node get different ones."""
     if task.launcher != "Slurm" or "SLURM_JOB_ID" not in variables:
         return None
     job, step = read_count(variables, "SLURM_JOB_ID", 0), read_count(variables, "SLURM_STEP_ID", 0)

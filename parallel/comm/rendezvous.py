@@ -1,7 +1,7 @@
-"""What ranks tell each other through the store of the job: before there are groups, after one has failed, and before
+"""Messages between ranks through the store of the job: before there are groups, after one has failed, and before
 rare calls that all of them have to make.
 
-    ranks 1 ..   hello: a word of this start, and a digest of what the rank was given
+    ranks 1 ..   hello: a word of this start, and a digest of the arguments of the rank
     rank 0       answers each hello with that word and the name of this meeting, until all have come
     all          use keys under that name from here on; where digests differ, rank 0 finds the first difference
 
@@ -32,7 +32,7 @@ from engine.parallel.comm.flight.flight import rank_runs, ranks_of
 logger = logging.getLogger("trine")
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 5.0
-"""How much longer other ranks wait than rank 0, which tells them who has not come."""
+"""Seconds that other ranks wait longer than rank 0, which sends them the list of absent ranks."""
 SLOW_SECONDS = 10.0
 """After this time a rank that waits in a joint call says for whom."""
 _MOST_PAUSE_SECONDS = 0.25
@@ -40,7 +40,7 @@ JOINED_CALLS = 3
 """Calls of a kind that are joined."""
 _ALL = "every rank calls it; take it out of `if rank == 0:`, where only printing belongs."
 _REPORT_SECONDS = 2.0
-"""How long a rank whose communication has failed waits for the reports of others, which notice at the same time."""
+"""Seconds that a rank with failed communication waits for reports of others, which notice at the same time."""
 
 
 class KeyStore(Protocol):
@@ -53,7 +53,7 @@ class KeyStore(Protocol):
         """The value of a key that exists."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether the keys exist."""
+        """Returns True if the keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Return when the keys exist."""
@@ -79,7 +79,7 @@ class Difference:
 
 
 class _Verdict(TypedDict):
-    """What rank 0 tells all ranks."""
+    """Verdict that rank 0 sends to all ranks."""
 
     missing: list[tuple[int, int, int]]
     """Ranks that have not come, as ``rank_runs`` tells them."""
@@ -104,7 +104,7 @@ class Rendezvous:
     _heard: dict[int, str] = field(default_factory=dict)
 
     def meet(self, given: Mapping[str, str]) -> Difference | None:
-        """Wait for all ranks and compare what they were ``given``; the same result on every rank.
+        """Waits for all ranks and compares their ``given``; the same result on every rank.
 
         Raises:
             GridError: ranks did not come within ``seconds``; the message names them.
@@ -151,7 +151,7 @@ class Rendezvous:
         return verdict
 
     def _answered(self, rank: int) -> bool:
-        """Whether ``rank`` has taken the answer to its newest hello; a hello of an earlier start is answered, too."""
+        """Answers a new hello of ``rank``; returns True if the rank has taken the answer to its newest one."""
         hello = self._read(f"hello/{rank}")
         if hello is not None and hello != self._heard.get(rank):
             self._heard[rank] = hello
@@ -229,7 +229,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 
 class FailureReports:
-    """Tells which ranks did not come to a collective that has failed, from what each rank writes down when one fails.
+    """Finder of the ranks that did not join a failed collective, from the record that each rank writes when one fails.
 
     Args:
         store: of the job, with a prefix of the meeting.
@@ -241,7 +241,7 @@ class FailureReports:
     def absent(self, what: str, peers: Sequence[int]) -> str:
         """Words about the ``peers`` whose collective was not ``what``; empty if nothing is known.
 
-        It never takes much longer than two seconds: the store may be that of a rank which has ended or stands still.
+        It never takes much longer than two seconds: the store may be that of a rank that has ended or hangs.
         """
         words: list[str] = []
         asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)
@@ -250,7 +250,7 @@ class FailureReports:
         return words[0] if words else ""
 
     def tell(self, what: str) -> None:
-        """Write down that ``what`` has failed here, for others that ask; nobody is asked, and nobody waited for."""
+        """Records the failure of ``what`` here for other ranks; waits for no rank."""
         threading.Thread(target=self._ask, args=(what, (), str), daemon=True).start()
 
     def _ask(self, what: str, peers: Sequence[int], tell: Callable[[str], object]) -> None:
@@ -267,7 +267,7 @@ class FailureReports:
         except RuntimeError:
             tell("rank 0 does not answer" if self._rank else "")
             return
-        words = [f"{name_ranks(silent)} did not come, ended or stands still"] * bool(silent)
+        words = [f"{name_ranks(silent)} did not come, ended or hangs"] * bool(silent)
         tell(", ".join([*words, *elsewhere]))
 
 
@@ -362,7 +362,7 @@ class JointCalls:
         return f"{self._last}/{self._made[self._last]}"
 
     def _wait(self, seconds: float) -> bool:
-        """Whether all came in time. The store is asked more and more seldom: its own wait keeps Ctrl-C waiting too."""
+        """Returns True if all came in time. Polls the store with growing pauses: its own wait would block Ctrl-C."""
         deadline, pause = time.monotonic() + seconds, 1e-3
         while not self._store.check([f"{self._here()}/all"]):
             if self._store.check(["left"]):

@@ -53,7 +53,7 @@ class SharedMemory:
     A collective starts when it is called and is completed by its wait or by the next call; nothing runs in between, and
     no other thread is involved. Waits may come in any order.
 
-    All methods raise RuntimeError, as those of a process group do, if a rank has ended or does not arrive in time.
+    All methods raise RuntimeError, as methods of a process group do, if a rank has ended or does not arrive in time.
     Every later call then fails too, also on the other ranks.
     """
 

@@ -3,7 +3,7 @@
     device            host                      other rank
     tensor -- copy --> pinned memory -- gloo --> pinned memory -- copy --> tensor
 
-gloo reads and writes the addresses that it is given, and those of a device are none of the host's. Ranks of a gloo
+gloo reads and writes the addresses that it is given, and addresses of a device are none of the host's. Ranks of a gloo
 group that the user has started may share a GPU this way, which ranks of NCCL may not.
 """
 
@@ -107,7 +107,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _brought(wait: Wait, *filled: tuple[Tensor, Tensor]) -> Wait:
-    """Return a wait after which each tensor has what its copy on the host was filled with."""
+    """Returns a wait that ends once each tensor has the content of its copy on the host."""
 
     @torch.no_grad()
     def finish() -> None:

@@ -11,11 +11,11 @@ collectives; there is nothing else that a call has to agree on.
 
 Who has ended is known by a thread that the operating system wakes, and a word that kernels look at:
 
-    a rank ends, however    the system closes its sockets, and tells those who hold a descriptor of its process
+    a rank ends, however    the system closes its sockets, and informs all who have a descriptor of its process
     every other rank        poll returns at once, the thread writes ended[index] = 1, of the next one that ends 2, ..
     a kernel that waits     looks at the word every so often, and gives up
 
-The descriptor is for a rank that leaves children behind, such as workers that load data: they keep its sockets open.
+The descriptor is for a rank that leaves running children, such as workers that load data: they keep its sockets open.
 The socket is for a rank that closes its engine and goes on, and where processes are hidden from each other. It costs
 nothing while nobody ends. Ranks of other hosts are not watched; their end is found by time.
 """
@@ -43,7 +43,7 @@ logger = logging.getLogger("trine")
 
 
 class PeerEndedError(RuntimeError):
-    """What was waited for cannot come: the rank that had to send it has ended."""
+    """Error of a wait for a rank that has ended and so cannot send."""
 
 
 class PeerWatch:
@@ -122,18 +122,18 @@ class SharedBytes:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of each rank's part, as this rank reaches it."""
+        """Address of each rank's part in this rank's address space."""
         return tuple(part.data_ptr() for part in self.parts)
 
     @property
     def looks_a_second(self) -> float:
-        """How often a kernel can look at a signal, about."""
+        """Approximate number of times a second that a kernel can poll a signal."""
         return _LOOKS_A_SECOND[not is_host(self.own.device)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSizes:
-    """How much a rank can send to another in one call."""
+    """Sizes of the slots: the most that a rank can send to another in one call."""
 
     ranks: int
     capacity: int
@@ -196,16 +196,16 @@ class SymmetricBuffer:
 
     @cached_property
     def copies(self) -> SideStream:
-        """Where copies to other ranks go while this rank computes. Virtual ranks are given one each: a device has few
-        streams, and one that two ranks share would let one wait behind the other."""
+        """Stream of copies to other ranks while this rank computes. Each virtual rank has its own: a device has few
+        streams, and two ranks that share one would wait for each other."""
         return SideStream(self._memory.own.device)
 
     def fits(self, size: int, tiles: int) -> bool:
-        """Whether a rank can send ``size`` bytes in ``tiles`` tiles to another in one call."""
+        """Returns True if a rank can send ``size`` bytes in ``tiles`` tiles to another in one call."""
         return size <= self.sizes.capacity and tiles <= self.sizes.most
 
     def say_once(self, sentence: str) -> None:
-        """Tell in the log what is not sent this way, the first time."""
+        """Logs a call that is not sent this way, the first time."""
         if sentence not in self._said:
             self._said.add(sentence)
             logger.info("overlap: %s", sentence)
@@ -216,15 +216,15 @@ class SymmetricBuffer:
         return self._epoch
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What ``writer`` has left with this rank, a view; valid until this rank's next call but one."""
+        """Returns a view of the data that ``writer`` has sent to this rank; valid until its next call but one."""
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Where this rank writes what it leaves with ``owner``, a view."""
+        """Returns a view of the slot in which this rank writes data for ``owner``."""
         return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
 
     def arrivals_at(self, owner: int, epoch: int) -> Tensor:
-        """Where this rank signals tiles to ``owner``: int32 [most], a view."""
+        """Returns a view, int32 [most], of the words in which this rank signals tiles to ``owner``."""
         most = self.sizes.most
         words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)
         return words[self._turn(epoch, self.mailbox.rank) * most :][:most]

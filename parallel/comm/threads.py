@@ -1,4 +1,4 @@
-"""The backend of ranks that are threads: a message lies in memory until its receiver takes it.
+"""The backend of ranks that are threads: a message stays in memory until its receiver takes it.
 
 A send is complete when its receiver has offered to receive it, as NCCL has it, so a schedule that needs a buffer
 deadlocks here too.
@@ -39,7 +39,7 @@ _NUMPY: Any = np.random  # its stubs lack the exchange of generators
 
 
 class DeadlockError(EngineError):
-    """All ranks wait for each other; the message says who waits for what."""
+    """Error of ranks that all wait for each other; the message names each rank's call."""
 
 
 class _AbortedError(EngineError):
@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Rank(Generic[Result]):
-    """One thread; ``ready`` tells whether what it waits for has come."""
+    """One thread; ``ready`` returns True once its wait can end."""
 
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     ready: Callable[[], bool] | None = None
@@ -62,9 +62,9 @@ class _Rank(Generic[Result]):
 
 
 class Turns:
-    """``size`` ranks that take turns; the order depends on nothing but what they wait for.
+    """``size`` ranks that take turns; the order depends on their waits alone.
 
-    ``generators`` are those of devices that several ranks share.
+    ``generators`` belong to devices that several ranks share.
     """
 
     def __init__(self, size: int, generators: Sequence[torch.Generator] = ()) -> None:
@@ -78,7 +78,7 @@ class Turns:
 
         Raises:
             DeadlockError: all ranks that have not ended wait for each other.
-            Exception: the one of the first rank that raised; others end where they wait for what does not come.
+            Exception: the one of the first rank that raised; others end in the wait that cannot complete.
         """
         process = _ProcessState.take(self._generators)
         grad = torch.is_grad_enabled()
@@ -164,14 +164,14 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class _ProcessState:
-    """What a process has one of, and each rank needs for itself."""
+    """State that a process has once and each rank needs for itself."""
 
     generator: torch.Tensor
     random: Any
     numpy: Any
     dtype: torch.dtype
     functions: tuple[Any, ...]
-    """Those of :data:`_REPLACED`."""
+    """Functions of :data:`_REPLACED`."""
     shared: tuple[torch.Tensor, ...]
     """The states of generators that ranks share on a device."""
 
@@ -207,7 +207,7 @@ _REPLACED: tuple[tuple[Any, str], ...] = (
 
 @dataclass(slots=True)
 class _Round:
-    """One collective: what its ranks have brought so far."""
+    """One collective: the inputs of its ranks so far."""
 
     calls: dict[int, Any] = field(default_factory=dict)
     parts: dict[int, PostedCopy] = field(default_factory=dict)
@@ -265,7 +265,7 @@ def run_thread_ranks(
             the threads of their ranks.
 
     Raises:
-        DeadlockError: all ranks wait for each other; says who waits for what.
+        DeadlockError: all ranks wait for each other; it names each rank's call.
         Exception: the first one that a rank raised.
     """
     shared = [device for device, ranks in Counter(devices or ()).items() if ranks > 1 and not is_host(device)]
@@ -315,7 +315,7 @@ Group = tuple[str, tuple[int, ...]]
 
 @dataclass(slots=True)
 class _Post:
-    """What the ranks of one engine have issued and not yet completed."""
+    """Calls that the ranks of one engine have issued and not yet completed."""
 
     rounds: dict[Group, Rounds] = field(default_factory=dict)
     boxes: defaultdict[tuple[Channel, int, int], _Box] = field(default_factory=lambda: defaultdict(_Box))

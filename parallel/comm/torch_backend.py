@@ -52,13 +52,13 @@ exchange, or a channel of messages."""
 class TorchBackend:
     """Collectives and messages between real processes: one group per axis of several ranks.
 
-    An axis of all ranks uses the group of the world. What is opened here is destroyed by ``close``, see
+    An axis of all ranks uses the group of the world. Groups opened here are destroyed by ``close``, see
     :class:`~engine.parallel.comm.world.OwnedGroups`. With gloo the group of the world is opened here too, so that
     ``close`` ends all connections of this engine, and none of another one.
 
     NCCL runs all messages of a group on one stream in the order of issue, and each blocks the stream until its other
     end is ready. Pipeline ranks issue their messages in different orders, so with NCCL (``linked``) every channel of
-    activations and gradients has a group of its own, whose two ends agree on the order. gloo separates channels by
+    activations and gradients has a group of its own; its two ends agree on the order. gloo separates channels by
     tags.
 
     On CPUs, tensor ranks of one host, which communicate most and run the same program, use shared memory. On every
@@ -82,7 +82,7 @@ class TorchBackend:
             raise
 
     def _open_axes(self) -> None:
-        """Make the groups of the axes; those of one rank have none, because nothing is sent over them."""
+        """Makes the groups of the axes; an axis of one rank has none, because nothing is sent over it."""
         grid = self._grid
         if not self._linked and grid.world_size > 1:
             self._groups["world"] = self._owned.open(range(grid.world_size))
@@ -95,7 +95,7 @@ class TorchBackend:
         return self._open(self._grid.groups(axis), self._grid.peers(axis))
 
     def _open(self, groups: Iterable[tuple[int, ...]], own: tuple[int, ...] | None) -> dist.ProcessGroup | None:
-        """Create this rank's own group of those that all ranks create now; None if it is in none of them."""
+        """Creates the groups on all ranks and returns this rank's own; None if it is in none of them."""
         if not self._linked:
             return self._owned.open(own)
         made = [self._owned.open(own if own in each else None) for each in color_rounds(groups)]
@@ -111,7 +111,7 @@ class TorchBackend:
         return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
 
     def shares(self, axis: Axis) -> bool:
-        """Whether collectives of ``axis`` go through shared memory."""
+        """Returns True if collectives of ``axis`` go through shared memory."""
         return axis in self._shared
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
@@ -271,7 +271,7 @@ class TorchBackend:
 
 
 def carries_tensors_of(device: torch.device) -> bool:
-    """Return whether the process group moves tensors of ``device``: gloo moves those of the host."""
+    """Return whether the process group moves tensors of ``device``: gloo moves tensors of the host."""
     return is_host(device) or dist.get_backend() != "gloo"
 
 
@@ -383,7 +383,7 @@ def _swap(slices: Tensor, given: Sequence[Tensor], group: dist.ProcessGroup | No
 def _reduce_scatter_by_exchange(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> Wait:
     """Reduce-scatter as an all-to-all followed by a local sum.
 
-    gloo's own reduce-scatter is an all-reduce inside: it sends twice the bytes and refuses a shard that lies in
+    gloo's own reduce-scatter is an all-reduce inside: it sends twice the bytes and refuses a shard that is in
     ``full``. Adding in rank order also makes the result independent of timing; half precision is added in fp32.
     """
     received, ranks = torch.empty_like(full), dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Traffic: the bytes that a collective sends, and the tally of those sent.
+"""Traffic: the bytes that a collective sends, and the tally of sent bytes.
 
 The planner and the counter use the same rule, so that a plan can be compared exactly with a run. Bytes are those that
 one rank sends in a ring (Patarasuk and Yuan 2009): a reduce-scatter or an all-gather of n bytes over N ranks sends
@@ -28,7 +28,7 @@ def megabytes(count: int) -> str:
 
 
 def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
-    """Bytes that one rank sends for one collective whose full tensor has ``payload_bytes``, or for one message."""
+    """Returns the bytes that one rank sends for a collective with a full tensor of ``payload_bytes``, or a message."""
     if op in ("send", "receive"):
         return payload_bytes if op == "send" else 0
     return _PASSES[op] * payload_bytes * (ranks - 1) // ranks

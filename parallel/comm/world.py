@@ -5,7 +5,7 @@ and sends nothing.
 
     read_world   which process this is, from the variables of its launcher
     open_store   the store at which ranks meet
-    Rendezvous      all come, and compare what they were given, before any group is made (``meeting``)
+    Rendezvous      all come, and compare their arguments, before any group is made (``meeting``)
     open_world   the process group of all ranks
 
 The store has no password: whoever reaches its port may read and write it. Where rank 0 holds it, it listens on the
@@ -99,7 +99,7 @@ def read_world() -> World:
     alone.
 
     Raises:
-        GridError: those variables are incomplete, or there are more local ranks than GPUs.
+        GridError: the variables are incomplete, or there are more local ranks than GPUs.
     """
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -163,7 +163,7 @@ def _listen(place: Place) -> int | None:
         family, kind, protocol, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError:
-        return None  # torch resolves the name again, and its message says what is wrong
+        return None  # torch resolves the name again, and its message names the fault
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -188,7 +188,7 @@ def open_world(world: World, store: Store | None = None) -> None:
     :func:`timeout_seconds` is the timeout of the rendezvous and of every collective.
 
     Args:
-        store: where ranks find each other's addresses, under a prefix that no earlier start of the job has used: what a
+        store: the ranks' addresses, under a prefix that no earlier start of the job has used: what a
             restarted job finds in torchrun's store are the addresses of processes that have ended. None: the job's.
 
     Raises:
@@ -217,7 +217,7 @@ def open_world(world: World, store: Store | None = None) -> None:
 
 
 def meeting_point(world: World) -> str:
-    """Where the ranks meet, in words."""
+    """Returns the address and port of the rendezvous, or the words "the process group"."""
     return "the process group" if world.place is None else f"{world.place.address}:{world.place.port}"
 
 

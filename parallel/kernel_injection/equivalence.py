@@ -1,4 +1,4 @@
-"""Trials: a copy of a module with other weights runs beside an operator, to find out whether both compute the same."""
+"""Trials: a copy of a module with other weights runs against an operator, to see if both compute the same."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ class _Bent(nn.Module):
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether this module or one inside it has forward or backward hooks."""
+    """Returns True if this module or one inside it has forward or backward hooks."""
     return any(
         inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks
         for inner in module.modules()
@@ -65,7 +65,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def is_linear_layer(child: nn.Module | None) -> bool:
-    """Whether this is a matrix product and nothing else."""
+    """Returns True if the module is a matrix product and nothing else."""
     return child is not None and is_linear(child) and has_plain_forward(child) and own_forward(child) is not None
 
 
@@ -88,7 +88,7 @@ def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
 
 
 def agrees_in_use(module: nn.Module, forward: Function, operator: Function, width: int) -> bool:
-    """Whether the copy ``module`` and ``operator`` agree for inputs of all scales, in training and in eval mode."""
+    """Returns True if ``module``, a copy, and ``operator`` agree for inputs of all scales, in both modes."""
     parameters = list(module.parameters())
     for training in (True, False):
         module.train(training)
@@ -98,7 +98,7 @@ def agrees_in_use(module: nn.Module, forward: Function, operator: Function, widt
 
 
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
-    """Whether both give the same outputs and the same gradients of ``inputs`` and ``parameters``.
+    """Returns True if outputs and gradients of ``inputs`` and ``parameters`` are the same for both.
 
     Each call draws new random numbers, so a function that draws any agrees with nothing; the user's generators are
     restored.
@@ -123,7 +123,7 @@ def _outcome(function: Function, inputs: Sequence[Tensor], parameters: Sequence[
         found = call_user_code(function, given, {})
         outputs = list(found) if isinstance(found, tuple) else [found]
         if not all(isinstance(output, Tensor) for output in outputs):
-            raise ValueError("what is compared gives something else than tensors")
+            raise ValueError("a compared function returned an object other than tensors")
         directions = [random(*output.shape, seed=7).to(output.dtype) for output in outputs]
         wanted = [*given, *parameters]
         grads = torch.autograd.grad(outputs, wanted, directions, allow_unused=True)

@@ -1,6 +1,6 @@
 """Kernel injection: modules of a user's model that compute what a fused operator computes get that operator's forward.
 
-Modules are recognised by what they compute, not by class: a copy with random weights runs beside the operator, and
+Modules are recognised by what they compute, not by class: a copy with random weights runs against the operator, and
 outputs and gradients are compared. A module that agrees with an operator gets its forward; every other module stays as
 it is. Heads whose logits may be lazy are found the same way.
 """
@@ -35,12 +35,12 @@ PutOn = Callable[[ForwardPatches], None]
 
 
 class Replacement(NamedTuple):
-    """A module whose forward goes through one of our operators."""
+    """A module with a forward through one of our operators."""
 
     module: str
     operator: str
     detail: str
-    """What exactly it computes, for reports."""
+    """Exact computation in words, for reports."""
     activation: Activation = "none"
     """The activation that a linear layer computes as well."""
 
@@ -86,7 +86,7 @@ class _Part(NamedTuple):
     operator: str
     words: str
     detail: object
-    """The settings of the forward, beside the class of the module."""
+    """Settings of the forward, without the class of the module."""
     forward: Callable[..., Any]
     child: str = ""
     activation: Activation = "none"

@@ -98,7 +98,7 @@ def _operator(module: nn.Module, found: NormModule) -> Callable[[Tensor], Tensor
 
 
 def _rounds_alike(copy: nn.Module, forward: Callable[..., Any], x: Tensor) -> bool:
-    """Whether a bfloat16 input gives a bfloat16 output."""
+    """Returns True if a bfloat16 input makes a bfloat16 output."""
     return bool(forward(copy.bfloat16(), x.bfloat16()).dtype == torch.bfloat16)
 
 
@@ -261,7 +261,7 @@ class ActivatedLinear(NamedTuple):
 
 
 def find_activated(module: nn.Module) -> ActivatedLinear | None:
-    """The linear layer among the children of ``module`` whose output only goes into an activation, or None."""
+    """Returns the child of ``module`` that is a linear layer with only an activation after it, or None."""
     forward = own_forward(module)
     layers: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear_layer(child)}
     if forward is None or len(layers) not in (1, 2) or module._parameters or module._buffers:

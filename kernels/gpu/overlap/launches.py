@@ -1,4 +1,4 @@
-"""Launches of the kernels that communicate. What they need of the ranks is a :class:`Mailbox`; nothing here knows how
+"""Launches of the kernels that communicate. They reach the ranks through a :class:`Mailbox`; nothing here knows how
 its memory came to be shared. All ranks make the same calls, with equal shapes, and count their epochs alike.
 
 Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim that is summed over, N columns.
@@ -430,5 +430,5 @@ def tile_shape(tile: Tile) -> dict[str, Any]:
 
 
 def precision() -> str:
-    """Of products of fp32 numbers, as torch is set: "tf32" or "ieee"."""
+    """Returns the precision of fp32 products that torch is set to: "tf32" or "ieee"."""
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"

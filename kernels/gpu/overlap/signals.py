@@ -74,7 +74,7 @@ def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
 @triton.jit
 def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
     """Wait until ``writer`` has left a tile with ``rank``; False, and written down, if it has not. Once something has
-    not come, nothing else is waited for: a rank that stands still costs one wait, not one for each tile."""
+    not come, nothing else is waited for: a rank that hangs costs one wait, not one for each tile."""
     looks = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
     ended = place_of(arrivals, RANKS, writer)
     there = arrived(arrival_of(arrivals, rank, writer, tile, epoch, most, RANKS), ended, epoch, epoch, looks)

@@ -1,5 +1,5 @@
-"""The reader of flight files: what a rank is in, since when, and what it did before. Needs no torch and no help of the
-rank, which may stand still or have ended."""
+"""The reader of flight files: a rank's current call, its start, and the calls before it. Needs no torch
+and no help of the rank, which may hang or have ended."""
 
 import json
 import mmap
@@ -58,7 +58,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWaits:
-    """What a rank has waited for in one stream of collectives or messages since its start."""
+    """Waits of a rank in one stream of collectives or messages since its start."""
 
     kind: EventKind
     axis: str
@@ -72,7 +72,7 @@ class StreamWaits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """What one rank's file says at one moment."""
+    """Content of one rank's flight file at one moment."""
 
     rank: int
     size: int
@@ -97,7 +97,7 @@ class Flight:
     sums: Sums
     streams: tuple[StreamWaits, ...]
     words: str
-    """What it said at its end."""
+    """Last words of the rank."""
 
     @property
     def host(self) -> str:
@@ -243,5 +243,5 @@ def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that ``rank_runs`` has told."""
+    """Parses the ranks that ``rank_runs`` has formatted."""
     return tuple(first + step * number for first, step, count in runs for number in range(count))

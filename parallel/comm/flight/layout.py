@@ -1,13 +1,13 @@
 """Layout of a flight file: one header, then a ring of events of equal size. Numbers are in the machine's byte order.
 
-    0       header: who this rank is, what it is in now, sums of its times
+    0       header: identity of this rank, its current call, sums of its times
     4096    identity as JSON: host, axes and their ranks
     16384   waits of stream 1
             waits of stream 2, ..
     24576   event 1, event N + 1, ..
             event 2, event N + 2, ..
 
-Times are nanoseconds of ``time.monotonic_ns``, which the ranks of a host share; ``wall_offset`` added gives those since
+Times are nanoseconds of ``time.monotonic_ns``, which the ranks of a host share; ``wall_offset`` added gives times since
 1970. The writer is a process that may stop between any two instructions, so a number that says that something is valid
 is written after it: an event counts once its sequence number is there, and 0 is written first when a place is reused.
 """
@@ -23,7 +23,7 @@ EVENTS: Final = 512
 IDENTITY_AT: Final = 4096
 STREAMS_AT: Final = 16384
 STREAMS: Final = 64
-"""Streams whose waits are summed; a rank of a deep pipeline has some twenty."""
+"""Number of streams with summed waits; a rank of a deep pipeline has some twenty."""
 STREAM_BYTES: Final = 128
 EVENTS_AT: Final = STREAMS_AT + STREAMS * STREAM_BYTES
 EVENT_BYTES: Final = 192
@@ -31,7 +31,7 @@ FILE_BYTES: Final = EVENTS_AT + EVENTS * EVENT_BYTES
 CALLS: Final = "calls of the engine"
 """Stream of the calls that every rank makes."""
 MOST_AXES: Final = 16
-"""Axes whose waits are summed, in the order in which the identity names them."""
+"""Axes with summed waits, in the order in which the identity names them."""
 
 
 def axis_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def axis_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class Phase(IntEnum):
-    """What a rank is in, as far as the engine knows."""
+    """Phase of a rank, as far as the engine can see."""
 
     USER = 0
     """The user's code: between two calls of the engine."""
@@ -51,7 +51,7 @@ class Phase(IntEnum):
 
 
 class EventKind(IntEnum):
-    """What an event is."""
+    """Kind of an event."""
 
     COLLECTIVE = 0
     SEND = 1
@@ -76,7 +76,7 @@ SUMS = Struct(f"{2 + MOST_AXES}Q")
 SUMS_AT: Final = 192
 WORDS_AT: Final = 512
 WORDS_BYTES: Final = 2048
-"""What a rank says at its end, UTF-8, filled up with zeros."""
+"""Last words of a rank, UTF-8, padded with zeros."""
 
 BEGIN = Struct("QQ QQ BBhI 48s 64s 12s")
 """Sequence, begun, count within its stream, bytes; kind, axis, 0, other end of a message; stream, label, dtype."""

@@ -1,4 +1,4 @@
-"""The writer of a flight file: a rank says what it begins, what it waits for and what has ended.
+"""The writer of a flight file: a rank records calls that it begins, waits for and ends.
 
 The file is mapped into memory, so a note is a few stores; the kernel keeps them when the process is killed.
 """
@@ -21,7 +21,7 @@ now = time.monotonic_ns
 
 
 class Stream(NamedTuple):
-    """What all ranks of a group, or both ends of a channel, issue in one order."""
+    """Sequence of calls that all ranks of a group, or both ends of a channel, issue in one order."""
 
     kind: EventKind
     axis: str
@@ -45,7 +45,7 @@ class FlightRecorder:
     def __init__(self, path: Path, rank: int, size: int, identity: Mapping[str, Any]) -> None:
         text = json.dumps(identity).encode()
         if len(text) > layout.STREAMS_AT - layout.IDENTITY_AT:
-            raise OSError(f"what identifies rank {rank} takes {len(text)} bytes, which a flight file does not hold")
+            raise OSError(f"the identity of rank {rank} takes {len(text)} bytes, more than a flight file can store")
         self.path = path
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -102,7 +102,7 @@ class FlightRecorder:
         return began
 
     def waited(self, sequence: int, stream: Stream, began: int, size: int = 0) -> None:
-        """Note that what this rank has waited for since ``began``, of ``size`` bytes, is complete."""
+        """Records that the call of ``size`` bytes that this rank has waited for since ``began`` is complete."""
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
         self._end(sequence, ended)

@@ -37,7 +37,7 @@ class MicrobatchCost:
     input_seconds: float
     """Backward up to the gradients of the inputs, with everything that cannot be deferred; includes recomputation."""
     weight_seconds: float
-    """Weight gradients that can be deferred: those of linear layers."""
+    """Weight gradients of linear layers, which can be deferred."""
     kept_bytes: int
     """Activations kept from forward to backward, without parameters and tensors that depend only on the batch."""
     left_bytes: int
@@ -164,7 +164,7 @@ def cost_of_stages(stages: Sequence[MicrobatchCost], transfer_seconds: float) ->
 def peak_bytes(schedule: Schedule, stages: Sequence[MicrobatchCost]) -> tuple[int, ...]:
     """Most bytes of activations that each rank holds at once.
 
-    F adds what the stage keeps and B frees it; I frees it except for what W needs, which W frees.
+    F adds the saved tensors of the stage and B frees them; I frees them except the inputs of W, which W frees.
     """
 
     def change(action: Action) -> int:

@@ -4,7 +4,7 @@ The seconds of a call are measured where it will run (``engine.planning.profile_
 FLOPs take their place, the same number for each of three parts: a matrix product is computed once in forward, once for
 the gradient of its input and once for that of its weight.
 
-Glue is not measured: its FLOPs, and what it saves for its backward, count for the call before it.
+Glue is not measured: its FLOPs, and the tensors that it saves for backward, count for the call before it.
 """
 
 from collections.abc import Sequence

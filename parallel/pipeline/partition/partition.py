@@ -1,4 +1,4 @@
-"""Partition of a trace into stages: where each stage begins, and what follows for it.
+"""Partition of a trace into stages: the start of each stage, and its consequences.
 
 1. Stages begin before blocks, such that the largest stage is as small as possible, in FLOPs or in measured seconds.
    Embedding and head count like all other calls.
@@ -60,7 +60,7 @@ class Partition:
 
 
 Split = Literal["auto"] | Sequence[str]
-"""Value of ``parallel.split``: "auto", or the module whose call starts each stage but the first."""
+"""Value of ``parallel.split``: "auto", or the module called first in each stage but the first."""
 
 
 def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None:
@@ -99,7 +99,7 @@ def repartition(
         held: parameters of each stage; a stage that needs others is refused.
 
     Raises:
-        PlanError: those calls are missing here or come in another order, or a parameter is needed and not held.
+        PlanError: the calls are missing here or come in another order, or a parameter is needed and not held.
     """
     starts = []
     for unit, occurrence in boundaries:
@@ -194,7 +194,7 @@ def _read_entry(entry: str) -> tuple[str, str]:
 
 
 def _names_instead(trace: ModelTrace, name: str) -> str:
-    """Names that an entry of ``split`` may have: the most similar ones, and what the forward calls."""
+    """Names that an entry of ``split`` may have: the most similar ones, and the units that the forward calls."""
     called = list(dict.fromkeys(call.unit for call in trace.calls))
     inside = (parameter.rpartition(".")[0] for parameter in trace.parameter_bytes)
     known = list(dict.fromkeys([*called, *(module for path in inside for module in _paths(path))]))
@@ -206,12 +206,12 @@ def _names_instead(trace: ModelTrace, name: str) -> str:
 
 
 def _paths(path: str) -> list[str]:
-    """A module and those around it: ``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    """Yields a module and the modules around it: ``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
     return list(accumulate(path.split("."), lambda outer, key: f"{outer}.{key}")) if path else []
 
 
 def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int]:
-    """Calls of a unit; of an opened unit, those at which it starts; ``or_around``: of the unit that contains it."""
+    """Calls of a unit; of an opened unit, the calls that start it; ``or_around``: of the unit that contains it."""
     calls = list(enumerate(trace.calls))
     found = [index for index, call in calls if call.unit == name]
     if not found:

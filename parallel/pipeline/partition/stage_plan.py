@@ -1,4 +1,4 @@
-"""Plan of one stage: what it runs in a forward, which values it receives, and why those.
+"""Plan of one stage: the calls of its forward, the values that it receives, and the reason for each.
 
     need     values that the stage makes itself: outputs of its calls, and glue computed from them
     border   values of earlier stages that the needed ones are computed from
@@ -127,7 +127,7 @@ class Planner:
         return wanted
 
     def _follow(self, wanted: set[int], stage: int) -> tuple[set[int], set[int]]:
-        """Follow ``wanted`` back: values made here, and the values of earlier stages from which those are computed."""
+        """Follows ``wanted`` back: values made here, and the values of earlier stages that they are computed from."""
         needed: set[int] = set()
         border: set[int] = set()
         todo = list(wanted)

@@ -37,7 +37,7 @@ text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}.title{font-si
 
 
 def svg(panels: Sequence[Panel], width: int = 960) -> str:
-    """A picture of timelines one above the other; those of one unit share a scale, and the longest takes the width.
+    """A picture of timelines one above the other; timelines of one unit share a scale, and the longest takes the width.
 
     Args:
         panels: the timelines to show.

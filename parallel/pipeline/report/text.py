@@ -100,7 +100,7 @@ class Panel:
 
 
 def end_of(panel: Panel, panels: Sequence[Panel]) -> float:
-    """Latest end of all panels whose times have the unit of ``panel``; they share one scale."""
+    """Returns the latest end of all panels with the unit of ``panel``; they share one scale."""
     return max(other.timeline.makespan for other in panels if other.seconds == panel.seconds)
 
 
@@ -134,7 +134,7 @@ def draw(timeline: StepTimeline, width: int = 120) -> str:
 
 
 def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
-    """Several timelines one above the other; those of one unit share a scale, and the longest takes all columns.
+    """Several timelines one above the other; timelines of one unit share a scale, and the longest takes all columns.
 
     So two kinds of schedule can be compared, and a measured step in seconds appears below the predicted one: equal
     shapes look equal. The first panel determines the length of a cell.

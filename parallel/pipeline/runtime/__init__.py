@@ -1,7 +1,7 @@
 """A schedule carried out on this rank: the row of actions, the stages in the user's forward, and their messages.
 
 executor         plays the row: receive, compute, send, release
-transport        messages between stages, and reusable memory for those that arrive
+transport        messages between stages, and reusable memory for received ones
 stage            runs one stage of a model in the user's own forward
 stage_forward    tier 1: calls of other stages are answered
 glue_forward     tier 2: operations between calls are looked up too

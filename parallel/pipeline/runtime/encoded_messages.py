@@ -1,12 +1,12 @@
 """Messages between stages in fewer bits: values forward, their gradients backward (straight-through).
 
     value [..]  ->  message [m], uint8  ->  value [..] of the receiver, a leaf of its graph
-    gradient of the leaf  ->  message [m]  ->  gradient of what the sender has computed
+    gradient of the leaf  ->  message [m]  ->  gradient of the value that the sender has computed
 
 Only values through which a gradient flows are encoded: masks, positions and whatever else is no activation may hold
 infinities or integers, and go as they are. An element errs by half a scale of its block.
 
-Error feedback (Seide et al. 2014), for gradients alone: what a message leaves out of the gradient of a value is added
+Error feedback (Seide et al. 2014), for gradients alone: the rounding error of a message of a value's gradient is added
 to the next gradient of that value, of another microbatch. The sum of what was sent then differs from that of the true
 gradients by one residual, however many there were. Activations of two microbatches have nothing to do with each other.
 """
@@ -25,17 +25,17 @@ class MessageEncoder:
     """Encodes and decodes the messages of this rank's stages.
 
     Args:
-        feedback: what messages leave out of gradients is added to the next ones; 4 bytes an element of each gradient.
+        feedback: the rounding error of gradients is added to the next ones; 4 bytes an element of each gradient.
     """
 
     def __init__(self, form: ActivationFormat, kernels: Kernels, feedback: bool) -> None:
         self._form, self._codec, self._feedback = form, make_codec(form.wire, kernels), feedback
         self._residuals: dict[tuple[int, int, int], Tensor] = {}
-        """What the last message has left out, fp32 [1, s], by value, sending and receiving stage."""
+        """Rounding error of the last message, fp32 [1, s], by value, sending and receiving stage."""
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
-        """What the last gradients have left out."""
+        """Rounding errors of the last gradients sent."""
         return tuple(self._residuals.values())
 
     def encodes(self, dtype: torch.dtype, elements: int) -> bool:
@@ -58,7 +58,7 @@ class MessageEncoder:
 
     @torch.no_grad()
     def decode(self, message_m: Tensor, out: Tensor) -> None:
-        """Write what a message stands for into ``out``, which is contiguous."""
+        """Decodes a message into ``out``, which is contiguous."""
         size = self._form.wire.padded(out.numel())
         if size == out.numel():
             self._codec.decode(message_m.view(1, -1), out.view(1, -1))
@@ -68,7 +68,7 @@ class MessageEncoder:
         out.view(-1).copy_(values.view(-1)[: out.numel()])
 
     def _residual(self, place: tuple[int, int, int], values: Tensor) -> Tensor:
-        """That of a value; zeros where none is kept, or one of another shape."""
+        """Returns the residual of a value; zeros if none is stored, or one of another shape."""
         kept = self._residuals.get(place)
         if kept is None or kept.shape != values.shape:
             kept = torch.zeros(values.shape, dtype=torch.float32, device=values.device)

@@ -4,9 +4,9 @@ It is independent of the kind of schedule and of the optimizer. What an action r
 afterwards follows from the partition alone:
 
     F of stage s    values from earlier stages  ->  compute  ->  values that later stages want
-    B of stage s    their gradients, summed     ->  compute  ->  gradients of what was received
+    B of stage s    their gradients, summed     ->  compute  ->  gradients of the received values
     I of stage s    the same, but the weight gradients that can be deferred are left to W
-    W of stage s                                    compute what I has deferred
+    W of stage s                                    compute the gradients that I has deferred
 
 Receives are offered some actions ahead, so that a message travels while the actions before it compute. Between the
 actions of a microbatch only edges of the autograd graph are kept: a sent tensor is released once its send has
@@ -52,7 +52,7 @@ def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
 
 
 class StageMicrobatch(NamedTuple):
-    """One stage of one microbatch: what it computes and exchanges."""
+    """One stage of one microbatch: its compute and its messages."""
 
     plan: StagePlan
     values: Sequence[Value]
@@ -69,7 +69,7 @@ class StageOutput(NamedTuple):
 
 
 class StageRunner(Protocol):
-    """One step of this rank's stages: what the executor calls to compute."""
+    """One step of this rank's stages: the functions that the executor calls to compute."""
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
         """Plan and values of ``stage`` for ``microbatch``."""
@@ -84,7 +84,7 @@ class StageRunner(Protocol):
         """Compute the gradients that the I of this stage and microbatch has deferred."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Context of an action during whose collectives the gradients of :meth:`weights` may be computed ahead."""
+        """Context of an action: during its collectives the gradients of :meth:`weights` may be computed ahead."""
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Executor:
         self._split: set[tuple[int, int]] = set()
         """(stage, microbatch) pairs between I and W."""
         self._posted: dict[Action, tuple[StageMicrobatch, dict[Message, Arrival]]] = {}
-        """Actions whose receives are offered, with the functions that wait for them."""
+        """Actions with offered receives, with the functions that wait for them."""
         self._crosses = False
         """Values have crossed the border of a stage."""
         self.spans: list[Span] = []
@@ -119,24 +119,24 @@ class Executor:
 
     @property
     def live(self) -> int:
-        """Number of (stage, microbatch) pairs whose forward is done and whose backward is not."""
+        """Number of (stage, microbatch) pairs after their forward and before their backward."""
         return len(self._live) + len(self._split)
 
     def apart(self) -> "Executor":
-        """An executor over the same transport, for microbatches that are live beside those of this one."""
+        """An executor over the same transport, for microbatches that are live at the same time."""
         return Executor(self._transport, self._recorder)
 
     def run(self, row: RankSchedule, runner: StageRunner) -> None:
-        """Play a whole row. An exception leaves no state behind on this rank."""
+        """Plays a whole row. An exception leaves no state on this rank."""
         try:
             self._play(row, runner, range(len(row.actions)))
         finally:
             self._forget()
 
     def run_part(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
-        """Play consecutive actions of a row, to whose other actions nothing is sent; what was live stays live.
+        """Plays consecutive actions of a row that send nothing to its other actions; live microbatches stay live.
 
-        An exception leaves no state behind on this rank.
+        An exception leaves no state on this rank.
         """
         try:
             self._play(row, runner, part)
@@ -164,7 +164,7 @@ class Executor:
         self._posted.clear()
 
     def post(self, action: Action, runner: StageRunner) -> None:
-        """Offer to receive what ``action`` needs from other stages, unless it has been offered already."""
+        """Posts the receives of ``action`` from other stages, unless they have been posted already."""
         if action in self._posted:
             return
         part = runner.part(action.stage, action.microbatch)
@@ -177,7 +177,7 @@ class Executor:
         self._posted[action] = part, arrivals
 
     def do(self, action: Action, runner: StageRunner, beside: Action | None = None) -> None:
-        """Play one action, and what is left of the W ``beside`` while its collectives travel."""
+        """Plays one action, and the rest of the W ``beside`` while its collectives travel."""
         self.post(action, runner)
         part, arrivals = self._posted.pop(action)
         arrived = {message: arrive() for message, arrive in arrivals.items()}

@@ -24,7 +24,7 @@ class Carrier:
     last: int
     """Index of axis pp that has the last stage."""
     everywhere: bool = False
-    """All ranks get the outputs of their own replica; else rank 0 gets those of its replica."""
+    """All ranks get the outputs of their own replica; else rank 0 gets the outputs of its replica."""
 
 
 def bring_outputs(

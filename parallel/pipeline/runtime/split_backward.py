@@ -11,7 +11,7 @@ While a collective of another microbatch travels between tensor ranks, a rank co
 
 Nothing is computed twice. Only linear layers are deferred, since their weight gradient costs as much as their input
 gradient. Gradients of all other parameters are computed in I, and so are those of a layer whose input needs no
-gradient, of a compiled layer, or of one whose weight has hooks of the user's. A recomputed block (activation
+gradient, of a compiled layer, or of one with hooks of the user on its weight. A recomputed block (activation
 checkpointing) is recomputed once, in I.
 
 Shape suffixes: I inputs, O outputs.
@@ -55,7 +55,7 @@ class _Deferred(NamedTuple):
     version: int
     """Version counters of the saved tensors when it was deferred."""
     main: MainGradient | None
-    """What it is added to in W; one that is computed ahead is added as any other gradient."""
+    """Main gradient that W adds it to; one that is computed ahead is added as any other gradient."""
 
 
 class DeferredWeightGrads:
@@ -115,7 +115,7 @@ class DeferredWeightGrads:
 
 
 class SplitBackward:
-    """Gives the linear layers of ``model`` a backward whose weight gradient can be deferred.
+    """Patches the linear layers of ``model`` with a backward that can defer the weight gradient.
 
     Sharded layers (``parallel.tensor``) are included, so it is put on after the tensor plan.
     """
@@ -146,7 +146,7 @@ class SplitBackward:
 
     @property
     def open(self) -> DeferredWeightGrads | None:
-        """Where the running backward defers weight gradients to; None outside an I."""
+        """Deferred weight gradients of the running backward; None outside an I."""
         return self._open
 
 

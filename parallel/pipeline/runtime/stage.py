@@ -203,12 +203,12 @@ class StageResult:
     sent: dict[int, Tensor]
     """Tensor of each value in the plan's ``sends``, attached to autograd.
 
-    A tensor made by a unit is what its forward returned, before forward hooks, which run on the stage that receives it.
+    A tensor made by a unit is the output of its forward, before forward hooks, which run on the stage that receives it.
     """
 
 
 class Stage:
-    """A model whose forwards can be run one stage at a time."""
+    """A model that runs its forwards one stage at a time."""
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
         self._model, self._placeholders = model, PlaceholderPool(device)
@@ -301,7 +301,7 @@ class AbsentParameters:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of the engine's own passes, whose code between units may read absent parameters."""
+        """Context of the engine's own passes: their code between units may read absent parameters."""
         before, self._running = self._running, True
         try:
             yield
@@ -320,6 +320,6 @@ class AbsentParameters:
             raise EngineError(f"{absent}, and its engine is closed; call eng.full_state_dict() before closing it.")
         raise EngineError(
             f"{absent}; run the model by eng.train_batch(batch) or eng.eval_batch(batch, return_output=True), and read "
-            "weights by eng.full_state_dict(), eng.save_pretrained(folder) or, those of this rank alone, by "
+            "weights by eng.full_state_dict(), eng.save_pretrained(folder) or, for this rank's alone, by "
             "`with eng.full_parameters() as parameters:`."
         )

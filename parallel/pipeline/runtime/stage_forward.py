@@ -73,7 +73,7 @@ class StageForward:
         """Options of the checkpointed regions around the current code; see ``torch_checkpoint``."""
         self.sent: dict[int, Tensor] = {}
         self._apart: set[int] = set()
-        """Sent values over whose memory the program has another tensor."""
+        """Sent values that share memory with another tensor of the program."""
         self._received, self._parameters, self._placeholders = received, parameters, placeholders
         self._calls = 0
         for number, tensor in received.items():
@@ -152,7 +152,7 @@ class StageForward:
 
         A hook that this code registers on a sent tensor is registered on the received one too, and is called there:
         so the code gets another tensor over the same memory than the one in which the backward of this stage begins.
-        Without a hook it gets the tensor itself, whose gradients are then summed in the order of one process.
+        Without a hook it gets the tensor itself: its gradients are then summed in the order of one process.
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):
@@ -193,7 +193,7 @@ class StageForward:
     def _keep(self, number: int, tensor: Tensor) -> None:
         if number in self.plan.sends:
             self._check(number, tensor, "sent")
-            # a copy: the receiver gets the present content, not what a later operation writes over it
+            # a copy: the receiver gets the present content, not the result of a later in-place operation
             self.sent[number] = tensor.clone() if self.trace.values[number].rewritten else tensor
 
     def _check(self, number: int, tensor: Tensor, verb: str) -> None:
@@ -202,7 +202,7 @@ class StageForward:
             what = self.trace.describe(number)
             raise EngineError(
                 f"{what} is {verb} as {tensor.dtype} {tuple(tensor.shape)} where the trace has {value.dtype} "
-                f"{value.shape}: its shape depends on more than the shapes of the input; let it depend on those alone."
+                f"{value.shape}: its shape depends on more than the shapes of the input; let it depend on these alone."
             )
 
     def _rebuild(self, leaf: Leaf, arguments: list[Any]) -> Any:

@@ -1,6 +1,6 @@
 """Transport of values and gradients between stages.
 
-A message is identified by what it carries; both ends know its shape and dtype from the trace, so neither shapes nor
+A message is identified by its content; both ends know its shape and dtype from the trace, so neither shapes nor
 names are sent. Between two stages the messages of one flow keep the order in which they are sent.
 
     send      issued at once; the tensor is held until the send has completed, as ``release`` or ``delivered`` tells
@@ -111,7 +111,7 @@ class CommTransport:
     costs no time (``releases``); other sends are held until their gradient returns, or until the end of the step.
 
     Args:
-        encoder: sends what may be rounded in fewer bits; None: everything is sent as it is.
+        encoder: sends values that may be rounded in fewer bits; None: everything is sent as it is.
     """
 
     def __init__(
@@ -224,11 +224,11 @@ class ReceiveBuffers:
         return tensor
 
     def lent(self, tensor: Tensor) -> bool:
-        """Whether this is a buffer in use."""
+        """Returns True if ``tensor`` is a buffer in use."""
         return tensor.untyped_storage()._cdata in self._lent
 
     def give(self, tensor: Tensor) -> bool:
-        """Take back a buffer by any alias, whose holder keeps no other; ignores tensors that are not buffers.
+        """Takes back a buffer by any alias, if its holder keeps no other; ignores tensors that are not buffers.
 
         Returns whether it serves again: memory that others hold is left to them.
         """

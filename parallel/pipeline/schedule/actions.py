@@ -6,7 +6,7 @@ forget one:
 
     rank 0   0F0 ----.   0F1 ----.                  0B0
                      v           v                   ^
-    rank 1          1F0         1B0 needs 1F0 -------'      0B0 receives what 1B0 sends
+    rank 1          1F0         1B0 needs 1F0 -------'      0B0 receives from 1B0
 
 A stage is placed on one rank; a rank may hold several stages (interleaved, V-shaped). A backward is either
 whole, ``B``, or split into ``I``, the gradient of the input that the previous stage waits for, and ``W``,
@@ -90,7 +90,7 @@ class Schedule:
     training: bool = True
     """False for a schedule without backwards."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What a file says that is checked, but not run as it says it."""
+    """Entries of a file that are checked, but not run in their place."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
@@ -129,7 +129,7 @@ class Schedule:
 
         Such a W is work that waits for nothing, while collectives of the action travel:
 
-            1I3 ~~ all-reduce ~~ 1F5  1W3        1I3 waits idle, 1F5 has 1W3 beside it
+            1I3 ~~ all-reduce ~~ 1F5  1W3        1I3 waits idle, 1F5 overlaps with 1W3
         """
         found, ended, following = {}, set(), deque(a for a in self.per_rank[rank] if a.op is Op.BACKWARD_WEIGHT)
         for action in self.per_rank[rank]:
@@ -158,7 +158,7 @@ class Schedule:
         return Action(Op.BACKWARD_INPUT if split else Op.BACKWARD, stage, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """All actions whose results ``action`` uses, on any rank."""
+        """Returns all actions that ``action`` uses results of, on any rank."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return (Action(Op.FORWARD, stage - 1, microbatch),) if stage else ()
@@ -177,7 +177,7 @@ class Schedule:
         return self.backward_of(stage - 1, microbatch)
 
     def receives(self, action: Action) -> Action | None:
-        """The action on another rank whose result must arrive before ``action``, or None."""
+        """Returns the action on another rank that ``action`` receives from, or None."""
         here = self.rank_of_stage[action.stage]
         away = (need for need in self.needs(action) if self.rank_of_stage[need.stage] != here)
         return next(away, None)

@@ -38,7 +38,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1), cut in half and folded to a V; m >= 2p.
 
     The bubble is (p-1)/(6m+p-1), and a rank holds at most 2p + 1 activations of a half slice. In the middle every
-    forward of one half stands beside a whole backward of the other, so their messages and compute can overlap.
+    forward of one half is paired with a whole backward of the other, so their messages and compute can overlap.
     """
     rows = tuple(tuple(_Row(ranks, rank).fill(microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", 2 * ranks, microbatches, rows, v_shape(ranks))
@@ -54,7 +54,7 @@ class _Row:
         self._waiting: deque[Action] = deque()
 
     def fill(self, microbatches: int) -> Iterator[Action]:
-        """The actions in order; ``after`` ranks follow this one, ``upto`` counts this one and those before it."""
+        """The actions in order; ``after`` ranks follow this one, ``upto`` counts this one and the ranks before it."""
         after, upto = self._after, self._upto
         for _ in range(2 * after):
             yield self._forward(0)

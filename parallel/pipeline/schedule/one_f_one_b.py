@@ -43,7 +43,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
 
 # interleaved(2, 4, 2): stages 0 and 2 on rank 0, 1 and 3 on rank 1. A rank starts after fewer layers, so idle
-# clocks are those of smaller stages; two microbatches go around the loop before the next two enter.
+# clocks count smaller stages; two microbatches go around the loop before the next two enter.
 #
 #    rank 0  0F0 0F1 2F0 2F1 0F2   . 2B0 2B0 0F3 2B1 2B1 2F2 0B0 0B0 2F3 0B1 0B1   . 2B2 2B2   . 2B3 2B3 0B2 0B2 0B3 0B3
 #    rank 1    . 1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3   .   .
@@ -154,7 +154,7 @@ def _deepest_first(placement: Placement, microbatches: int) -> list[list[tuple[i
 
 
 # ---- split backwards by rule: the distance in actions between a send and its use is the same in all rounds, so that
-# slow messages cost little. Both rules are those of the papers, as torch.distributed.pipelining has them too.
+# slow messages cost little. Both rules come from the papers, as torch.distributed.pipelining has them too.
 
 Rows = tuple[tuple[Action, ...], ...]
 """A row of actions for each rank; every backward is split."""
@@ -176,7 +176,7 @@ def long_rounds(ranks: int, microbatches: int) -> list[list[range]]:
 
 
 def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -> Rows:
-    """ZB1P in a loop of several stages a rank (Qi et al. 2023): interleaved 1F1B whose weight gradients wait.
+    """ZB1P in a loop of several stages a rank (Qi et al. 2023): interleaved 1F1B with deferred weight gradients.
 
     Rank r runs (v-1)n + p-1-r forwards ahead, n microbatches in the largest of ``turns``, then one for one, and defers
     r weight gradients. It holds (v-1)n + p activations of a stage, which is vp for rounds of p.

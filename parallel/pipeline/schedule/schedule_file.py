@@ -1,9 +1,9 @@
 """Schedules in files: one line of tokens per rank, as ``trine schedule --tokens`` prints them and as torch writes them.
 
 A file of ``torch.distributed.pipelining`` may hold more than actions. The run derives all of that itself, so it is
-checked against what is derived, and a note says that its place in the row does not count:
+checked against the derived actions, and a note warns that its place in the row does not count:
 
-    SEND_F RECV_F SEND_B RECV_B    messages: all of them or none, each beside the action that makes or uses it
+    SEND_F RECV_F SEND_B RECV_B    messages: all of them or none, each next to the action that makes or uses it
     UNSHARD RESHARD                gathers of a stage's parameters: around all of its actions
     REDUCE_GRAD                    reduction of a stage's gradients: after all of its backwards
     (2F5;3B1)OVERLAP_F_B           a forward and a backward that may overlap: they run one after the other
@@ -28,7 +28,7 @@ _OVERLAPS = "the overlapped pairs of the file run one after the other"
 
 
 class Extra(NamedTuple):
-    """A token that is no action: what it is, its stage, and the microbatch of a message. Prints as in the file."""
+    """A token that is no action: its kind, its stage, and the microbatch of a message. Prints as in the file."""
 
     word: str
     stage: int
@@ -60,11 +60,11 @@ def read_schedule(path: str) -> Schedule:
 def parse_schedule(text: str, name: str) -> Schedule:
     """Read a schedule: one line of tokens per rank, separated by blanks or commas; ``#`` starts a comment.
 
-    A stage is placed on the rank whose line has its actions. ``check`` tells whether the order is possible.
+    A stage is placed on the rank whose line has its actions. ``check`` validates the order.
 
     Raises:
         ScheduleError: a token is wrong, a stage is on several lines, stages are left out, or messages, gathers or
-            reductions are not those that the actions need.
+            reductions differ from the ones that the actions need.
     """
     lines: list[Entries] = []
     overlaps = False
@@ -94,7 +94,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
 
 
 def _entries(cell: str) -> Iterator[Action | Extra]:
-    """The actions of a cell, two for an overlapped pair, or what else it is."""
+    """Returns the actions of a cell, two for an overlapped pair, or its other entry."""
     extra = _EXTRA.fullmatch(cell)
     if extra is not None:
         stage, message, microbatch, other = extra.groups()
@@ -115,11 +115,11 @@ def _pair(cell: str) -> tuple[Action, ...]:
     return parts
 
 
-# ---- what a run derives
+# ---- entries that a run derives
 
 
 def _check_extras(schedule: Schedule, lines: Sequence[Entries]) -> list[str]:
-    """The kinds of extra entries, each once, after all are found to be what the actions need."""
+    """The kinds of extra entries, each once, after all are found to fit the actions."""
     words = list(dict.fromkeys(entry.word for entries in lines for entry in entries if isinstance(entry, Extra)))
     for rank, entries in enumerate(lines):
         for entry in entries:
@@ -160,7 +160,7 @@ def _check_messages(schedule: Schedule, rank: int, entries: Entries) -> None:
 
 
 def _check_gathers(schedule: Schedule, rank: int, entries: Entries) -> None:
-    """A stage whose parameters the row gathers has them in all of its actions."""
+    """Checks that a stage with gathers in the row has its parameters in all of its actions."""
     gathers = {entry.stage for entry in entries if isinstance(entry, Extra) and entry.word in ("UNSHARD", "RESHARD")}
     held: set[int] = set()
     for entry in entries:

@@ -66,7 +66,7 @@ class Cost:
 
     @classmethod
     def of_parts(cls, forward: float, backward_input: float, backward_weight: float, transfer: float = 0) -> "Cost":
-        """Costs whose whole backward takes both of its parts."""
+        """Costs of a whole backward that takes both of its parts."""
         return cls(forward, backward_input + backward_weight, backward_input, backward_weight, transfer)
 
     def shared(self, ranks: int, stages: int) -> "Cost":
@@ -155,7 +155,7 @@ RECEIVES_AHEAD = 1
 RECEIVES_AHEAD]``: a message travels while the action before its use computes, at the price of one more buffer."""
 
 Releases = tuple[tuple[tuple[int, ...], ...], ...]
-"""For each rank and each action of its row: the earlier actions whose sends are waited for just before it."""
+"""For each rank and each action of its row: the earlier actions with sends that are waited for just before it."""
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:

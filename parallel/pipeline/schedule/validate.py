@@ -23,13 +23,13 @@ def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
 
     With ``receives_ahead`` also free of deadlock with blocking sends and no buffer anywhere (rendezvous): a rank that
     starts an action has offered to receive for it and for that many actions after it, and goes on to its next action
-    when such an offer has met what it sent. 0 is enough for gpipe, 1f1b and zb-h1 with one stage on each rank;
+    when such an offer has met its message. 0 is enough for gpipe, 1f1b and zb-h1 with one stage on each rank;
     interleaved needs 1, or 2(n-p) if n > p microbatches are in a round. No small number is enough if a rank runs ahead
     of a stage that takes its messages later: looped-bfs, zb-v, dualpipe-v, zb-h1 with several stages on a rank. Their
     sends must be asynchronous, and ``releases`` tells when one has completed.
 
     Raises:
-        ScheduleError: names what is missing, doubled or misplaced, or all actions of one cycle of waiting and what each
+        ScheduleError: names missing, doubled or misplaced actions, or all actions of one cycle of waiting and what each
             waits for, or the first two actions that take messages out of order.
     """
     rules = complete_rules(schedule)
@@ -99,7 +99,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _is_complete(schedule: Schedule) -> bool:
-    """A fast check that does not name what is wrong."""
+    """A fast check that does not name the fault."""
     stages, microbatches, rank_of = schedule.stages, schedule.microbatches, schedule.rank_of_stage
     bits = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 4, Op.BACKWARD_WEIGHT: 8}
     seen = bytearray(stages * microbatches)

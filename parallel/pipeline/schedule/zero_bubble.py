@@ -9,7 +9,7 @@ Forward, input gradient and weight gradient of a stage take one tick each. For e
 kept, since microbatches pass all stages in the same order, and each count is limited by the one before it:
 
     forwards done of stage s      < forwards done of stage s-1
-    input gradients of stage s    < those of stage s+1, and < its own forwards
+    input gradients of stage s    < gradients of stage s+1, and < its own forwards
     weight gradients of stage s   < its own input gradients; each frees an activation
 
 So a rank's choice takes a few comparisons, a row is in order by construction, and the result is deterministic.
@@ -36,12 +36,12 @@ Tick = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Preferences of the ranks, and limits on what they hold."""
+    """Preferences of the ranks, and limits on their activations."""
 
     live: int
     """Most activations that a rank holds, each of one stage and one microbatch."""
     ahead: tuple[int, ...]
-    """For each rank: most forwards whose input gradient is not done."""
+    """For each rank: most forwards with a pending input gradient."""
     backlog: tuple[int, ...]
     """For each rank: most weight gradients that are deferred; beyond it they come first, below it they fill gaps."""
     forward_first: bool = True
@@ -132,7 +132,7 @@ _SLOW = (Cost(transfer=0.25), Cost(transfer=0.5), Cost(transfer=2))
 """Slow messages, which an order for unknown costs has to bear."""
 
 
-# zb_h1(3, 4): 1f1b with the weight gradients of the later ranks deferred into what was their idle time. Rank 0 needs
+# zb_h1(3, 4): 1f1b with the weight gradients of the later ranks deferred into their idle time. Rank 0 needs
 # no split: no stage waits for the input gradient of stage 0.
 #
 #    rank 0  F0 F1 F2  .  . B0 B0 F3 B1 B1 B2 B2 B3 B3

@@ -263,7 +263,7 @@ def test_nothing_is_kept_if_the_cache_is_off(source: Path, monkeypatch: pytest.M
     assert library(source) is None and host_kernel.__wrapped__() is None
 
 
-@pytest.mark.parametrize("why", ["there is no C++ compiler", "refuses to compile it", "is not to be had"])
+@pytest.mark.parametrize("why", ["there is no C++ compiler", "refuses to compile it", "cannot be read"])
 def test_without_a_library_torch_updates_and_it_is_said_once(
     why: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

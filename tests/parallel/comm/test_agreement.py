@@ -153,7 +153,4 @@ def test_an_error_of_ours_is_raised_alike_on_all_ranks(kind: type[EngineError]) 
 def test_another_error_stays_where_it_is_and_the_others_name_the_rank() -> None:
     first, *others = told(failing(ValueError("here")))
     assert first == ("ValueError", "here")
-    assert (
-        others
-        == [("EngineError", "rank 0 could not prepare for this run, so no rank starts; its message tells why.")] * 2
-    )
+    assert others == [("EngineError", "rank 0 could not prepare for this run, so no rank starts; read its error.")] * 2

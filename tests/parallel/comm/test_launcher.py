@@ -83,7 +83,7 @@ def test_a_shell_is_no_rank(shell: dict[str, str]) -> None:
     ],
 )
 def test_ranks_that_cannot_meet_are_refused_with_the_command(given: dict[str, str], command: str) -> None:
-    with pytest.raises(GridError, match="nothing tells where the ranks meet") as caught:
+    with pytest.raises(GridError, match="no address of a rendezvous is set") as caught:
         find_place(given)
     assert f"start with `{command}" in str(caught.value)
     assert "TRINE_LAUNCHER=none for" in str(caught.value)

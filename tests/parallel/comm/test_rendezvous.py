@@ -125,11 +125,7 @@ def test_a_report_names_who_did_not_come_and_who_was_elsewhere() -> None:
 
     with ThreadPoolExecutor(3) as threads:
         words = list(threads.map(tell, (0, 1, 2)))
-    assert (
-        words[0]
-        == words[2]
-        == ("rank 3 did not come, ended or stands still, rank 1 was in all_reduce 'gradients' over dp")
-    )
+    assert words[0] == words[2] == ("rank 3 did not come, ended or hangs, rank 1 was in all_reduce 'gradients' over dp")
 
 
 def test_a_rank_that_knows_who_has_ended_tells_the_others_where_it_was() -> None:

@@ -124,7 +124,7 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks) -> None:
 @pytest.mark.parametrize(
     ("ended", "sentence"),
     [
-        ((0, 0), "tile 6 of tensor rank 1 in call 5 has not come in time: that rank has ended, stands still, or makes"),
+        ((0, 0), "tile 6 of tensor rank 1 in call 5 has not come in time: that rank has ended, hangs, or makes"),
         ((0, 1), "rank 9 has ended or closed its engine before tile 6 of tensor rank 1 in call 5 came; look for"),
         ((1, 2), "rank 9 has ended .* tile 6 of tensor rank 1 in call 5 came, and rank 8 before it; look for"),
     ],

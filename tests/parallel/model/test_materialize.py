@@ -187,7 +187,7 @@ def refused() -> str:
 
 def test_module_that_cannot_initialise_itself_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
     first, second = run_ranks(refused, 2)
-    assert first == "rank 1 could not prepare for this run, so no rank starts; its message tells why."
+    assert first == "rank 1 could not prepare for this run, so no rank starts; read its error."
     assert second == (
         "parameter '3.scale' is on the meta device and its module has no reset_parameters that sets it; add one (and "
         "_init_weights in a Hugging Face model), or build the model in memory."
