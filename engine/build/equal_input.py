@@ -1,4 +1,4 @@
-"""What all ranks must have been given alike: versions, configuration, model, weights, and the plan made from them.
+"""Checks that all ranks have equal input: versions, configuration, model, weights, and the plan made from them.
 
 describe_input     as text, before any group is made; the store of the job compares it (``parallel/comm/rendezvous``)
 check_equal        weights and plans, by hashes, once the model is planned; if the configuration asks for it, all ranks

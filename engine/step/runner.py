@@ -105,10 +105,9 @@ class Remarks:
 
 
 def idle_in_eval_mode(model: nn.Module) -> Iterator[str]:
-    """What training in eval mode switches off: dropout with a rate, and the update of running statistics.
+    """Yields descriptions of layers that eval mode switches off: dropout with a rate, updates of running statistics.
 
-    A part that is in eval mode alone, inside of one that trains, is so on purpose, and so is a part without parameters
-    that are trained.
+    A module in eval mode inside of one in training mode is intended, and so is a module without trained parameters.
     """
     modules = dict(model.named_modules())
     for path, module in modules.items():

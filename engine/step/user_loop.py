@@ -58,10 +58,10 @@ class LoopState(Enum):
 
 @dataclass(slots=True)
 class LoopControl:
-    """What the user has said about the steps to come; it may be said before the engine is built."""
+    """Settings of the user for later steps; they may be made before the engine is built."""
 
     boundary: bool | None = None
-    """Whether ``step`` makes an update; None: after ``gradient_accumulation_steps`` microbatches."""
+    """True if ``step`` makes an update; None: after ``gradient_accumulation_steps`` microbatches."""
     held: int = 0
     """Number of open ``no_sync`` blocks."""
     piped: bool = False
@@ -221,7 +221,7 @@ class UserLoop:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether ``step`` makes an update after this microbatch."""
+        """True if ``step`` makes an update after this microbatch."""
         return self._control.managed and self.unfinished + (not self._losses) >= self._accumulation
 
     @property
