@@ -163,7 +163,7 @@ def storages_of(parameter: nn.Parameter) -> Storages | None:
 
 
 def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -> Any:
-    """How pickle and ``copy.copy`` make the parameter anew: from its own bytes, and not from all of its bucket."""
+    """Reduces the parameter for pickle and ``copy.copy`` to its own bytes, without the rest of its bucket."""
     parameter = reference()
     assert parameter is not None  # whoever asks it to reduce itself has it
     own = parameter.detach()

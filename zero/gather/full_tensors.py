@@ -39,14 +39,14 @@ class HeldPart:
     values: Tensor
     """[part]"""
     factor: float = 1.0
-    """Factor from ``values`` to what is given out."""
+    """Factor from ``values`` to the given values."""
 
     def given(self) -> Tensor:
-        """What is given out."""
+        """Values in the scale that the user reads and writes."""
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Take the elements that differ from what was given out; True if there are any. Waits for the device."""
+        """Takes the elements that differ from the given values; returns True if any does. Waits for the device."""
         written = written.to(self.values.device)
         changed = written != self.given()
         if not changed.any():

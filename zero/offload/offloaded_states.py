@@ -178,7 +178,7 @@ class OffloadedStates:
         return list(found.values())
 
     def _of(self, kind: str) -> Iterator[StateTensor]:
-        """What of a kind is on the device between two steps; several tensors may lie in one storage."""
+        """Yields the tensors of a kind that are on the device between two steps; several may share one storage."""
         inventory = self._inventory
         if kind == MOMENTS:
             found = inventory.moments()

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "gpus"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachedShares:
-    """What of the data sheet training reaches; one set for a kind of GPU."""
+    """Shares of the data sheet that training reaches; one set for a kind of GPU."""
 
     product: float
     """Of the FLOPs a second: matrix products of any width, while nothing else runs."""
