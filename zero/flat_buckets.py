@@ -301,7 +301,7 @@ def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.dev
     except RuntimeError as error:
         kind, lower = "page-locked " * pinned, "lower ratio, " * (section == "offload_optimizer")
         raise EngineError(
-            f"zero_optimization.{section}: the system gives no {count * dtype.itemsize} bytes of {kind}memory "
+            f"zero_optimization.{section}: the system cannot allocate {count * dtype.itemsize:,} bytes of {kind}memory "
             f"({str(error).splitlines()[0]}); raise its limit (ulimit -l), set pin_memory to false, {lower}or "
             "use more data ranks."
         ) from error

@@ -123,7 +123,7 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     if others := _differing(gathered, 0):
         raise PlanError(
             f"rank 0 and rank {others[0]} have changed their models since engine.initialize, and have different "
-            "parameters now; build the same model on every rank, before that call."
+            "parameters now; build the same model on every rank before that call."
         )
     if others := _differing(gathered, 2):
         raise PlanError(

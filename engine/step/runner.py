@@ -175,12 +175,12 @@ class StepRunner:
         if not self._trains:
             if self._config.optimizer is None:
                 raise EngineError(
-                    "train_batch of an engine without an optimizer, which only evaluates; name one in the config, or "
-                    "pass optimizer=... to engine.initialize."
+                    "train_batch of an engine without an optimizer, which can only evaluate; name one in the config, "
+                    "or pass optimizer=... to engine.initialize."
                 )
             raise EngineError(
-                "train_batch: the model has no trainable parameter; set requires_grad on what is to be trained before "
-                "engine.initialize, or call eval_batch or predict."
+                "train_batch: the model has no trainable parameter; set requires_grad on the parameters to train "
+                "before engine.initialize, or call eval_batch or predict."
             )
         step, microbatches = self._open(batch, "train")
         reruns = [part.rerun() for part in self._runtime.parts.having(StepPart.rerun)]

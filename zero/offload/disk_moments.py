@@ -347,7 +347,7 @@ class DiskMoments:
         if lost is None:
             raise EngineError(
                 f"rank {rank} could not update from disk, also when all ranks repeated it, so no rank makes this step "
-                f"and all have the state from before it, which can be saved on another disk: {says}"
+                f"and all have the state before it; save a checkpoint on another disk: {says}"
             )
         self._lost = EngineError(says)
         raise EngineError(f"rank {rank} has lost optimizer state, so no rank makes this step: {says}")

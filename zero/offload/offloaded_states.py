@@ -211,7 +211,7 @@ def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
     for name in names:
         if name not in KINDS and name not in _SAME:
             known = ", ".join((*KINDS, *_SAME))
-            raise EngineError(f"offload_states was given {name!r}, and the kinds of state are {known}; give those.")
+            raise EngineError(f"offload_states was given {name!r}, but the kinds of state are {known}; pass these.")
     return frozenset(_SAME.get(name, name) for name in names)
 
 

@@ -44,7 +44,7 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
     if sum(isinstance(hook, EngineHook) for hook in hooks.values()) > known:
         raise EngineError(
             f"another engine trains this model already (parameter {name!r}), and a model belongs to one engine; call "
-            "close() of that one before, or build the model anew, as a notebook cell that runs twice has to."
+            "close() of that one before, or build a new model (also in a notebook cell that runs twice)."
         )
     raise EngineError(
         f"parameter {name!r} has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which the "
@@ -181,7 +181,8 @@ def _check_gathered(name: str, parameter: Tensor) -> None:
     if issubclass(type(parameter), AbsentParameter):  # isinstance would run code of torch's Parameter
         raise EngineError(
             f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so the gradient is invalid: "
-            "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
+            "its module returns tensors that the engine cannot find; return "
+            "tensors, or lists, tuples, dicts or objects of tensors."
         )
 
 

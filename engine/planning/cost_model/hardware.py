@@ -82,7 +82,7 @@ def load_gpu(name: str) -> GpuSpec:
     if path.suffix != ".json" or not path.is_file():
         raise ConfigError(
             f"--gpu {name}: there is no such kind of GPU and no such file; give {', '.join(known_gpus())}, or the path "
-            "of a JSON file like those, which trine plan --calibrate writes."
+            "of a JSON file that trine plan --calibrate writes."
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -369,7 +369,7 @@ class _Prediction:
         return sum(self._seconds(row, "all_reduce") for row in self._rows(pp, "dp_replicate", "gradients"))
 
     def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:
-        """Returns the end of the reductions before the last backward; all stages of a rank together send ``seconds``."""
+        """Returns the end of reductions before the last backward; all stages of a rank together send ``seconds``."""
         free, stages = 0.0, len(self._plan.stages(pp))
         done = [span for span in played.spans[pp] if span.action.op in _COMPLETING]
         for span in done[:-1]:

@@ -96,12 +96,12 @@ class OwnWholeRule:
         if changed := [name for name, value in _attributes(optimizer).items() if before.get(name) != value]:
             raise ConfigError(
                 f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} beside self.state, which "
-                "would not last from one update to the next; keep it in self.state[parameter]."
+                "is lost after an update; keep it in self.state[parameter]."
             )
         if others := [name for name, value in state.items() if not isinstance(value, Tensor | bool | int | float)]:
             raise ConfigError(
-                f"optimizer {kind} updates whole parameters and keeps {others[0]!r} of them, which is no tensor and no "
-                "number; keep tensors and numbers."
+                f"optimizer {kind} updates whole parameters and keeps {others[0]!r} of them, which is neither a tensor "
+                "nor a number; keep tensors and numbers."
             )
         return state
 
