@@ -163,7 +163,7 @@ def storages_of(parameter: nn.Parameter) -> Storages | None:
 
 
 def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -> Any:
-    """How pickle and ``copy.copy`` make the parameter anew: from its own bytes, and not from all of its bucket."""
+    """Reduces the parameter for pickle and ``copy.copy`` to its own bytes, without the rest of its bucket."""
     parameter = reference()
     assert parameter is not None  # whoever asks it to reduce itself has it
     own = parameter.detach()
@@ -301,7 +301,7 @@ def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.dev
     except RuntimeError as error:
         kind, lower = "page-locked " * pinned, "lower ratio, " * (section == "offload_optimizer")
         raise EngineError(
-            f"zero_optimization.{section}: the system gives no {count * dtype.itemsize} bytes of {kind}memory "
+            f"zero_optimization.{section}: the system cannot allocate {count * dtype.itemsize:,} bytes of {kind}memory "
             f"({str(error).splitlines()[0]}); raise its limit (ulimit -l), set pin_memory to false, {lower}or "
             "use more data ranks."
         ) from error

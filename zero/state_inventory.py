@@ -83,7 +83,7 @@ class HoldsResiduals(Protocol):
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """What encodings have left out, by name."""
+        """Encoding errors, by name."""
 
 
 class HoldsSecondary(Protocol):
@@ -91,7 +91,7 @@ class HoldsSecondary(Protocol):
 
     @property
     def secondary(self) -> Sequence[Tensor]:
-        """What this node keeps of gathered parameters."""
+        """Secondary shards of gathered parameters on this node."""
 
     def end(self) -> None:
         """End what a forward has left for its backward."""
@@ -194,7 +194,7 @@ class StateInventory:
                 yield StateTensor(kind="weight", tensor=named[row.name], name=row.name, equal=True)
 
     def masters(self) -> Iterator[StateTensor]:
-        """What the optimizer updates in place of parameters."""
+        """Yields the master weights, which the optimizer updates in place of parameters."""
         for flat in self.buckets:
             if flat.master is not None:
                 yield StateTensor(
@@ -203,7 +203,7 @@ class StateInventory:
                 )  # fmt: skip
 
     def updated(self) -> Iterator[StateTensor]:
-        """What the optimizer updates: masters, and parameters that have none."""
+        """Yields the tensors that the optimizer updates: masters, and parameters without a master."""
         for flat in self.trained:
             yield StateTensor(
                 kind="weight" if flat.master is None else "master", tensor=flat.weights, flat=flat, part=flat.owned,
@@ -211,7 +211,7 @@ class StateInventory:
             )  # fmt: skip
 
     def moments(self) -> Iterator[StateTensor]:
-        """What the optimizer keeps, of whole parameters and of elements."""
+        """Yields the optimizer's state, of whole parameters and of elements."""
         for updates in self.optimizer.whole:
             yield from self.whole_state(updates)
         state = self.optimizer.inner.state
@@ -232,7 +232,7 @@ class StateInventory:
                     yield replace(held, name=next(iter(place.names()), "padding of a bucket"))
 
     def whole_state(self, updates: KeepsWhole) -> Iterator[StateTensor]:
-        """What is kept of whole parameters, in shapes of its own."""
+        """Yields the state of whole parameters, in shapes of its own."""
         for name, own in updates.state.items():
             for kind, value in own.items():
                 yield StateTensor(kind=kind, tensor=value, name=name, equal=updates.on_all_data_ranks)
@@ -254,7 +254,7 @@ class StateInventory:
             yield StateTensor(kind="residual", tensor=residual)
 
     def secondary(self) -> Iterator[StateTensor]:
-        """What this node keeps of gathered parameters."""
+        """Secondary shards of gathered parameters on this node."""
         for shard in self.gatherer.secondary if self.gatherer is not None else ():
             yield StateTensor(kind="secondary shard", tensor=shard)
 

@@ -113,7 +113,7 @@ def plan_run(
 
 
 def search_model(model: nn.Module, config: Config, request: Request, example: Batch) -> FoundStyles:
-    """What the search finds for this run; see :class:`engine.planning.tensor_plan_search.SearchedProgram`."""
+    """Searches the tensor plan of this run; see :class:`engine.planning.tensor_plan_search.SearchedProgram`."""
     return search_styles(config, _plan_request(model, config, request, example))
 
 
@@ -202,7 +202,7 @@ def _within_gathers(
 def _expert_counter(
     model: nn.Module, plan: Plan, axis: TensorAxis, device: torch.device, patches: ForwardPatches
 ) -> ExpertCounter | None:
-    """What counts the rows of experts; None: they are not counted."""
+    """Installs the counter of the rows of experts; None: they are not counted."""
     if not plan.experts:
         return None
     counter = ExpertCounter(plan.experts, device, axis.index)
@@ -227,7 +227,7 @@ def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
 
 
 def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
-    """What sends messages between stages in fewer bits; None: they are sent as they are."""
+    """Makes the encoder of messages between stages; None: they are sent as they are."""
     form = pipeline_format(config)
     return MessageEncoder(form, kernels, config.wire.error_feedback) if form is not None else None
 
@@ -258,7 +258,7 @@ def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatch
 def _pipeline(
     model: nn.Module, plan: Plan, traces: TraceCache, device: torch.device, patches: ForwardPatches, rank: int
 ) -> PipelineRuntime:
-    """What runs the stages of this rank; the last of all parts, since it hides the parameters of other ranks."""
+    """Makes the runtime of this rank's stages; the last of all parts, since it hides the parameters of other ranks."""
     present = {row.name for row in plan.table.held_by(rank)}
     return PipelineRuntime(
         stage=Stage(model, device, patches),

@@ -1,4 +1,4 @@
-"""What all ranks must have been given alike: versions, configuration, model, weights, and the plan made from them.
+"""Checks that all ranks have equal input: versions, configuration, model, weights, and the plan made from them.
 
 describe_input     as text, before any group is made; the store of the job compares it (``parallel/comm/rendezvous``)
 check_equal        weights and plans, by hashes, once the model is planned; if the configuration asks for it, all ranks
@@ -123,7 +123,7 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     if others := _differing(gathered, 0):
         raise PlanError(
             f"rank 0 and rank {others[0]} have changed their models since engine.initialize, and have different "
-            "parameters now; build the same model on every rank, before that call."
+            "parameters now; build the same model on every rank before that call."
         )
     if others := _differing(gathered, 2):
         raise PlanError(

@@ -150,7 +150,7 @@ class AddedRows:
 
 
 def has_compiled_code(block: nn.Module) -> bool:
-    """Whether the user has compiled it, in place or by a wrapper."""
+    """Returns True if the user has compiled ``block``, in place or by a wrapper."""
     return block._compiled_call_impl is not None or isinstance(getattr(block, "_orig_mod", None), nn.Module)
 
 

@@ -114,8 +114,8 @@ def refuse_parts(model: nn.Module) -> None:
     for parameter in model.parameters():
         if (left := vars(parameter).get(_PARTS)) is not None:
             raise PlanError(
-                f"the model has parts of its parameters on each rank, as a closed engine with {left} has left them; "
-                "take eng.full_state_dict() before close(), and load it into a model that is built anew."
+                f"the model has a part of its parameters on each rank, from a closed engine with {left}; save "
+                "eng.full_state_dict() before close(), and load it into a new model."
             )
 
 
@@ -128,8 +128,8 @@ def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
 
     def refuse(*_: object) -> None:
         raise EngineError(
-            "load_state_dict on a model of which each rank holds a part (parallel.tensor, parallel.pipeline) or codes "
-            "(quantize_frozen), so that full tensors do not fit; call eng.load_checkpoint(folder), give "
+            "load_state_dict of full tensors on a model that has on each rank a part (parallel.tensor, "
+            "parallel.pipeline) or codes (quantize_frozen); call eng.load_checkpoint(folder), give "
             "checkpoint.init_from, or load the model before engine.initialize."
         )
 
@@ -148,7 +148,7 @@ def _refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
         if kwargs.get("state_dict") is not None or kwargs.get("is_main_process") is False:
             return own(*args, **kwargs)
         raise EngineError(
-            "save_pretrained was called on a model of which each rank holds a part (parallel.tensor, "
+            "save_pretrained was called on a model that has on each rank a part (parallel.tensor, "
             "parallel.pipeline, ZeRO 3) or codes (quantize_frozen), so that it would write that part alone; call "
             "eng.save_pretrained(folder) on all ranks."
         )

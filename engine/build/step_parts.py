@@ -38,7 +38,7 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRequest:
-    """What the parts of a step are made of."""
+    """Objects from which the parts of a step are made."""
 
     model: nn.Module
     plan: Plan

@@ -37,7 +37,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     if request.whole is not None and device != "none":
         raise ConfigError(
             f'zero_optimization.offload_optimizer.device: "{device}" with an optimizer that updates whole parameters, '
-            "which meet on the device; leave the offload out, or name AdamW in the config."
+            "which it does on the device; leave the offload out, or name AdamW in the config."
         )
     _refuse_shared_memory(model)
     refuse_quantized(model)
@@ -63,7 +63,7 @@ def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
             what = f"module {name!r} of the model" if name else "the model"
             raise PlanError(
                 f"another engine trains {what} already, and a model belongs to one engine; call close() of that one "
-                "(DeepSpeed's destroy()) before, or build the model anew, as a notebook cell that runs twice has to."
+                "(DeepSpeed's destroy()) before, or build a new model (also in a notebook cell that runs twice)."
             )
     refuse_parts(model)
     object.__setattr__(model, _TAKEN, _Owned())
@@ -87,7 +87,7 @@ def _check_master(bf16: Bf16Config, request: Request) -> None:
     if bf16.enabled and bf16.bf16_master_weights_and_grads and request.optimizer is not None:
         raise ConfigError(
             "bf16.bf16_master_weights_and_grads true with an optimizer passed in code, which rounds every update to "
-            "nearest and so loses small ones; name AdamW, Adam, SGD or Lion in the config, or leave it out."
+            "nearest and loses small updates; name AdamW, Adam, SGD or Lion in the config, or leave it out."
         )
 
 

@@ -43,7 +43,7 @@ class MessageBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionMemory:
-    """What one action does to the live bytes of its rank."""
+    """Change that one action makes to the live bytes of its rank."""
 
     rise: int
     """Most bytes inside the action, above those before it. Gathered parameters count as they stand."""
@@ -145,7 +145,7 @@ def _memories(actions: Sequence[Action], memory_of: MemoryOf) -> list[ActionMemo
 
 
 def _kinds(action: Action) -> tuple[tuple[int, str], ...]:
-    """What is counted of a stage: forwards, backwards that begin, and weight gradients that are done."""
+    """Names the counters of a stage: forwards, backwards that begin, and weight gradients that are done."""
     words = {Op.FORWARD: ("F",), Op.BACKWARD: ("begun", "done"), Op.BACKWARD_INPUT: ("begun",)}
     return tuple((action.stage, word) for word in words.get(action.op, ("done",)))
 

@@ -86,7 +86,7 @@ def needs_search(config: Config) -> bool:
 
 
 def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
-    """What the search for a tensor plan finds, or has found at an earlier start.
+    """Searches a tensor plan, or reads the one that an earlier start has found.
 
     Raises:
         PlanError: the model cannot be traced, or its widths cannot be divided.
@@ -212,7 +212,7 @@ def _find_wrong_part(config: Config, request: PlanRequest, tensor: TensorPlan, e
 
 
 def _failure(config: Config, request: PlanRequest, tensor: TensorPlan) -> Exception | None:
-    """What the forward with this plan raises, on shapes; that it cannot be followed is no fault of the plan."""
+    """Returns the error of the forward with this plan, on shapes; None if tracing refuses the forward."""
     failure = None
     try:
         trace_example(request.program, request.example, 1, _watch(config, request, tensor))

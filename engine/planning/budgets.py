@@ -53,7 +53,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """When this rank gathers its sharded parameters in a step (ZeRO 3)."""
+    """Schedule of this rank's gathers of sharded parameters in a step (ZeRO 3)."""
 
     order: GatherOrder
     passes: tuple[Action, ...]
@@ -68,7 +68,7 @@ class GatherPlan:
 
     @property
     def gathers(self) -> Gathers:
-        """What is gathered in a step."""
+        """Gathers of a step."""
         return count_gathers(self.order, self.passes, self.pinned, self.within.buckets)
 
     @property
@@ -79,7 +79,7 @@ class GatherPlan:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Where the bytes of a rank's state are between steps, by kind."""
+    """Bytes of a rank's state between steps, by place and kind."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -219,7 +219,7 @@ def hosts_parameters(config: Config) -> bool:
 
 
 def wire_formats(config: Config, precision: Precision) -> WireFormats:
-    """What data ranks send in fewer bits."""
+    """Chooses the buckets and formats that data ranks send in fewer bits."""
     zero, ranks = config.zero_optimization, config.shards
     if ranks == 1:
         return WireFormats()
@@ -238,13 +238,13 @@ def wire_formats(config: Config, precision: Precision) -> WireFormats:
 
 
 def pipeline_format(config: Config) -> ActivationFormat | None:
-    """What stages send each other in fewer bits; None: everything is sent as it is."""
+    """Chooses the format of messages between stages; None: they are sent as they are."""
     wire = _number_format(config.wire.pipeline, config.wire.block_size)
     return ActivationFormat(wire) if wire is not None and config.pp > 1 else None
 
 
 def tensor_format(config: Config) -> ActivationFormat | None:
-    """What tensor ranks sum and gather in fewer bits; None: everything is sent as it is."""
+    """Chooses the format of the sums and gathers of tensor ranks; None: they are sent as they are."""
     wire = _number_format(config.wire.tensor, config.wire.block_size)
     return ActivationFormat(wire, ACTIVATIONS) if wire is not None and config.tp > 1 else None
 

@@ -25,7 +25,7 @@ from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 @dataclass(frozen=True)
 class Users:
-    """Where each parameter of a model is used: stages and gather groups."""
+    """Users of each parameter of a model: stages and gather groups."""
 
     stages_of_rank: tuple[tuple[int, ...], ...]
     partition: Partition | None

@@ -49,7 +49,7 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStyles:
-    """What a search has found, as data: it is the same for every model of the same code and sizes."""
+    """Result of a search, as data: equal for every model of the same code and sizes."""
 
     patterns: Mapping[str, str]
     """Styles, as ``parallel.tensor_plan`` would contain them."""
@@ -109,7 +109,7 @@ class StylesCache:
         return cls(root / "tensor_plans")
 
     def read(self, digest: str) -> FoundStyles | None:
-        """What the search with this digest has found; None if it is not kept whole."""
+        """Reads the result of the search with this digest; None if the file is missing or damaged."""
         try:
             kept = json.loads(self._file(digest).read_text(encoding="utf-8"))
             found: str = kept["found"]
@@ -143,7 +143,7 @@ class StylesCache:
 
 
 def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
-    """What is kept for this digest; else what ``find`` finds, which is then kept."""
+    """Reads the styles stored for this digest; else calls ``find`` and stores its result."""
     cache = StylesCache.of_environment()
     key = digest() if cache is not None else None
     if cache is None or key is None:
@@ -274,7 +274,7 @@ class _Digest:
         return True
 
     def _take_names(self, names: Mapping[str, Any], read: Collection[str]) -> None:
-        """What a module or a class holds now: plain values that are read, and what its functions and classes are."""
+        """Adds the current names of a module or a class: plain values that are read, its functions and its classes."""
         for name, value in sorted(names.items()):
             if type(value) in (bool, int, float, str) and name in read and not name.startswith("__"):
                 self._text(name, repr(value))

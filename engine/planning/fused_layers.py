@@ -13,7 +13,7 @@ from engine.planning.plan import Plan
 
 
 def measured_overlap(config: Config, device: torch.device, card: str | None = None) -> OverlapChoices | None:
-    """What "auto" runs in kernels on this GPU; None: nothing.
+    """Returns the layers that "auto" runs in kernels on this GPU; None: no layer.
 
     Args:
         card: the GPU by which all ranks choose, "" if kernels do not run on all of them; None: the one of this rank.

@@ -1,6 +1,6 @@
-"""What a plan says about settings that do another thing than their words say.
+"""Notes of a plan on settings with another effect than their names suggest.
 
-What a plan decides about state in host memory: the smallest part of it that fits.
+Decides how much state is in host memory: the smallest part that makes the rest fit the device.
 """
 
 import math

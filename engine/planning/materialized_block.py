@@ -60,7 +60,7 @@ class MaterializedBlock:
 
     @property
     def fits_whole(self) -> bool:
-        """Whether all low-rank weights, if there are any, may be drawn whole."""
+        """True if there are low-rank weights, and all of them may be drawn whole."""
         sizes = [parameter.numel() for name, parameter in self.block.named_parameters() if name in self.low_rank]
         return 0 < sum(sizes) <= MOST_WHOLE
 

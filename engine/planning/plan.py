@@ -170,7 +170,7 @@ class Plan:
         return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 
     def state(self, coord: Coord) -> StateBytes:
-        """Where the bytes of a position's state are between steps."""
+        """Counts the bytes of a position's state between steps, by place and kind."""
         rows = self.table.held_by(coord.pp)
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
@@ -207,7 +207,7 @@ class Plan:
 
     @cached_property
     def matrix_owners(self) -> MatrixOwners | None:
-        """Who updates which parameter as a whole; None if none is."""
+        """Owners of the parameters that are updated as a whole; None if none is."""
         if self.own_rule is not None:
             own: dict[int, MatrixRule] = dict.fromkeys(range(len(self.groups)), self.own_rule)
             return MatrixOwners(self.config, self.table.rows, own, self.layouts, ways=3)

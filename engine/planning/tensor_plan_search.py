@@ -86,7 +86,7 @@ class SearchedProgram:
 
     @cached_property
     def digest(self) -> ProgramDigest:
-        """Of everything that a search depends on but its settings."""
+        """Digest of everything that a search depends on but its settings."""
         return ProgramDigest(self.program, self.example)
 
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True) -> FoundStyles:

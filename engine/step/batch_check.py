@@ -88,8 +88,8 @@ def check_batch(
     for other, rank in zip(digests, peers, strict=True):
         if other >> _TRAINS != digests[0] >> _TRAINS:
             raise EngineError(
-                f"rank {peers[0]} and rank {rank} make different calls of the engine, of which one trains and one does "
-                "not; all ranks make the same calls in one order."
+                f"rank {peers[0]} and rank {rank} make different calls of the engine: one trains and the other does "
+                "not; make the same calls in the same order on all ranks."
             )
         if other != digests[0]:
             raise EngineError(
@@ -117,9 +117,9 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
     peers = comm.grid.peers("replica")
     raise EngineError(
         f"the forward takes different paths through the modules on rank {peers[0]} and on rank {peers[odd]}: it "
-        "follows an attribute that a forward changes (a counter of its calls), which a pipeline stage changes only as "
-        "far as it runs; choose the path by shapes of the input and by attributes that are set alike on all ranks "
-        "between steps, or set parallel.pipeline to 1."
+        "follows an attribute that a forward changes (a counter of its calls), which a pipeline stage changes only in "
+        "the modules it runs; choose the path by shapes of the input and by attributes that have equal values on all "
+        "ranks between steps, or set parallel.pipeline to 1."
     ) from problem
 
 

@@ -33,7 +33,7 @@ class Generation:
         """The batch of the last forward."""
 
     def run(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
-        """What Hugging Face's ``generate`` returns for this data rank's ``inputs``. Collective over the world."""
+        """Calls Hugging Face's ``generate`` on this data rank's ``inputs``. Collective over the world."""
         self._check(inputs, options)
         self._draw_alike()
         model = self._generating

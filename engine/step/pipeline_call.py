@@ -333,13 +333,13 @@ class PipelineCall:
         if not self._arrivals.open:
             raise EngineError(
                 f"a backward that the engine has not begun, with parallel.pipeline {ranks}: it reaches the outputs and "
-                "not the stages behind them; call eng.backward(loss), or accelerator.backward(loss), in place of "
+                "not the stages that made them; call eng.backward(loss), or accelerator.backward(loss), in place of "
                 "loss.backward()."
             )
         if self._spent:
             raise EngineError(
-                f"a second backward through one forward with parallel.pipeline {ranks}, whose stages keep their "
-                "activations for one; add the losses before one backward, or call the model again."
+                f"a second backward through one forward with parallel.pipeline {ranks}: its stages keep their "
+                "activations for one backward; add the losses before one backward, or call the model again."
             )
         if self._updates != self._arrivals.updates:
             raise stale_forward()

@@ -36,7 +36,7 @@ class DelayedUpdates(StepPart):
 
     @property
     def pending(self) -> bool:
-        """Whether there is an update whose weights are not brought."""
+        """True while the new weights of a delayed update wait on the host."""
         return self._delayed.pending
 
     def problem(self) -> EngineError | None:

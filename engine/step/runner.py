@@ -105,10 +105,9 @@ class Remarks:
 
 
 def idle_in_eval_mode(model: nn.Module) -> Iterator[str]:
-    """What training in eval mode switches off: dropout with a rate, and the update of running statistics.
+    """Yields descriptions of layers that eval mode switches off: dropout with a rate, updates of running statistics.
 
-    A part that is in eval mode alone, inside of one that trains, is so on purpose, and so is a part without parameters
-    that are trained.
+    A module in eval mode inside of one in training mode is intended, and so is a module without trained parameters.
     """
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -176,12 +175,12 @@ class StepRunner:
         if not self._trains:
             if self._config.optimizer is None:
                 raise EngineError(
-                    "train_batch of an engine without an optimizer, which only evaluates; name one in the config, or "
-                    "pass optimizer=... to engine.initialize."
+                    "train_batch of an engine without an optimizer, which can only evaluate; name one in the config, "
+                    "or pass optimizer=... to engine.initialize."
                 )
             raise EngineError(
-                "train_batch: the model has no trainable parameter; set requires_grad on what is to be trained before "
-                "engine.initialize, or call eval_batch or predict."
+                "train_batch: the model has no trainable parameter; set requires_grad on the parameters to train "
+                "before engine.initialize, or call eval_batch or predict."
             )
         step, microbatches = self._open(batch, "train")
         reruns = [part.rerun() for part in self._runtime.parts.having(StepPart.rerun)]

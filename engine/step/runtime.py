@@ -84,7 +84,7 @@ class RankRuntime:
 
     @property
     def offloaded(self) -> OffloadedStates:
-        """What waits in host memory between two phases of the run."""
+        """State that waits in host memory between two phases of the run."""
         part = self.parts.find(StatesOnHost)
         assert part is not None, "every engine can move its state"
         return part.states
@@ -112,7 +112,7 @@ class RankRuntime:
 
     @property
     def communicates(self) -> bool:
-        """Whether forwards communicate, so that other ranks wait for one that fails."""
+        """True if forwards communicate, so that other ranks wait for a rank that fails."""
         grid = self.comm.grid
         return grid.size("replica") > 1 or (self.gatherer is not None and grid.size(grid.sharding) > 1)
 

@@ -192,7 +192,7 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         return packed if step.experts is None else torch.cat([packed, step.experts])
 
     def same_batch(self, data_ranks: int) -> bool:
-        """Whether all data ranks were given one batch: the squares of equal digests sum to least."""
+        """Returns True if all data ranks got one batch: equal digests have the least sum of squares for their sum."""
         total, squares = int(self.digest), int(self.digest_squared)  # type: ignore[call-overload]
         return total > 0 and data_ranks > 1 and data_ranks * squares == total**2
 

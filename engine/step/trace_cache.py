@@ -195,7 +195,7 @@ def check_boundary_hooks(hooked: Sequence[str], trace: ModelTrace, partition: Pa
     for name in hooked:
         within: set[int] = set().union(*(found for unit, found in stages.items() if unit.startswith(f"{name}.")))
         if name in sent or len(within) > 1:
-            why = "lies on several pipeline stages" if len(within) > 1 else "gives its output to another pipeline stage"
+            why = "is on several pipeline stages" if len(within) > 1 else "sends its output to another pipeline stage"
             raise EngineError(
                 f"module {name!r} has a backward hook (register_full_backward_hook, register_full_backward_pre_hook) "
                 f"and {why}, where it would not be called; hook a module inside of a stage, or the output itself "

@@ -314,7 +314,7 @@ class Update:
             if without and others:
                 raise EngineError(
                     f"parameter {name!r} is frozen on {without:.0f} rank(s) and trained on {others:.0f}, so no rank "
-                    "makes this step; call requires_grad_ alike on every rank."
+                    "makes this step; make the same requires_grad_ calls on every rank."
                 )
         return frozenset(name for name, (used, _, _) in found.items() if not used)
 

@@ -58,10 +58,10 @@ class LoopState(Enum):
 
 @dataclass(slots=True)
 class LoopControl:
-    """What the user has said about the steps to come; it may be said before the engine is built."""
+    """Settings of the user for later steps; they may be made before the engine is built."""
 
     boundary: bool | None = None
-    """Whether ``step`` makes an update; None: after ``gradient_accumulation_steps`` microbatches."""
+    """True if ``step`` makes an update; None: after ``gradient_accumulation_steps`` microbatches."""
     held: int = 0
     """Number of open ``no_sync`` blocks."""
     piped: bool = False
@@ -221,7 +221,7 @@ class UserLoop:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether ``step`` makes an update after this microbatch."""
+        """True if ``step`` makes an update after this microbatch."""
         return self._control.managed and self.unfinished + (not self._losses) >= self._accumulation
 
     @property
@@ -252,14 +252,14 @@ class UserLoop:
         """See :meth:`engine.Engine.clip_gradients`."""
         if not max_norm > 0:
             raise EngineError(
-                f"clip_gradients was given max_norm {max_norm:g}, and a norm to clip to is above 0; give math.inf to "
-                "learn the norm alone."
+                f"clip_gradients was given max_norm {max_norm:g}, but max_norm must be above 0; pass math.inf to get "
+                "the norm without clipping."
             )
         step, runtime = self._open_step(), self._runtime
         if not self._due(step):
             raise EngineError(
                 f"clip_gradients inside an unfinished accumulation ({step.microbatches} of {self._accumulation} "
-                "microbatches): the norm is that of the whole step; call it after the last backward."
+                "microbatches): the norm needs all gradients of the step; call it after the last backward."
             )
         divisor = self.reduce_gradients()
         squared = runtime.optimizer.gradient_squared_norm().to(step.loss.device)
@@ -305,7 +305,7 @@ class UserLoop:
             if self._announced is None:
                 raise EngineError(
                     "eng.backward(eng.scale(loss)) scales the loss twice; give eng.backward the loss itself, or call "
-                    "backward() on what eng.scale returned."
+                    "backward() on the result of eng.scale."
                 )
             self._announced += loss  # a root that sums several scaled losses
             if self._step is not None:
@@ -370,15 +370,15 @@ class UserLoop:
     def _refuse_surplus(self, step: StepState) -> None:
         if step.max_norm is not None:
             raise EngineError(
-                "a backward after eng.clip_gradients() in the same step, whose norm lacks its gradient; clip after the "
-                "last backward, and call step() before the next."
+                "a backward after eng.clip_gradients() in the same step: the norm does not include its gradient; clip "
+                "after the last backward, and call step() before the next."
             )
         counts = self._control.managed and self._control.boundary is None
         surplus = counts and step.microbatches >= self._accumulation
         if self._begins_microbatch() and surplus:
             raise EngineError(
                 f"backward was called for {step.microbatches + 1} microbatches; gradient_accumulation_steps is "
-                f"{self._accumulation}: call step() after each, or decide yourself when a step is due with "
+                f"{self._accumulation}: call step() after each, or mark the end of a step with "
                 "eng.set_gradient_accumulation_boundary."
             )
 
@@ -387,9 +387,9 @@ class UserLoop:
         if self._unscaled:
             self._drop()
             raise EngineError(
-                f"step() after a loss.backward() without the loss scale {step.scale:g}, by which the update divides "
-                "the gradients; call eng.scale(loss).backward() or eng.backward(loss), or eng.zero_grad() after a "
-                "backward that was another engine's."
+                f"step() after a loss.backward() without the loss scale {step.scale:g}, but the update divides the "
+                "gradients by it; call eng.scale(loss).backward() or eng.backward(loss), or eng.zero_grad() after a "
+                "backward of another engine."
             )
 
     def _count(self, step: StepState, loss: WeightedLoss, pair: bool) -> None:
@@ -398,7 +398,7 @@ class UserLoop:
         if self._losses and not first and (pair != self._pairs or (pair and not forwarded)):
             raise EngineError(
                 "a microbatch has a second loss, and one of them is (sum, weight); add them before one backward, or "
-                "give means, which are added up."
+                "give means, which the engine adds."
             )
         if not self._control.managed:
             if pair:

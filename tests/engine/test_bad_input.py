@@ -170,7 +170,7 @@ def test_models_that_cannot_be_trained() -> None:
     frozen = models.decoder().requires_grad_(False)
     with engine.initialize(frozen, CONFIG, loss_fn=loss_sum) as eng:
         assert message(lambda: eng.train_batch(batches(1)[0])) == (
-            "train_batch: the model has no trainable parameter; set requires_grad on what is to be trained before "
+            "train_batch: the model has no trainable parameter; set requires_grad on the parameters to train before "
             "engine.initialize, or call eval_batch or predict."
         )
     assert "'tokens.weight' is float8_e4m3fn, a dtype that torch cannot train" in message(

@@ -491,10 +491,10 @@ def test_a_model_of_which_a_rank_holds_a_part_does_not_save_itself(
 ) -> None:
     one, other = run_thread_ranks(2, partial(saves, grid, stage, str(tmp_path)))
     assert load_file(tmp_path / "model.safetensors").keys() == models.llama().state_dict().keys()
-    assert one == other and "save_pretrained was called on a model of which each rank holds a part" in one
+    assert one == other and "save_pretrained was called on a model that has on each rank a part" in one
 
 
 def test_full_tensors_do_not_load_into_a_cut_model(run_ranks: RunRanks) -> None:
     (one, left), other = run_ranks(unfit, 2)
     assert (one, left) == other and not left
-    assert one.startswith("load_state_dict on a model of which each rank holds a part") and "eng.load_checkpoint" in one
+    assert one.startswith("load_state_dict of full tensors on a model that has") and "eng.load_checkpoint" in one

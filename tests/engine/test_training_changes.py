@@ -164,8 +164,8 @@ def test_a_parameter_that_one_rank_freezes_is_refused_by_all(stage: int, run_ran
         texts[0]
         == texts[1]
         == (
-            "parameter 'blocks.0.up.weight' is frozen on 1 rank(s) and trained on 1, so no rank makes this step; call "
-            "requires_grad_ alike on every rank."
+            "parameter 'blocks.0.up.weight' is frozen on 1 rank(s) and trained on 1, so no rank makes this step; make "
+            "the same requires_grad_ calls on every rank."
         )
     )
 

@@ -33,11 +33,11 @@ def round_bytes(buckets: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one rank says in a round; ``wanted`` counts buckets."""
+    """Message of one rank in a round; ``wanted`` has indices of buckets."""
 
     wanted: frozenset[int] = frozenset()
     everywhere: bool = False
-    """What is wanted stays gathered in every pass from now on."""
+    """The wanted buckets stay gathered in every later pass."""
     ended: bool = False
     """The forward has ended; nothing is wanted."""
     calls: bytes = bytes(_DIGEST_BYTES)

@@ -39,14 +39,14 @@ class HeldPart:
     values: Tensor
     """[part]"""
     factor: float = 1.0
-    """Factor from ``values`` to what is given out."""
+    """Factor from ``values`` to the given values."""
 
     def given(self) -> Tensor:
-        """What is given out."""
+        """Values in the scale that the user reads and writes."""
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Take the elements that differ from what was given out; True if there are any. Waits for the device."""
+        """Takes the elements that differ from the given values; returns True if any does. Waits for the device."""
         written = written.to(self.values.device)
         changed = written != self.given()
         if not changed.any():
@@ -192,7 +192,7 @@ def check_data_ranks(written: Mapping[str, Tensor], call: str, comm: Comm) -> No
     if differing:
         raise EngineError(
             f"{call}: data ranks have written different values into {list(written)[differing[0]]!r} or a parameter "
-            "that is gathered with it, and none of them is kept; write the same values on every rank."
+            "that is gathered with it, and the engine drops them all; write the same values on every rank."
         )
 
 
@@ -213,7 +213,7 @@ def check_holders(
         if len({held for held in column if held != absent}) > 1:
             raise EngineError(
                 f"{call}: {name!r} lies on several stages or tensor ranks, which have written different values into "
-                "it, and none of them is kept; write the same values on every rank that holds it."
+                "it, and the engine drops them all; write the same values on every rank that holds it."
             )
 
 
@@ -270,7 +270,7 @@ def _matching_parameters(sharded: ShardedModel, pattern: str) -> list[str]:
     matching = matching_rows(sharded.table, pattern)
     if all(row.quantized is not None for row in matching):
         raise EngineError(
-            f"full_parameters({pattern!r}) names weights that are held as codes alone (quantize_frozen), which cannot "
-            "be written; read them in eng.full_state_dict(), or name them in quantize_frozen.skip."
+            f"full_parameters({pattern!r}) names weights that are stored only as codes (quantize_frozen) and cannot be "
+            "written; read them in eng.full_state_dict(), or name them in quantize_frozen.skip."
         )
     return [row.name for row in matching if stage in row.owners and row.quantized is None]

@@ -167,7 +167,7 @@ class ParameterGatherer:
             self._whole.settle()
 
     def unequal(self, stage: int, microbatch: int) -> bool:
-        """Whether data ranks have made different calls in the forward of a backward that begins."""
+        """Returns True if data ranks made different calls in the forward of a backward that begins."""
         calls = self._calls_of.get((stage, microbatch))
         return calls is not None and calls.unequal
 

@@ -24,7 +24,7 @@ WITHIN = "parameters within nodes"
 
 @dataclass(frozen=True, slots=True)
 class SecondaryLayout:
-    """Which buckets have a secondary shard."""
+    """Buckets that have a secondary shard."""
 
     ranks: int = 1
     """Data ranks of a node, side by side on the axis; 1: there are no secondary shards."""

@@ -43,7 +43,7 @@ class ShardArrival:
 
 
 class ShardSource:
-    """Where gathers of a rank read its shards."""
+    """Source of the shards that a rank's gathers read."""
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         hosted = [flat for flat in buckets if flat.kept_on_host]

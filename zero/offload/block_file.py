@@ -50,7 +50,7 @@ def sector_memory(size: int) -> Tensor:
 
 
 def begins_on_sector(block: memoryview) -> bool:
-    """Whether a direct transfer can move this memory: it begins on a sector, and has whole ones."""
+    """Returns True if a direct transfer can move this memory: it starts on a sector and has whole sectors."""
     address: int = numpy.frombuffer(block, numpy.uint8).__array_interface__["data"][0]
     return address % SECTOR == 0 and len(block) % SECTOR == 0
 
@@ -238,7 +238,7 @@ def _failure(what: str, path: Path, error: OSError) -> EngineError:
 
 
 class PageUse(Protocol):
-    """What still needs a page."""
+    """Transfer that still needs a page."""
 
     def result(self) -> object:
         """Wait until it has ended."""

@@ -41,7 +41,7 @@ LABEL = "disk"
 
 
 class DiskAgreement:
-    """What the ranks of the world say of their disks; every call is collective over the world, label "disk"."""
+    """Exchange of the state of all ranks' disks; every call is collective over the world, label "disk"."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
@@ -53,7 +53,7 @@ class DiskAgreement:
         return first_rank(own, self._comm, self._device, LABEL)
 
     def sentence(self, rank: int, own: str) -> str:
-        """What ``rank`` has to say, on every rank: two all-reduces, of its length and of its bytes."""
+        """Returns the message of ``rank`` on every rank: two all-reduces, of its length and of its bytes."""
         if self._comm.grid.world_size == 1:
             return own
         says = self._comm.grid.rank == rank
@@ -119,12 +119,12 @@ class BucketFiles:
         self._version = 0
 
     def fits(self, found: Sequence[FoundMoment]) -> bool:
-        """Whether a slot has a place for each of these moments, and no others."""
+        """Returns True if a slot has a place for each of these moments, and no other place."""
         kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
 
     def shown(self, state: MomentState) -> bool:
-        """Whether ``state`` is what the valid slot has."""
+        """Returns True if ``state`` has the tensors of the valid slot."""
         return self.valid is not None and all(
             state.get(place.weights, {}).get(place.name) is view
             for place, view in zip(self.places, self._views[self.valid], strict=True)
@@ -241,7 +241,7 @@ class DiskMoments:
                 self._refuse(failed, lost)
 
     def allows(self, number: int) -> bool:
-        """Whether set ``number`` is to be updated; before one that is not on disk all ranks agree on those that are."""
+        """Returns True if set ``number`` may be updated; ranks agree on the disks before the first set in memory."""
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
@@ -347,7 +347,7 @@ class DiskMoments:
         if lost is None:
             raise EngineError(
                 f"rank {rank} could not update from disk, also when all ranks repeated it, so no rank makes this step "
-                f"and all have the state from before it, which can be saved on another disk: {says}"
+                f"and all have the state before it; save a checkpoint on another disk: {says}"
             )
         self._lost = EngineError(says)
         raise EngineError(f"rank {rank} has lost optimizer state, so no rank makes this step: {says}")

@@ -178,7 +178,7 @@ class OffloadedStates:
         return list(found.values())
 
     def _of(self, kind: str) -> Iterator[StateTensor]:
-        """What of a kind is on the device between two steps; several tensors may lie in one storage."""
+        """Yields the tensors of a kind that are on the device between two steps; several may share one storage."""
         inventory = self._inventory
         if kind == MOMENTS:
             found = inventory.moments()
@@ -211,7 +211,7 @@ def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
     for name in names:
         if name not in KINDS and name not in _SAME:
             known = ", ".join((*KINDS, *_SAME))
-            raise EngineError(f"offload_states was given {name!r}, and the kinds of state are {known}; give those.")
+            raise EngineError(f"offload_states was given {name!r}, but the kinds of state are {known}; pass these.")
     return frozenset(_SAME.get(name, name) for name in names)
 
 

@@ -66,7 +66,7 @@ class CompositeOptimizer(FlatOptimizer):
         return self._part_of(weight).encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """By its own optimizer."""
+        """Passes the values to the optimizer of ``weight``."""
         self._part_of(weight).keep(weight, values)
 
     def count(self, group: dict[str, Any]) -> None:

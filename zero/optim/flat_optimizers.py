@@ -76,7 +76,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return type(self).__name__.removeprefix("Flat")
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """What it keeps of every element of a tensor, in the shape of that; ``device``: of copies."""
+        """Returns the optimizer state of a tensor's elements, in the shape of ``weight``; ``device``: of copies."""
         own = self.state.get(weight, {})
         return {name: kept for name, kept in own.items() if isinstance(kept, Tensor) and kept.shape == weight.shape}
 

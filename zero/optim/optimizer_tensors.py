@@ -62,11 +62,11 @@ class WholeUpdates(Protocol):
 
     @property
     def shapes(self) -> WholeShapes:
-        """What is kept of each parameter that is updated here, by whichever rank."""
+        """Shapes of the state of each parameter that is updated here, on whichever rank."""
 
     @property
     def state(self) -> WholeState:
-        """What this rank keeps; empty before the first update."""
+        """State on this rank; empty before the first update."""
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
         """The parameters of the bucket that are updated here, and not by the step of the optimizer."""

@@ -298,7 +298,7 @@ class ShardedOptimizer:
 
     @property
     def whole_state(self) -> WholeState:
-        """What updates of parameters as a whole keep."""
+        """State of updates of whole parameters."""
         return {name: kept for each in self.whole for name, kept in each.state.items()}
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:

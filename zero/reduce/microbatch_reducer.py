@@ -169,7 +169,7 @@ class MicrobatchReducer(SharedReduction):
             super()._add(name, grad)
 
     def _sum(self, name: str) -> OpenSum | None:
-        """Where the running backward sums a gradient; None in the first part of a split one."""
+        """Finds the sum to which the running backward adds a gradient; None in the first part of a split backward."""
         if self._keeping is not None:
             return None
         filling, slot = self._places[name]

@@ -44,7 +44,7 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
     if sum(isinstance(hook, EngineHook) for hook in hooks.values()) > known:
         raise EngineError(
             f"another engine trains this model already (parameter {name!r}), and a model belongs to one engine; call "
-            "close() of that one before, or build the model anew, as a notebook cell that runs twice has to."
+            "close() of that one before, or build a new model (also in a notebook cell that runs twice)."
         )
     raise EngineError(
         f"parameter {name!r} has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which the "
@@ -136,9 +136,9 @@ class GradientHooks:
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
     def admits(self, name: str, node: Any | None) -> bool:
-        """Whether a product of the running backward may add to the sum; ``node``: None if autograd takes no part.
+        """Returns True if a product of the running backward may add to the sum; ``node``: None without autograd.
 
-        Hooks of the user's on the parameter need a gradient that is made; the log says so once.
+        The user's hooks on the parameter need a separate gradient; the log notes it once.
         """
         parameter = self._parameters[name]
         if not self.open and self._start is not None:
@@ -181,7 +181,8 @@ def _check_gathered(name: str, parameter: Tensor) -> None:
     if issubclass(type(parameter), AbsentParameter):  # isinstance would run code of torch's Parameter
         raise EngineError(
             f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so the gradient is invalid: "
-            "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
+            "its module returns tensors that the engine cannot find; return "
+            "tensors, or lists, tuples, dicts or objects of tensors."
         )
 
 
@@ -238,17 +239,17 @@ class Reducer(Protocol):
         """Forget the gradients of an unfinished step."""
 
     def watch(self, on: bool) -> None:
-        """From now on look whether each gradient of this rank is finite, before it is summed over data ranks."""
+        """Turns on or off the check that each gradient of this rank is finite before data ranks sum it."""
 
     def observe(self, observer: Take | None) -> None:
-        """From now on show each gradient of this rank to ``observer`` before it is summed; None: to nobody."""
+        """Passes each later gradient of this rank to ``observer`` before it is summed; None: to nobody."""
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """What encodings have left out of gradients, to be added to the next ones (error feedback); by name."""
+        """Encoding errors of gradients, to be added to the next ones (error feedback); by name."""
 
     def found_nonfinite(self) -> bool:
-        """Whether a watched gradient of this step was not finite; waits for the device, and starts anew."""
+        """Returns True if a watched gradient since the last call was not finite; waits for the device."""
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -410,16 +411,16 @@ class SharedReduction:
             self._main.clear()
 
     def watch(self, on: bool) -> None:
-        """From now on look whether each gradient that a backward delivers is finite; see :class:`Reducer`."""
+        """Turns on or off the check that each gradient of a backward is finite; see :class:`Reducer`."""
         self._watched = [] if on else None
 
     def observe(self, observer: Take | None) -> None:
-        """Show every gradient to ``observer`` from now on; see :class:`Reducer`."""
+        """Passes every later gradient to ``observer``; see :class:`Reducer`."""
         self._observer = observer
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """What encodings have left out; see :class:`Reducer`."""
+        """Encoding errors; see :class:`Reducer`."""
         return {
             f"{index}.{hop}": residual
             for index, reduction in self._encoded.items()
@@ -427,7 +428,7 @@ class SharedReduction:
         }
 
     def found_nonfinite(self) -> bool:
-        """Whether a watched gradient was not finite since the last call."""
+        """Returns True if a watched gradient was not finite since the last call."""
         watched, self._watched = self._watched, self._watched and []
         return bool(watched) and not torch.stack(watched or []).all()
 

@@ -80,7 +80,7 @@ NON_FINITE = "non-finite"
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteSource:
-    """What was not finite in a step, and where; the same on every rank."""
+    """Source of a value that was not finite in a step; the same on every rank."""
 
     name: str
     """"the loss", "the weight", the first parameter whose gradient is not finite, or "the gradient norm"."""

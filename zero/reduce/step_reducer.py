@@ -175,7 +175,7 @@ class GradientReducer(SharedReduction):
         place = self._places[name]
         if place.progress.reduction is not None:
             raise EngineError(
-                f"parameter {place.name!r} got a gradient after its bucket was reduced: its use differs from the "
+                f"parameter {place.name!r} got a gradient after its bucket was reduced: its use differs from "
                 "earlier steps; use it the same number of times in every backward."
             )
         return OpenSum(place.view, place.touched)

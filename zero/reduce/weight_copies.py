@@ -32,7 +32,7 @@ _PRIME = (1 << 31) - 1
 
 
 class _Part(NamedTuple):
-    """What this rank holds of a weight that others hold too."""
+    """Part on this rank of a weight that other ranks hold too."""
 
     name: str
     memory: FlatBucket

@@ -1,1 +1,1 @@
-"""What a layout costs, from shapes and data sheets alone: a roofline of operators, links, memory. No torch."""
+"""Cost of a layout, from shapes and data sheets alone: a roofline of operators, links, memory. No torch."""

@@ -49,12 +49,12 @@ SLACK = 0.1
 
 
 class BlockSample(NamedTuple):
-    """What was counted of a few blocks on one tensor rank: bytes for a microbatch of one row, of an average block."""
+    """Counts from a few blocks on one tensor rank: bytes of an average block, for a microbatch of one row."""
 
     kept: float
-    """That one more block keeps until its backward."""
+    """Bytes that one more block keeps until its backward."""
     around: float
-    """That live besides at the peak: of the first and last layers, or of a block that is recomputed."""
+    """Further live bytes at the peak: of the first and last layers, or of a block that is recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Of all kinds."""
+        """Bytes of all kinds."""
         return sum(float(getattr(self, entry.name)) for entry in fields(self))
 
 
@@ -129,25 +129,25 @@ class SecondsByPart:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         parts = (self.computation, self.recomputation, self.tensor, self.context, self.bubble)
         return sum(parts) + self.pipeline + self.data + self.update + self.besides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutEstimate:
-    """What a layout would cost."""
+    """Estimate of the seconds and the memory of a layout."""
 
     layout: TrainingLayout
     seconds: SecondsByPart
     memory: RankMemory
     tokens: int
-    """Of a step, all ranks."""
+    """Tokens of a step, over all ranks."""
     flops_of_token: float
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one rank."""
+        """Tokens a second of one rank."""
         return self.tokens / self.seconds.total / self.layout.world
 
     @property
@@ -198,7 +198,7 @@ class StepModel:
         return layout.micro * self._work.context / layout.cp
 
     def _tensor_sums(self, layout: TrainingLayout, links: Links) -> float:
-        """Of a block and microbatch: sums over tensor ranks, as far as they are waited for."""
+        """Returns the seconds that a block and microbatch waits for sums over tensor ranks."""
         t = layout.tp
         if t == 1:
             return 0.0
@@ -210,7 +210,7 @@ class StepModel:
         return whole - beside + (1 - self._gpu.reached.overlap) * beside
 
     def _context_ring(self, layout: TrainingLayout, block: BlockSeconds, links: Links) -> float:
-        """Of a block and microbatch: keys and values go round the context ranks beside attention."""
+        """Returns the seconds that a block and microbatch waits for the ring of keys and values during attention."""
         c = layout.cp
         if c == 1:
             return 0.0
@@ -231,7 +231,7 @@ class StepModel:
         return ways + steady
 
     def _data(self, layout: TrainingLayout, links: Links, parameters: float, window: float) -> float:
-        """What is waited for of gradients and parameters; ``window``: seconds of a microbatch to hide them behind."""
+        """Returns the exposed seconds of gradients and parameters; ``window``: seconds that can hide them."""
         n, m = layout.dp * layout.cp, layout.microbatches
         if n == 1:
             return 0.0

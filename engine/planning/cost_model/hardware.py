@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "gpus"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachedShares:
-    """What of the data sheet training reaches; one set for a kind of GPU."""
+    """Shares of the data sheet that training reaches; one set for a kind of GPU."""
 
     product: float
     """Of the FLOPs a second: matrix products of any width, while nothing else runs."""
@@ -82,7 +82,7 @@ def load_gpu(name: str) -> GpuSpec:
     if path.suffix != ".json" or not path.is_file():
         raise ConfigError(
             f"--gpu {name}: there is no such kind of GPU and no such file; give {', '.join(known_gpus())}, or the path "
-            "of a JSON file like those, which trine plan --calibrate writes."
+            "of a JSON file that trine plan --calibrate writes."
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

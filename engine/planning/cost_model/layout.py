@@ -67,7 +67,7 @@ class TrainingLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
-    """What an engine does that decides on costs; the defaults are this engine's on GPUs."""
+    """Traits of an engine that decide on costs; the defaults are this engine's on GPUs."""
 
     fused: bool = True
     """Elementwise code is fused, by kernels or a compiler."""
@@ -97,13 +97,13 @@ SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """What the rank that computes longest has of the model."""
+    """Share of the model on the rank that computes longest."""
 
     blocks: float
     heads: float
     """1 with the head, 0 without."""
     outer_parameters: float
-    """Of embedding or head."""
+    """Parameters of embedding or head."""
 
 
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
@@ -140,7 +140,7 @@ def idle_over_useful(layout: TrainingLayout) -> float:
 
 
 def microbatches_held(layout: TrainingLayout) -> float:
-    """Of a rank's whole slice of the model, on the fullest rank."""
+    """Counts the microbatches that the fullest rank holds, each over its whole slice of the model."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if layout.schedule in ("gpipe", "looped-bfs"):
         return float(m)

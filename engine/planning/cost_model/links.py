@@ -1,9 +1,9 @@
-"""What each axis of a layout carries: tensor ranks are neighbours, then come data ranks and stages, in either order.
+"""Links of each axis of a layout: tensor ranks are neighbours, then come data ranks and stages, in either order.
 
 ring     a rank sends to the next one; groups of neighbours leave a node once, and share its way out
 hop      a stage sends to the next one; all data and tensor coordinates do so at the same time
 
-Which ranks share a node: tensor ranks are neighbours, then data ranks, then pipeline stages. Pure arithmetic.
+Ranks that share a node: tensor ranks are neighbours, then data ranks, then pipeline stages. Pure arithmetic.
 
 Seconds of a rank's computation: for each class of operators the longer of its FLOPs and its bytes.
 
@@ -64,7 +64,7 @@ class LinkSpeed:
     """Bytes a second of each rank that sends."""
 
     def seconds(self, calls: float, count: float) -> float:
-        """Of ``calls`` one after another that send ``count`` bytes together."""
+        """Returns the seconds of ``calls`` successive calls that send ``count`` bytes in total."""
         return calls * self.latency + count / self.rate
 
 
@@ -78,7 +78,7 @@ class Links:
         self._out = gpu.network_rate * gpu.reached.network
 
     def ring(self, axis: Literal["dp", "tp"]) -> LinkSpeed:
-        """Of a step of a ring: latency, and bytes a second of a rank."""
+        """Returns the latency of a ring's step and the bytes a second of a rank."""
         stride = self._grid.stride(axis)
         if stride * self._grid.size(axis) <= self._node:
             return self._inside
@@ -87,7 +87,7 @@ class Links:
         return LinkSpeed(self._gpu.network_latency, rate)
 
     def hop(self) -> LinkSpeed:
-        """From a stage to the next one."""
+        """Link from a stage to the next one."""
         layout = self._layout
         if layout.order == "tp-pp-dp":
             if self._grid.stride("dp") <= self._node:
@@ -109,7 +109,7 @@ UPDATE_BYTES = 34
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSeconds:
-    """Of one block and microbatch on one rank, by class."""
+    """Seconds of one block and microbatch on one rank, by class."""
 
     products: float
     attention: float
@@ -117,12 +117,12 @@ class BlockSeconds:
 
     @property
     def forward(self) -> float:
-        """Of the forward."""
+        """Seconds of the forward."""
         return self.products + self.attention + self.passes
 
     @property
     def backward(self) -> float:
-        """Of the backward, without what is recomputed."""
+        """Seconds of the backward, without recomputation."""
         return 2 * self.products + 2.5 * self.attention + 2 * self.passes
 
 
@@ -163,7 +163,7 @@ class Roofline:
         return 3 * sum(self.product(product) for product in work.head) + logits / self.memory_rate
 
     def recomputed(self, block: BlockSeconds) -> float:
-        """What the backward of a block repeats of its forward."""
+        """Returns the seconds of a block's forward that its backward repeats."""
         mode = self._layout.recomputation
         if mode == "full":
             return block.forward

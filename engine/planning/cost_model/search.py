@@ -22,15 +22,15 @@ USABLE = 0.94
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What all layouts have in common."""
+    """Conditions that all layouts share."""
 
     world: int
     rows: int
-    """Of a step, over all ranks."""
+    """Rows of a step, over all ranks."""
     node: int
     """GPUs of a node."""
     memory_bytes: float
-    """Of a GPU."""
+    """Bytes of a GPU."""
 
 
 def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
@@ -69,14 +69,14 @@ def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search has found."""
+    """Result of a search."""
 
     tried: int
     grids: int
     ranked: tuple[LayoutEstimate, ...]
-    """Those that fit, the fastest first."""
+    """Layouts that fit, the fastest first."""
     smallest: LayoutEstimate
-    """The one that needs the least memory, whether it fits or not."""
+    """Layout that needs the least memory; it may not fit."""
 
 
 def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult:
@@ -104,7 +104,7 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Of the layouts that fit, the fastest of those that change the fewest settings of ``layout``."""
+    """Finds the layouts that fit and change the fewest settings of ``layout``, and returns the fastest."""
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
 

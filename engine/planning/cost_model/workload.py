@@ -1,4 +1,4 @@
-"""What training a model takes, as data: products, attention, passes over memory, and what is kept for the backward.
+"""Work of training a model, as data: products, attention, passes over memory, and bytes kept for the backward.
 
     product    a matrix product of each token: inner x outer, and which side tensor ranks cut
     pass       elementwise code and norms: bytes that a token moves; those of a cut part are shared by tensor ranks
@@ -45,7 +45,7 @@ class CutAmount(NamedTuple):
     whole: float
 
     def on(self, tp: int, sequence: bool) -> float:
-        """Of one tensor rank."""
+        """Returns the amount of one tensor rank."""
         return self.cut / tp + self.whole / (tp if sequence else 1)
 
 
@@ -79,7 +79,7 @@ class Workload:
 
     @property
     def parameters(self) -> float:
-        """Of the model."""
+        """Parameters of the model."""
         return self.blocks * self.block_parameters + self.outer_parameters
 
     def flops_of_token(self) -> float:

@@ -1,1 +1,1 @@
-"""How long a step will take: links of a grid, the prediction of a step, and all grids by their predictions."""
+"""Time of a step: links of a grid, the prediction of a step, and all grids by their predictions."""

@@ -1,4 +1,4 @@
-"""What a plan costs on GPUs that are not here: memory of every pipeline rank by kind, and the seconds of a step.
+"""Costs of a plan on GPUs that are not here: memory of every pipeline rank by kind, and the seconds of a step.
 
 State, gathers, schedule and traffic are the plan's own. What it does not know comes from the cost model: the seconds of
 operators, what a block keeps for its backward, and the speed of links.
@@ -29,16 +29,16 @@ from engine.planning.step_time.prediction import Computation, HostLinks, StepTim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCosts:
-    """Of one plan on one kind of GPU."""
+    """Costs of one plan on one kind of GPU."""
 
     layout: TrainingLayout
     memory: tuple[RankMemory, ...]
-    """Of each pipeline rank; its data and tensor ranks need the same."""
+    """Memory of each pipeline rank; its data and tensor ranks need the same."""
     time: StepTime
     closed: LayoutEstimate
     """The closed form of the same layout."""
     tokens: int
-    """Of a step."""
+    """Tokens of a step."""
     flops_of_token: float
     crossing_seconds: float
     """Seconds a step that a tensor group costs because it crosses nodes; 0 where it does not."""
@@ -50,7 +50,7 @@ class PlanCosts:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens a second of one GPU."""
         return self.tokens / self.time.total / self.layout.world
 
     @property

@@ -1,6 +1,6 @@
-"""How long a step will take: from a plan, the seconds of computation of one rank, and the speed of links. Pure.
+"""Prediction of a step's time from a plan, the seconds of computation of one rank, and the speed of links. Pure.
 
-A step as the engine runs it, and what of it counts:
+The parts of a step that count:
 
     pipeline   the schedule's actions. A stage computes its share of the model's FLOPs; of that, tensor ranks share all
                but a fixed part (norms, residuals, launches, Python). Sums over tensor ranks are waited for where they
@@ -20,10 +20,10 @@ A step as the engine runs it, and what of it counts:
 
 Every rank has a device of its own.
 
-What is left out: the time of encoding and decoding, axes that send at the same moment over one link, stages that the
+The prediction omits the time of encoding and decoding, axes that send at the same moment over one link, stages that the
 schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
 
-How fast the axes of a grid are, from where its ranks sit and what carries their messages. Pure arithmetic.
+Speed of the axes of a grid, from the hosts of its ranks and their links. Pure arithmetic.
 
     host 0   rank 0 --- rank 1        within a host: NVLink
                 |          |
@@ -31,8 +31,8 @@ How fast the axes of a grid are, from where its ranks sit and what carries their
                      ||
     host 1   rank 2 --- rank 3
 
-What a rank can send over an axis is the rate of its host divided by what leaves the host for each byte that one rank
-sends, all groups of the axis at once:
+A rank's rate over an axis is the rate of its host, divided by the bytes that leave the host for each byte that one
+rank sends, all groups of the axis at once:
 
     collective    a ring: a rank sends to the next one alone, so a group of neighbours leaves a host once
     hop           a pipeline rank sends to the next one; every data and tensor coordinate does so at the same time
@@ -72,7 +72,7 @@ Pattern = Literal["all_reduce", "all_gather"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLinks:
-    """What carries the messages of a cluster, measured once for all grids."""
+    """Links of a cluster, measured once for all grids."""
 
     within: LinkSpeed
     """From a rank to another one of its host; the rate is that of each rank while all of them send."""
@@ -218,7 +218,7 @@ def play_schedule(
 
 
 class _Prediction:
-    """What the parts of one prediction share."""
+    """Prediction of one step: the state that its parts share."""
 
     def __init__(self, plan: Plan, computation: Computation, links: AxisLinks) -> None:
         self._plan, self._computation, self._links = plan, computation, links
@@ -251,7 +251,7 @@ class _Prediction:
     # ------------------------------------------------------------------ what ranks compute
 
     def _shares(self) -> list[float]:
-        """Of the model's FLOPs, by stage."""
+        """Returns the share of each stage in the model's FLOPs."""
         plan = self._plan
         if plan.partition is None or plan.trace is None:
             return [1.0]
@@ -346,7 +346,7 @@ class _Prediction:
         return (precision.wire or precision.widths(dtype).sums).itemsize
 
     def _reduced(self, pp: int, played: StepTimeline) -> float:
-        """When the gradients of a pipeline rank are reduced, in seconds from the start of the step."""
+        """Returns the second of the step at which the gradients of a pipeline rank are reduced."""
         spans = played.spans[pp]
         last = spans[-1]
         if self._config.shards == 1:
@@ -369,7 +369,7 @@ class _Prediction:
         return sum(self._seconds(row, "all_reduce") for row in self._rows(pp, "dp_replicate", "gradients"))
 
     def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:
-        """When what was reduced before the last backward is over; all stages of a rank together send ``seconds``."""
+        """Returns the end of reductions before the last backward; all stages of a rank together send ``seconds``."""
         free, stages = 0.0, len(self._plan.stages(pp))
         done = [span for span in played.spans[pp] if span.action.op in _COMPLETING]
         for span in done[:-1]:

@@ -143,7 +143,5 @@ def test_backward_hooks_that_a_pipeline_cannot_call_are_refused_on_all_ranks(run
     assert first == second
     assert here.startswith("the output of unit 'blocks.0' has a hook (register_hook) where its trace has none"), here
     assert "has a hook (register_hook) where its trace has none" in there
-    for text, why in zip(
-        first[:3], ("gives its output to another", "gives its output", "lies on several"), strict=True
-    ):
+    for text, why in zip(first[:3], ("sends its output to another", "sends its output", "is on several"), strict=True):
         assert text.startswith("module 'blocks") and why in text and "hook a module inside of a stage" in text

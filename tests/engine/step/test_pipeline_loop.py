@@ -206,7 +206,7 @@ def test_mistakes_are_sentences_on_every_stage(run_ranks: RunRanks) -> None:
         "a backward that the engine has not begun, with parallel.pipeline 2: it reaches the outputs and not the stages",
         "scale(loss) with parallel.pipeline 2: loss.backward() ends at the outputs and does not reach the stages",
         "the loss does not depend on any trainable parameter",
-        "a second backward through one forward with parallel.pipeline 2, whose stages keep their activations for one;",
+        "a second backward through one forward with parallel.pipeline 2: its stages keep their activations for",
         "batch requires a gradient, with parallel.pipeline 2: gradients of a forward end at the parameters of its",
         "step() before backward()",
         "the model returns a number, such as the mean of a loss, for a part of a batch, but outputs of parts are",

@@ -134,7 +134,7 @@ class MatrixUpdates:
         self._begun.clear()
 
     def prepare(self) -> dict[str, dict[str, Tensor]]:
-        """What this rank keeps of the matrices that it owns, of zeros where there is nothing yet."""
+        """Returns the state of the matrices that this rank owns; allocates zeros before the first update."""
         for name in self._routes.made if not self.state else ():
             if own := self.shapes[name]:
                 dtype, device = state_dtype(self._routes.rows[name]), self._blank.device
@@ -251,7 +251,7 @@ class _Step:
                 self.weights[slot.name] = place.parameter.detach().view(-1)[part]
 
     def kinds(self, weights: bool, dtype: torch.dtype) -> list[Mapping[str, Tensor]]:
-        """What travels to owners: directions, and ``weights``."""
+        """Returns the tensors that ranks send to owners: directions, and with ``weights`` the weights in ``dtype``."""
         own = {name: value.to(dtype) for name, value in self.weights.items()} if weights else {}
         return [self.pieces, own] if weights else [self.pieces]
 
@@ -303,5 +303,5 @@ def _ranges_of(part: Tensor, row: ShardRow, tp: int) -> tuple[Tensor, ...]:
 
 
 def _joined(ranges: Sequence[Tensor], whole: Tensor, row: ShardRow) -> Tensor:
-    """What a tensor rank holds of ``whole``, flat; it may hold none of the ranges."""
+    """Joins a tensor rank's ranges of ``whole`` into a flat tensor; it may have none."""
     return torch.cat(list(ranges), _dim(row)).reshape(-1) if ranges else whole.new_empty(0)

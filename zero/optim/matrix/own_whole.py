@@ -49,7 +49,7 @@ class OwnWholeRule:
         return prod(shape)
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """What the optimizer keeps of a parameter; numbers have no dims."""
+        """Returns the shapes of a parameter's optimizer state; numbers have no dims."""
         return {name: tuple(getattr(value, "shape", ())) for name, value in self._state(shape).items()}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
@@ -96,12 +96,12 @@ class OwnWholeRule:
         if changed := [name for name, value in _attributes(optimizer).items() if before.get(name) != value]:
             raise ConfigError(
                 f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} beside self.state, which "
-                "would not last from one update to the next; keep it in self.state[parameter]."
+                "is lost after an update; keep it in self.state[parameter]."
             )
         if others := [name for name, value in state.items() if not isinstance(value, Tensor | bool | int | float)]:
             raise ConfigError(
-                f"optimizer {kind} updates whole parameters and keeps {others[0]!r} of them, which is no tensor and no "
-                "number; keep tensors and numbers."
+                f"optimizer {kind} updates whole parameters and keeps {others[0]!r} of them, which is neither a tensor "
+                "nor a number; keep tensors and numbers."
             )
         return state
 
@@ -117,7 +117,7 @@ def _as(like: Any, kept: Tensor, parameter: nn.Parameter) -> Any:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an instance has beside groups and state, as far as it can be compared: numbers, and sizes of containers."""
+    """Returns the comparable attributes of an instance except groups and state: numbers, and sizes of containers."""
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")}
     sizes = {name: len(value) for name, value in own.items() if isinstance(value, dict | list | set | tuple)}
     plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str)}

@@ -34,7 +34,7 @@ Arrived = TypeVar("Arrived")
 
 @dataclass(frozen=True)
 class OwnerRoute:
-    """Who owns which matrix, and which rank holds how much of it; the same on all ranks of the axis."""
+    """Owners of matrices, and the share of each rank; the same on all ranks of the axis."""
 
     axis: Axis
     members: tuple[int, ...]
@@ -140,7 +140,7 @@ def _message_elements(
 
 
 class Arriving(Generic[Arrived]):
-    """What an exchange under way brings."""
+    """Result of an exchange under way."""
 
     def __init__(self, pending: Pending | None, read: Callable[[], Arrived]) -> None:
         """``read``: makes the result of what has come. ``pending`` None: nothing is sent."""

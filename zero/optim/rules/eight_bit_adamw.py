@@ -36,7 +36,7 @@ class FlatAdamW8bit(FlatOptimizer):
 
     @property
     def kind(self) -> str:
-        """That of Adam with fp32 moments, which checkpoints have of it."""
+        """Name in checkpoints, which have Adam's fp32 moments."""
         return "Adam"
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:

@@ -1,5 +1,4 @@
-"""What an optimizer keeps of every element, as tensors in the shapes of those that it updates, in whatever form it
-keeps them."""
+"""Optimizer state of every element, as tensors in the shapes of the parameters, in whatever form it is stored."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -55,7 +55,7 @@ class FlatLayerwise(FlatOptimizer):
         raise NotImplementedError
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
-        """What is kept of the elements of a tensor, in its shape."""
+        """Returns the moments of a tensor's elements, in its shape."""
         return [self._moments([weight], name)[0] for name in self.rule(group).moment_names]
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
