@@ -110,11 +110,11 @@ def _members(path: str, module: str, node: ast.ClassDef) -> Iterator[PublicName]
                 yield _public(f"{path}.{member.name}", member, "property" in marks)
         elif isinstance(member, ast.AnnAssign) and not ast.unparse(member.target).startswith("_"):
             following = node.body[at + 1] if at + 1 < len(node.body) else None
-            yield PublicName(f"{path}.{ast.unparse(member.target)}", None, _sentence(_text(following)))
+            yield PublicName(f"{path}.{ast.unparse(member.target)}", None, first_sentence(_text(following)))
 
 
 def _public(path: str, node: Definition, plain: bool = False) -> PublicName:
-    sentence = _sentence(ast.get_docstring(node) or "")
+    sentence = first_sentence(ast.get_docstring(node) or "")
     if isinstance(node, ast.ClassDef) or plain:
         return PublicName(path, None, sentence)
     given = node.args
@@ -130,6 +130,7 @@ def _text(node: ast.stmt | None) -> str:
     return ""
 
 
-def _sentence(text: str) -> str:
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring, without Sphinx's roles."""
     first = " ".join(text.split("\n\n")[0].split())
     return re.sub(r"(?<=[.!?]) [A-Z(`].*", "", re.sub(r":\w+:`~?([^`]*)`", r"`\1`", first))

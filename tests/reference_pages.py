@@ -1,9 +1,10 @@
-"""The generated parts of docs/reference: keys of the configuration, commands, public names.
+"""The generated parts of docs: keys of the configuration, commands, public names, folders and their order.
 
 ``python -m tests.reference_pages --write`` after one of them has changed; ``tests/test_documents.py`` compares.
 """
 
 import argparse
+import ast
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +12,35 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.harness.figures import show
+from benchmarks.harness.figures import ROOT, show
 from engine.config.deepspeed.keys import TABLE, Moved
 from engine.config.json_schema import schema
 from engine.launch.cli import make_parser
-from tests.public_names import PUBLIC, public_names, shown
+from tests.public_names import PUBLIC, first_sentence, public_names, shown
+from tests.structure import Structure, path_of
+from tests.test_architecture import ORDERS
+
+WITHOUT_DOCSTRING: Mapping[str, str] = MappingProxyType(
+    {
+        "engine/checkpoint/contents": "Tensors and state that a checkpoint stores.",
+        "engine/checkpoint/format": "Files, hashes and commit of a checkpoint.",
+        "engine/integrity": "Checks against silent corruption.",
+        "engine/optim": "Optimizers by name, parameter groups, learning-rate schedules.",
+        "engine/precision": "Dtypes, casts and the loss scale.",
+        "engine/watchdog": "Hangs, stragglers and flight records.",
+        "kernels": "Devices and the dispatch of operators.",
+        "kernels/codecs": "Encodings with fewer bits.",
+        "kernels/gpu": "Triton kernels.",
+        "kernels/gpu/overlap": "Triton kernels that communicate.",
+        "kernels/ops": "Operators with a reference in torch.",
+        "kernels/optim": "Update rules.",
+        "parallel/activation_checkpointing": "Recomputation of activations.",
+        "parallel/comm": "Process groups, collectives, counters.",
+        "parallel/comm/flight": "Records of collectives.",
+        "parallel/kernel_injection": "Modules that fused operators replace.",
+    }
+)
+"""Meanings of folders that have no file ``__init__.py``."""
 
 
 def keys_table() -> str:
@@ -92,6 +117,45 @@ def names_table(module: str) -> str:
     return "\n".join(["| name | meaning |", "|---|---|", *rows])
 
 
+def folders() -> list[str]:
+    """Return the path of every folder of the product, layers first."""
+    structure = Structure()
+    return sorted({path_of(one) for one in {structure.folder(module) for module in structure.files}} | {"kernels"})
+
+
+def folders_table() -> str:
+    """Return every folder with the first sentence of its docstring."""
+    rows = [f"| `{folder}` | {_cell(_meaning(folder))} |" for folder in folders()]
+    return "\n".join(["| folder | contents |", "|---|---|", *rows])
+
+
+def _meaning(folder: str) -> str:
+    door = ROOT / folder / "__init__.py"
+    if folder in WITHOUT_DOCSTRING:
+        return WITHOUT_DOCSTRING[folder]
+    return first_sentence(ast.get_docstring(ast.parse(door.read_text(encoding="utf-8"))) or "")
+
+
+def public_names_table() -> str:
+    """Return the public names of each module in a row."""
+    return "\n".join(["| module | names |", "|---|---|", *(row for module in PUBLIC for row in _name_rows(module))])
+
+
+def _name_rows(module: str) -> Iterator[str]:
+    rows: dict[str, list[str]] = {module: []}
+    for name in public_names(module):
+        owner, _, short = name.path.rpartition(".")
+        rows.setdefault(owner, []).append(f"`{short}`")
+    for owner, names in rows.items():
+        yield f"| `{owner}` | {', '.join(dict.fromkeys(names))} |"
+
+
+def orders_table() -> str:
+    """Return the order of the rooms of each folder, lowest first."""
+    rows = [f"| `{path_of(folder)}` | {', '.join(order)} |" for folder, order in ORDERS.items()]
+    return "\n".join(["| inside | from below to above |", "|---|---|", *rows])
+
+
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").replace("``", "`").split())
 
@@ -100,6 +164,9 @@ GENERATED: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "keys": keys_table,
         "commands": command_sections,
+        "folders": folders_table,
+        "public-names": public_names_table,
+        "orders": orders_table,
         **{f"names-{module.replace('.', '-')}": partial(names_table, module) for module in PUBLIC},
     }
 )

@@ -94,9 +94,6 @@ TESTED = {
     "trine plan --calibrate here.json": f"{PLANNER}test_calibrate.py::test_an_unknown_kind_has_its_measured_rates",
     "trine plan --calibrate here.json --links links.json":
         f"{PLANNER}test_calibrate.py::test_a_known_kind_keeps_its_data_sheet",
-    "trine plan --calibrate FILE": f"{PLANNER}test_calibrate.py::test_products_passes_and_attention_are_measured",
-    "pytest -m long tests/engine/dry_run --write-figures":
-        "tests/engine/dry_run/test_rank_forecast.py::test_a_decoder_holds_what_is_predicted",
     "pytest -m long tests/engine/parity/test_fewer_bits_training.py --write-figures":
         "tests/zero/test_fewer_bits.py::test_all_data_ranks_compute_with_the_same_rounded_values",
     "pytest -m long tests/engine/parity/test_wire_training.py --write-figures":
@@ -112,12 +109,6 @@ TESTED = {
         "tests/benchmarks/offload/test_command.py::test_every_contender_is_measured",
     "python -m benchmarks offload --disk FOLDER":
         "tests/benchmarks/offload/test_command.py::test_updates_from_disk_are_measured_beside_the_disk",
-    "python -m benchmarks planning --fit":
-        "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",
-    "python -m benchmarks planning --write-figures":
-        "tests/benchmarks/planning/test_command.py::test_the_documents_show_these_predictions",
-    "python -m benchmarks planning --search --write-figures":
-        "tests/launch/planner/test_plan_command.py::test_a_search_writes_a_configuration_that_loads",
     "trine verify train.py --world 4 -- --steps 100":
         "tests/launch/verifier/test_script_run.py::test_a_script_is_compared_and_trains_nothing",
     "trine report runs/train": "tests/launch/test_report.py::test_a_page_shows_what_ranks_have_recorded",
@@ -191,7 +182,6 @@ TESTED = {
 """Command -> the test that runs it, or what it does."""
 
 REASONS = {
-    "trine compile": "names the command, whose whole lines are tested above",
     "trine COMMAND --help": "stands for every command; tests/launch/test_cli.py asks some",
     "trine launch": "names the command, whose whole lines are tested above",
     "trine check config.json --ranks N": "run above with --world, its other name",
@@ -205,16 +195,14 @@ REASONS = {
     "trine plan config.json --world 8": "run above with another number of ranks",
     "trine plan config.json --world 8 --context 2048": "run above with another number of ranks and tokens",
     "trine plan --estimate": "names an option, whose command is run above",
-    "pip install": "names the command, whose whole line stands before it",
+    "trine plan config.json --world 64 --estimate": "run above without the option",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",
     'pip install -c constraints.txt -e ".[test]"': "takes a minute and an index of packages; .ci/run does it",
     'DS_BUILD_OPS=0 pip install -e ".[bench-deepspeed]"': "needs an index of packages",
     "ruff check . && ruff format --check .": "the last lines of .ci/run",
     "mypy engine tests benchmarks": "the last line of .ci/run",
+    "python -m tests.reliability R4 R5": "runs tests of the suite for minutes",
     "bash .ci/run": "runs all tests, this one too",
-    "python -m tests.cluster.goodput --write-figures": "disturbs a job for twenty minutes",
-    "python -m tests.cluster.soak --write-figures": "slows a job for half an hour",
-    "python -m tests.reliability --write-figures": "runs long tests for an hour",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",
 }
 """Command -> why no test runs it."""
@@ -225,28 +213,16 @@ SUITES = (
     "pytest tests/kernels --write-budgets", "pytest tests/test_documents.py",
     "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",
     "pytest tests/engine/parity/test_covering_array.py",
-    "pytest -m long tests/engine/integrity/test_flips.py --write-figures",
-    "pytest -m long tests/engine/watchdog/test_jobs.py tests/cluster/test_nodes.py --write-figures",
-    "pytest -m long tests/engine/watchdog/test_short_jobs.py",
-    "pytest -m long tests/engine/parity/test_weights_beside.py",
-    "pytest -m long tests/parallel/comm/test_symmetric_memory.py tests/parallel/comm/test_killed_in_kernel.py "
-    "tests/parallel/tensor/overlap/test_routed_products.py tests/kernels/gpu/overlap",
-    "pytest -m long tests/parallel/comm/test_killed_in_kernel.py",
-    "pytest tests/kernels/gpu/overlap/test_protocol.py --write-figures",
-    "pytest -m long tests/engine/parity/test_fused_communication.py",
     "pytest tests/launch/test_schedule_command.py --write-figures",
-    "pytest -m long tests/launch/test_report_pictures.py --write-figures",
     "pytest -m long tests/engine/parity/test_transformers_types.py --write-figures",
     "pytest -m long tests/engine/parity/test_kernel_injection.py --write-figures",
 )  # fmt: skip
 """The tests themselves: their files, marks and options exist."""
 
 MEASURED = (
-    "python -m benchmarks scale", "python -m benchmarks scale --planning --write-figures",
+    "python -m benchmarks scale",
     "python -m benchmarks step", "python -m benchmarks zero", "python -m benchmarks pipeline",
     "python -m benchmarks kernels",
-    "python -m benchmarks integrity --write-figures",
-    "python -m benchmarks step --rows watchdog --write-figures",
     "python -m benchmarks sleeping_blocks --write-figures",
     "python -m benchmarks matrix_rounds",
     "python -m benchmarks plan_search --write-figures",

@@ -19,7 +19,7 @@ _OFFLOAD = "python -m benchmarks offload --write-figures"
 _SCHEDULES = "pytest tests/launch/test_schedule_command.py --write-figures"
 RENEW: Mapping[str, str] = MappingProxyType(
     {
-        "activation-memory": "pytest -m long tests/engine/rehearsal --write-figures",
+        "activation-memory": "pytest -m long tests/engine/dry_run --write-figures",
         "architectures": _PARITY.format("architectures"),
         "axes": _PARITY.format("parity_axes"),
         "checkpoint": "python -m benchmarks checkpoint --write-figures",

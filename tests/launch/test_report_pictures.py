@@ -1,4 +1,4 @@
-"""The pictures of ``docs/report.md``: the page of a run of four ranks as a browser shows it, light and dark.
+"""The pictures of ``docs/guides/report.md``: the page of a run of four ranks as a browser shows it, light and dark.
 
 ``--write-figures`` keeps them in docs/figures. Needs Chromium (apt-get install chromium).
 """

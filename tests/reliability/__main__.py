@@ -1,7 +1,7 @@
 """What is promised when something goes wrong, and what was measured: ``python -m tests.reliability [R1 R6 ...]``.
 
-Runs the command of every proof, one after another, and prints the figure that it gives; with ``--write-figures`` the
-rows of docs/reliability.md are kept. Proofs whose commands take long and keep figures of their own are read from those.
+Runs the command of every proof, one after another, and prints the figure that it gives; ``--write-figures`` keeps
+the rows of docs/reference/proofs.md. Proofs with long commands and figures of their own are read from those figures.
 Exit status 1: a command has failed.
 """
 

@@ -20,10 +20,10 @@ class DeepSpeedConfig:
 
     Args:
         config: a dict, or the path of a file.
-            mpu: an object whose ``get_data_parallel_world_size`` returns the number of data ranks; None: all ranks.
+        mpu: an object whose ``get_data_parallel_world_size`` returns the number of data ranks; None: all ranks.
 
-        Raises:
-            ConfigError: the configuration has mistakes.
+    Raises:
+        ConfigError: the configuration has mistakes.
     """
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None):
