@@ -26,9 +26,9 @@ class Accelerator:
     hidden_by: str
     """The variable that makes devices invisible to a process."""
     compiles_triton: bool
-    """Whether the kernels of ``kernels/gpu`` are compiled for it."""
+    """True if the kernels of ``kernels/gpu`` are compiled for it."""
     multiplies_wide: bool
-    """Whether torch multiplies 16-bit matrices into an fp32 one on it."""
+    """True if torch multiplies 16-bit matrices into an fp32 one on it."""
     link: tuple[float, float]
     """(seconds of latency, bytes per second) between devices of one node, roughly; enough for a plan, in which a
     transfer is short compared with a stage."""

@@ -186,7 +186,7 @@ class Kernels:
         self.card: str | None = None
         """GPU of the rows that apply; "" turns all kernels off, None uses the GPU that the tensor is on."""
         self.main = MainGradients()
-        """Where products add the gradients of weights."""
+        """Buckets to which products add the gradients of weights."""
 
     def replaces(self, device: torch.device) -> bool:
         """Return whether modules of a model are given our operators at all; "auto" leaves CPU models unchanged."""

@@ -1,4 +1,4 @@
-"""Where ranks sit in the grid, and how a model is divided among them.
+"""Placement of ranks in the grid, and division of a model among them.
 
     grid           ranks as a box of pipeline x data x tensor
     shard_table    which rank holds which part of every parameter

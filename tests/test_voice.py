@@ -25,9 +25,9 @@ IDIOMS = (
 )  # fmt: skip
 """Pictures for which the field has a term."""
 BOUNDS: Mapping[str, Mapping[str, float]] = {
-    "docstrings": {"openings": 742, "stop words": 144, "idioms": 117},
-    "errors": {"openings": 0, "stop words": 75, "idioms": 5},
-    "pages": {"openings": 0, "stop words": 151, "idioms": 43},
+    "docstrings": {"openings": 42, "stop words": 57, "idioms": 54},
+    "errors": {"openings": 0, "stop words": 22, "idioms": 1},
+    "pages": {"openings": 0, "stop words": 10, "idioms": 0},
 }
 """The most that each kind of text may have: openings and idioms counted, stop words per 10,000 words."""
 

@@ -31,7 +31,7 @@ from engine.parallel.model.placeholders import PLANNED_TRAINABLE, trainable
 from engine.zero.layout import Bucket, FlatLayout, Slot
 
 _OURS = ("__reduce_ex__", PLANNED_TRAINABLE)
-"""What the engine keeps on a parameter."""
+"""Attributes that the engine sets on a parameter."""
 Storages = MutableMapping[tuple[int, int], torch.UntypedStorage]
 """Storages over parts of others, by address and number of bytes."""
 
@@ -66,7 +66,7 @@ class FlatBucket:
     sharded: bool
     """True at ZeRO 3: ``params`` has memory only while it is gathered."""
     codec: BlockCodec | None = None
-    """How its weights are encoded when they are gathered; None: they are sent as they are."""
+    """Encoding of its weights when they are gathered; None: they are sent unencoded."""
     counts: bool = True
     """This rank counts its shard in the norm; False: the same shard of another group does."""
     host_sums: Tensor | None = None

@@ -47,7 +47,7 @@ class WireFormats:
     """Dtypes of the buckets whose weights are encoded."""
     gradients: BlockFormat | None = None
     feedback: bool = False
-    """What an encoding leaves out of gradients is added to the next ones."""
+    """Adds the rounding error of encoded gradients to the next ones."""
 
     @property
     def any(self) -> bool:

@@ -69,7 +69,7 @@ class HostMap:
         return {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
 
     def is_first(self, rank: int) -> bool:
-        """Whether this rank acts for its host."""
+        """True if this rank acts for its host."""
         return self.hosts[self._host_of[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
@@ -118,7 +118,7 @@ _PUBLIC = (NAME, COMMIT, CHECKSUMS)
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What all ranks know of one save."""
+    """Facts of one save that all ranks share."""
 
     step: int
     attempt: str
@@ -235,7 +235,7 @@ class Mirror:
 
 
 def _unfinished(path: Path) -> Path:
-    """Where a copy lies until all of it has arrived."""
+    """Folder of a copy until all of it has arrived."""
     return path.with_name(f"{path.name}.part")
 
 

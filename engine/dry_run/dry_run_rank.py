@@ -282,7 +282,7 @@ class DryRunRank:
         self._runtime.on_host.observer = self.live.leave_out
 
     def trace_like(self, other: "DryRunRank") -> None:
-        """Takes over the traces of another pipeline rank of the same plan, which has stepped."""
+        """Copies the traces of ``other``, a rank of the same plan that has made its step, instead of tracing."""
         own, others = self._runtime.pipeline, other._runtime.pipeline
         if own is not None and others is not None:
             own.traces.take(others.traces)

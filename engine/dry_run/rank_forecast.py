@@ -134,7 +134,7 @@ class RankLikeness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDryRun:
-    """What is needed to rehearse ranks of a plan; nothing is computed, sent, or changed in the model."""
+    """Inputs of dry runs of the ranks of a plan; nothing is computed, sent, or changed in the model."""
 
     model: nn.Module
     """As it was given to the plan."""

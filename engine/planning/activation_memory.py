@@ -52,7 +52,7 @@ class ActionMemory:
     sent: int = 0
     """Bytes that only its sends to other ranks hold."""
     taken: tuple[MessageBuffer, ...] = ()
-    """What it receives from other ranks."""
+    """Bytes that it receives from other ranks."""
     given_back: tuple[MessageBuffer, ...] = ()
     """Buffers that later messages may use."""
     kept: tuple[MessageBuffer, ...] = ()

@@ -111,7 +111,7 @@ class Analysis:
     notes: tuple[str, ...] = ()
     decision: ScheduleDecision | None = None
     tensor: TensorPlan | None = None
-    """How layers are sharded over tp; None without tensor parallelism."""
+    """Sharding of layers over tp; None without tensor parallelism."""
     measured: Cost | None = None
     """Measured costs of the stages of a schedule that the configuration names; None if none were measured."""
 

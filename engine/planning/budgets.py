@@ -64,7 +64,7 @@ class GatherPlan:
     wire: tuple[int, ...]
     """Bytes of each full bucket as it is sent."""
     within: SecondaryLayout = NO_SHARDS
-    """What nodes keep of gathered buckets."""
+    """Secondary shards that nodes retain of gathered buckets."""
 
     @property
     def gathers(self) -> Gathers:

@@ -74,9 +74,9 @@ class MaterializedUnit:
     precision: Precision
     calls: Sequence[Arguments]
     low_rank: bool = True
-    """Whether large matrices are low-rank; otherwise all numbers of all weights are drawn."""
+    """True if large matrices are low-rank; otherwise all numbers of all weights are drawn."""
     other_values: bool = False
-    """Whether calls read values of the model that are not among their arguments, which a copy does not have."""
+    """True if calls read values of the model that are not arguments; a copy does not have them."""
 
     def run(self, body: Callable[[MaterializedBlock], Result]) -> Result:
         """``body`` on a block whose code reads no low-rank weight in a way that its factors cannot answer.

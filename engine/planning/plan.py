@@ -78,10 +78,10 @@ class Plan:
     precision: Precision
     schedule: Schedule
     moments: tuple[GroupState, ...] | None
-    """What the optimizer keeps, by group; None for the user's own optimizer, whose state is unknown."""
+    """State of the optimizer by group; None for the user's own optimizer, whose state is unknown."""
     notes: tuple[str, ...]
     tensor: TensorPlan | None = None
-    """How layers are sharded over tp; None without tensor parallelism."""
+    """Sharding of layers over tp; None without tensor parallelism."""
     trace: ModelTrace | None = None
     """The trace of the example; None if no example was needed, or if a model cannot be traced and needs no
     pipeline."""
@@ -96,7 +96,7 @@ class Plan:
     replacements: tuple[Replacement, ...] = ()
     """Modules whose forwards run the engine's operators."""
     experts: tuple[ExpertStack, ...] = ()
-    """Where experts are whose rows are counted; empty without ``monitor.expert_load``."""
+    """Modules of experts with counted rows; empty without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
     """The user's optimizer, if it updates parameters as a whole."""
 

@@ -58,7 +58,7 @@ class Unit:
     used: frozenset[int]
     """Leaves of the output that other code reads, in any call of the group."""
     other_values: bool = False
-    """Whether a call of one of them reads values that are not among its arguments."""
+    """True if a call of one of them reads values that are not among its arguments."""
 
 
 @dataclass(frozen=True, slots=True)

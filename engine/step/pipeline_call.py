@@ -274,7 +274,7 @@ class PipelineCall:
         self._backwards: Counter[int] = Counter()
         """Backwards that each stage has begun."""
         self._spent, self._updates = False, arrivals.updates
-        """Whether the stages have run back, and the number of updates before the call."""
+        """True if the backward of the stages has run, and the number of updates before the call."""
 
     def trace(self, compares: bool) -> None:
         """Trace the parts. Nothing is communicated, unless the ranks of the replica compare their paths.
@@ -324,7 +324,7 @@ class PipelineCall:
             self._executor.run_part(self._row, self, backwards)
 
     def arrive(self, part: int, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of the outputs of a part; the stages run back once all have arrived.
+        """Stores the gradients of the outputs of a part; the stages run their backward once all have arrived.
 
         Raises:
             EngineError: no backward of the engine's runs, the stages have run back before, or weights have changed.

@@ -162,7 +162,7 @@ class StepRunner:
         self._compared = 0
         """Steps in which the batches of the data ranks were compared."""
         self._told = False
-        """Whether it was said what forward is not given of a batch."""
+        """True once the parts of a batch that forward does not receive were reported."""
         self.remarks = Remarks(model, speaks=self._comm.grid.rank == 0)
 
     @property

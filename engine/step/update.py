@@ -49,7 +49,7 @@ class UpdateOutcome:
     scale: float
     """The loss scale of this step."""
     nonfinite: NonFiniteSource | None
-    """What was not finite in a skipped step, and where; None in any other step."""
+    """Non-finite values of a skipped step and their ranks; None in any other step."""
 
     @property
     def skipped(self) -> bool:

@@ -352,7 +352,7 @@ class MainProduct(NamedTuple):
     activation: Activation
     """Computed in the product's kernel; "none" where that is not used."""
     fused: bool
-    """Whether the product runs in Triton."""
+    """True if the product runs in Triton."""
     kernels: Kernels
     main: MainGradient
 

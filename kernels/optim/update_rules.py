@@ -357,7 +357,7 @@ def mean_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def mean_elements(shape: tuple[int, ...]) -> int:
-    """Elements of all means of a parameter."""
+    """Returns the number of elements in the row and column means of a parameter of this shape."""
     return sum(prod(each) for each in mean_shapes(shape).values())
 
 

@@ -23,11 +23,11 @@ from engine.parallel.comm.rendezvous import KeyStore
 _OVER = 1 << 20
 """More than any number of ranks."""
 _ALIKE_SECONDS = 10.0
-"""How long ranks that fail alike may be apart."""
+"""Seconds between failures that still count as one."""
 _LEAVE_SECONDS = 1.0
 """Time for a rank to end by its error, before it ends its communication; a launcher then sees the cause first."""
 _WORDS_SECONDS = 2.0
-"""How long a rank waits for the words of the rank that failed first."""
+"""Seconds for which a rank waits for the message of the rank that failed first."""
 _POLL_SECONDS = 0.02
 
 

@@ -86,7 +86,7 @@ class _Verdict(TypedDict):
     alike: list[list[tuple[int, int, int]]]
     """Ranks that were given the same, in groups; one group if all were. Every rank reads it, so it is short."""
     seconds: float
-    """How long rank 0 has waited."""
+    """Seconds for which rank 0 has waited."""
 
 
 @dataclass(slots=True)

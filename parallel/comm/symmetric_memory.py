@@ -93,7 +93,7 @@ def _process_of(link: int) -> list[int]:
 
 
 _LOOKS_A_SECOND: Final = (1e4, 1e6)
-"""Of an interpreted kernel at memory of its host, and of a GPU's at that of a peer, about."""
+"""Approximate polls a second: interpreted kernel on host memory, GPU kernel on the memory of a peer."""
 _WORD: Final = 4
 _ALIGNED: Final = 256
 """Bytes; parts of the memory begin at multiples."""
@@ -173,7 +173,7 @@ class SymmetricBuffer:
     def __init__(self, memory: SharedBytes, sizes: SlotSizes, seconds: float, peers: Sequence[int]) -> None:
         self._memory, self._peers = memory, peers
         self.sizes = sizes
-        """How much fits."""
+        """Bytes that fit."""
         self._epoch = 0
         self._said: set[str] = set()
         self._brought: Tensor | None = None

@@ -34,14 +34,14 @@ from engine.parallel.model.placeholders import is_plain
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is Hugging Face's Conv1D, a linear layer with the weight [in, out]; known by its name and ``nf``."""
+    """Returns True for Hugging Face's Conv1D, a linear layer with weight [in, out]; recognised by name and ``nf``."""
     if isinstance(module, nn.Linear):  # first, since it is asked at every call, and an absent attribute takes 2 us
         return False
     return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this layer is a matrix product with a weight that can be sharded."""
+    """Returns True if this layer is a matrix product with a weight that can be sharded."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
@@ -59,7 +59,7 @@ class DeferralPolicy(Protocol):
     """Decides when the gradients of a product's parameters are computed."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Whether the gradients are computed later, or not at all; False: the product computes them at once.
+        """True if the gradients are computed later or never; False: the product computes them at once.
 
         ``nodes``: the graph's next functions of x, W, b and the token.
         """
@@ -69,7 +69,7 @@ class LinearSpec(NamedTuple):
     """The settings of a product."""
 
     transposed: bool
-    """Whether the weight is [I, O]."""
+    """True if the weight is [I, O]."""
     later: DeferralPolicy
     kernels: Kernels = REFERENCE
 
@@ -94,7 +94,7 @@ def deferrable_linear(
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`deferrable_linear` may replace the layer's own product here, which takes an input gradient."""
+    """Returns True if :func:`deferrable_linear` may replace the layer's own product, which takes an input gradient."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_plain(x):
         return False
     # a tracer that matches operations by name must see torch's own product, in the trace and in the run alike

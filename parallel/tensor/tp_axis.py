@@ -68,9 +68,9 @@ class TensorAxis:
     fill_wait: Callable[[], None] | None = None
     """Computes a little that is left of another microbatch; called before each wait for a collective of this one."""
     wire: ActivationFormat | None = None
-    """How activations and their gradients are sent in fewer bits; None: they are sent as they are."""
+    """Format that sends activations and their gradients in fewer bits; None: they are sent unencoded."""
     measured: OverlapChoices | None = None
-    """Where such kernels were measured to win, and run; None: they run wherever a product fits them."""
+    """Measured shapes on which these kernels win, and run; None: they run for every product that fits them."""
 
     def __init__(self, comm: Comm) -> None:
         self.index = comm.grid.index("tp")
@@ -119,7 +119,7 @@ class TensorAxis:
         return ((op, whole.numel() * whole.element_size()),)
 
     def _encoded(self, label: str, whole: Tensor) -> EncodedCollectives | None:
-        """What makes a collective over ``whole`` in fewer bits; None: it is exact."""
+        """Makes a collective over ``whole`` in fewer bits; None: the collective is exact."""
         if self.wire is None or not self.wire.encodes(label, whole.dtype, whole.numel(), self.size):
             return None
         return EncodedCollectives(self._comm, "tp", self.wire, self.kernels)

@@ -107,7 +107,7 @@ class UnshardedBuckets:
         self._buckets, self._comm = buckets, comm
         self._ranks = comm.grid.size(comm.grid.sharding)
         self.secondary = SecondaryShards(buckets, within, comm) if within.buckets else None
-        """What this node keeps of buckets that were gathered before; None: nothing."""
+        """Secondary shards of buckets that were gathered before; None without them."""
         self._hosted = ShardSource(buckets) if any(flat.kept_on_host for flat in buckets) else None
         """Brings the shards that lie on the host; None: none does."""
         self._states = [BucketState.FREE] * len(buckets)

@@ -167,7 +167,7 @@ def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
 
 
 class Families:
-    """Moments of each parameter in a checkpoint; a group's parameters have equal ones, so a gap is detected."""
+    """Names of the moments of each parameter in a checkpoint; equal within a group, so a missing moment is detected."""
 
     def __init__(
         self, kinds: Mapping[str, TensorKind], stored: Mapping[str, Any], apart: frozenset[str] = frozenset()

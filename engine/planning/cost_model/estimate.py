@@ -39,13 +39,13 @@ from engine.planning.cost_model.links import UPDATE_BYTES, BlockSeconds, Links, 
 from engine.planning.cost_model.workload import Workload
 
 CONTEXT_BYTES = 1.0e9
-"""Of the device and its libraries (assumed)."""
+"""Bytes of the device and its libraries (assumed)."""
 CHANNEL_BYTES = 0.25e9
 """Buffers of the communication library for each axis of several ranks (assumed)."""
 LOGIT_HELD_BYTES = 12
 """Held for an element of the logits: in 16 bits, in 32, and the gradients of both."""
 SLACK = 0.1
-"""Of activations and buffers (assumed)."""
+"""Share of activations and buffers (assumed)."""
 
 
 class BlockSample(NamedTuple):

@@ -20,21 +20,21 @@ class ReachedShares:
     """Shares of the data sheet that training reaches; one set for a kind of GPU."""
 
     product: float
-    """Of the FLOPs a second: matrix products of any width, while nothing else runs."""
+    """Share of the FLOPs a second: matrix products of any width, while nothing else runs."""
     product_half: float
     """Width of the narrower side of a product at which half of that is reached."""
     fp8: float
-    """Of the fp8 FLOPs a second: products with their casts; 0 without fp8."""
+    """Share of the fp8 FLOPs a second: products with their casts; 0 without fp8."""
     attention: float
-    """Of the FLOPs a second: attention by blocks, of what it executes (causal: half)."""
+    """Share of the FLOPs a second: attention by blocks, of the FLOPs that it executes (causal: half)."""
     memory: float
-    """Of the bytes a second: passes over memory."""
+    """Share of the bytes a second: passes over memory."""
     link: float
-    """Of the bytes a second within a node."""
+    """Share of the bytes a second within a node."""
     network: float
-    """Of the bytes a second between nodes."""
+    """Share of the bytes a second between nodes."""
     overlap: float
-    """Of communication that runs beside products: the part that really costs nothing."""
+    """Share of overlapped communication that costs no time."""
     step: float
     """Seconds for each second of a step that are lost besides: launches, stragglers, data, logging."""
 

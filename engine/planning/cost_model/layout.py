@@ -25,7 +25,7 @@ class TrainingLayout:
     cp: int = 1
     """Ranks that share the tokens of a row. The engine has none; published runs do."""
     stage: int = 0
-    """Of ZeRO."""
+    """Stage of ZeRO."""
     schedule: str = "1f1b"
     virtual: int = 1
     micro: int = 1
@@ -35,7 +35,7 @@ class TrainingLayout:
     reduction: Reduction = "step"
     """When ZeRO 2 and 3 reduce gradients; after each microbatch only shards of them are kept."""
     order: Order = "tp-dp-pp"
-    """Which ranks are neighbours."""
+    """Order of the axes, from neighbours to the farthest ranks."""
     sequence: bool = True
     """Tensor ranks share what is between their products along the sequence."""
 
@@ -76,7 +76,7 @@ class EngineTraits:
     tensor_overlap: float = 0.5
     """Part of the traffic of tensor ranks that runs beside products; here those of column inputs, half of it."""
     gradient_bytes: int = 4
-    """Of an element on the wire and in memory."""
+    """Bytes of an element on the wire and in memory."""
     gathers_hidden: bool = False
     """Parameters of ZeRO 1 and 2 are gathered beside the next forward."""
     regathers: bool = True

@@ -59,7 +59,7 @@ class Workload:
     width: int
     """Elements of a token between blocks."""
     products: tuple[Product, ...]
-    """Of a block."""
+    """Products of a block."""
     attention: float
     """Width of all heads: pairs of tokens cost 4 FLOPs for each."""
     causal: bool
@@ -73,9 +73,9 @@ class Workload:
     head: tuple[Product, ...]
     vocabulary: int
     block_parameters: float
-    """Of one block, all of them cut by tensor ranks (norms are neglected)."""
+    """Parameters of one block, all of them cut by tensor ranks (norms are neglected)."""
     outer_parameters: float
-    """Of embedding and head, tied ones once."""
+    """Parameters of embedding and head; tied ones count once."""
 
     @property
     def parameters(self) -> float:

@@ -154,13 +154,13 @@ class Computation:
     """Seconds that a rank computes which has the whole model."""
 
     forward: float
-    """Of a microbatch."""
+    """Seconds of a microbatch."""
     backward: float
-    """Of a microbatch; with split backwards half of it is W."""
+    """Seconds of a microbatch; with split backwards half of it is W."""
     fixed: float = 0.0
     """Part of both, from 0 to 1, that stays whatever part of each layer a rank holds: what tensor ranks repeat."""
     update: float = 0.0
-    """Of all that a step computes once: norm, clipping, optimizer."""
+    """Seconds of all that a step computes once: norm, clipping, optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class StepTime:
     """Predicted seconds of a step; the parts add up to ``total``."""
 
     computation: float
-    """Of the rank that computes longest."""
+    """Seconds of the rank that computes longest."""
     bubble: float
     """That ranks of a pipeline wait for each other's computation."""
     communication: Mapping[Axis, float] = field(default_factory=dict)

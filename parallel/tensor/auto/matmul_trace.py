@@ -34,7 +34,7 @@ class MatmulRecord:
     weight_dim: int
     """The dim of the full parameter that is summed over."""
     dropped: bool = False
-    """Whether x comes straight from a dropout."""
+    """True if x is the direct output of a dropout."""
     made: Tensor | None = None
     """The weight, of the parameter's shape, where that is the parameter plus something else."""
 

@@ -75,9 +75,9 @@ class Search:
     block: nn.Module
     truth: BlockReference
     sequence: bool = False
-    """Whether activations between regions are sharded along the sequence."""
+    """True if activations between regions are sharded along the sequence."""
     known: tuple[Decided, ...] = ()
-    """What was decided about groups of other blocks, which is tried first for equal ones."""
+    """Decisions about groups of other blocks; equal groups try them first."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
         """Returns a strategy for each group, all of them proven together in the block."""

@@ -38,7 +38,7 @@ class GlobalTensor(WrapperTensor):
     sets: Sets
     views: "GlobalTensorContext"
     copied: bool
-    """Whether ``local`` is a copy although plain code would share memory with another tensor here."""
+    """True if ``local`` is a copy although plain code would share memory with another tensor here."""
     folded: tuple[int, ...] | None
     """The dims that were flattened into the first of two dims, if any."""
 

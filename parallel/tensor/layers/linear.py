@@ -42,12 +42,12 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Whether this layer is one of our sharded layers."""
+    """Returns True if this layer is one of the engine's sharded layers."""
     return any(_ours(base) for base in type(module).__mro__)
 
 
 def has_plain_forward(module: nn.Module) -> bool:
-    """Whether forward is the library's own: a matrix product and nothing else."""
+    """Returns True if forward is the library's own: a matrix product and nothing else."""
     owner = next((base for base in type(module).__mro__ if "forward" in vars(base) and not _ours(base)), nn.Module)
     return owner is nn.Linear or owner.__name__ == "Conv1D"
 
@@ -57,7 +57,7 @@ def _ours(base: type) -> bool:
 
 
 def is_replaced(x: Tensor, kernels: Kernels) -> bool:
-    """Whether a layer's product with ``x`` runs through ``kernels.ops.linear`` in place of the layer's own forward.
+    """Returns True if a layer's product with ``x`` runs through ``kernels.ops.linear``, not the layer's own forward.
 
     References take the layer's own, unless weight gradients are to be added to main gradients.
     """
@@ -77,7 +77,7 @@ class ColumnLayer(nn.Module):
 
     tensor_region: Region
     tensor_plain = False
-    """Whether forward is a matrix product and nothing else."""
+    """Returns True if forward is a matrix product and nothing else."""
     tensor_activation: Activation | None = None
     """An activation that the layer applies to its product; the model's own activation module is then a no-op."""
 

@@ -41,7 +41,7 @@ class Region:
         self._context = context or global_context(axis)
         self._plain: list[torch.nn.Module] = []
         self._owned = True
-        """Whether every column layer is a plain matrix product, see :func:`copy_to`."""
+        """True if every column layer is a plain matrix product; see :func:`copy_to`."""
         self._entrances: dict[int | None, Entrance] = {}
         self._folded: tuple[int, ...] | None = None
         """The dims that were flattened into the rows of the latest input."""

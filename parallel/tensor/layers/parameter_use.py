@@ -1,4 +1,4 @@
-"""Which parameters a forward uses, and beside which tensors: checks that a tensor plan relies on.
+"""Checks of a tensor plan: the parameters that a forward uses, and the tensors that it uses with them.
 
     OutsideReads  in the trace     a sharded parameter that code outside its layer reads: ``functional.linear(x,
                                    self.embed.weight)`` would compute with a shard as if it were the full parameter

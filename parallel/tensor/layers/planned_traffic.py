@@ -45,7 +45,7 @@ class Sent:
     """The innermost running module; outside all modules the one that ran last."""
     what: Expected
     repeated: bool = False
-    """Whether recomputation of the module's block repeats it."""
+    """True if recomputation of the module's block repeats it."""
 
 
 class TrafficRecorder:

@@ -74,7 +74,7 @@ class WholeSizeAnswers:
 
 
 def _differs(before: object, now: object) -> bool:
-    """Whether a number, or the module's own copy of a configuration, has taken the place of another value."""
+    """Returns True if a number, or the module's own copy of a configuration, has replaced another value."""
     return now is not _NOTHING and before is not now and (now is None or isinstance(now, int) or _is_config(now))
 
 
@@ -111,7 +111,7 @@ def _homes(modules: Mapping[str, nn.Module], plan: TensorPlan) -> Iterator[str]:
 
 
 def _has_code(module: nn.Module) -> bool:
-    """Whether its forward is not torch's own, which is given sizes of shards anyway."""
+    """Returns True if its forward is not torch's own; torch's forward gets the sizes of shards in any case."""
     return not type(module).forward.__module__.startswith("torch.")
 
 

@@ -60,7 +60,7 @@ class Pieced:
     pieces: int | None = None
     """The number of chunks; None: :func:`choose_pieces`."""
     transposed: bool = False
-    """Whether the weight is [I, O]."""
+    """True if the weight is [I, O]."""
     regather: bool = False
     chosen: Moves | None = None
     """Who multiplies and communicates; None: as the axis can."""

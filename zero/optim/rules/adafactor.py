@@ -61,7 +61,7 @@ class FactorRoutes(SumRoutes):
         return sum(mean_elements(row.shape) + 1 for row in self.rows)
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Both sums of a step."""
+        """The all-reduces of a step: one of row means, one of column means."""
         sizes = [count * self.dtype.itemsize for count in (self.elements, len(self.rows))]
         return tuple(
             Traffic(axis, LABEL, 2, sum(sent_bytes("all_reduce", size, ranks) for size in sizes))

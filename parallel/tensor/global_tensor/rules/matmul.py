@@ -41,7 +41,7 @@ class _Plan(NamedTuple):
     shape: Shape
     sets: Sets
     summed: bool
-    """Whether every rank has a partial sum only."""
+    """True if every rank has only a partial sum."""
 
 
 def multiply_parts(
