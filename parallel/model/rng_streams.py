@@ -22,8 +22,9 @@ modules are the same on whichever pipeline stage draws them. And a recomputed bl
 state saved at its entry, draws the same numbers again. If several blocks are recomputed together, the seed found at the
 entry of each identifies the microbatch and the position in it, so its exit sets the same seed as in the forward.
 
-In blocks with dropout, the exits of their parts reseed too: a stage may begin inside a block, and the parts that it
-skips draw nothing there.
+Modules inside units reseed at their exits too, at a level of their own: the blocks of a chain inside a unit, and the
+children of blocks with dropout, since a stage may begin inside a block. The exit of a module restarts the counts of the
+levels below, so positions after a skipped module do not depend on the modules inside it.
 """
 
 import hashlib
@@ -40,7 +41,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from engine.kernels.device import device_generator
-from engine.parallel.model.blocks import Units, find_units, weighty_children
+from engine.parallel.model.blocks import find_units, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
 _NUMPY: Any = np.random  # its stubs lack the exchange of generators
@@ -68,21 +69,17 @@ class StreamPosition(NamedTuple):
     """Position in a microbatch at which the generators were last seeded."""
 
     key: tuple[int, ...]
-    ended: int = 0
-    """Number of outermost modules that have ended."""
-    inner: int = 0
-    """Number of parts of blocks that have ended since."""
+    ended: tuple[int, ...] = ()
+    """Number of modules of each level that have ended since one of the level above; the last is not 0."""
 
     def seed(self) -> int:
         """Returns the seed of this position."""
-        counts = (self.ended, self.inner) if self.inner else (self.ended,) if self.ended else ()
-        return derive_seed(*self.key, *counts)
+        return derive_seed(*self.key, *self.ended)
 
-    def after(self, part: bool) -> "StreamPosition":
-        """Returns the position after the end of one more module, or of one more ``part`` of a block."""
-        return (
-            StreamPosition(self.key, self.ended, self.inner + 1) if part else StreamPosition(self.key, self.ended + 1)
-        )
+    def after(self, level: int) -> "StreamPosition":
+        """Returns the position after the end of one more module of ``level``; modules inside it count no more."""
+        counts = (*self.ended, *(0 for _ in range(level + 1)))[: level + 1]
+        return StreamPosition(self.key, (*counts[:-1], counts[-1] + 1))
 
 
 class RandomStreams:
@@ -139,17 +136,13 @@ class RandomStreams:
         self._host.end_backward()
 
     def _install(self) -> None:
-        units = find_units(self._model, deep=True)
-        whole = list(units.modules.values())
-        for unit in whole:
-            self._watch(unit, part=False)
-        for unit in _parts(units, {id(unit) for unit in whole}):
-            self._watch(unit, part=True)
+        for unit, level in _counted(self._model):
+            self._watch(unit, level)
         self._hooked = True
 
-    def _watch(self, unit: nn.Module, part: bool) -> None:
+    def _watch(self, unit: nn.Module, level: int) -> None:
         enter: Hook = self._enter
-        leave: Hook = partial(self._exit, part)
+        leave: Hook = partial(self._exit, level)
         if self._traced:
             enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)  # type: ignore[no-untyped-call]
         note = "reseeds the random generators at its exit, by step, microbatch and position"
@@ -167,14 +160,14 @@ class RandomStreams:
             self._again[id(unit)] = found
             self._host.again(_entry_seed())
 
-    def _exit(self, part: bool, unit: nn.Module, *_: object) -> None:
+    def _exit(self, level: int, unit: nn.Module, *_: object) -> None:
         if self._now is not None:
-            self._now = self._reseed(self._now.after(part))
+            self._now = self._reseed(self._now.after(level))
             if self._host.keyed:
                 self._host.unit(self._now.seed())
         elif (found := self._again.pop(id(unit), None)) is not None:
             # parts of the module may have ended since its entry, so the current seed takes precedence
-            again = self._reseed(self._made.get(torch.default_generator.initial_seed(), found).after(part))
+            again = self._reseed(self._made.get(torch.default_generator.initial_seed(), found).after(level))
             self._host.again(again.seed())
 
     def _reseed(self, place: StreamPosition) -> StreamPosition:
@@ -193,19 +186,31 @@ _63_BITS = (1 << 63) - 1
 """Those of a number that ``derive_seed`` takes; a seed of the user's may have more."""
 
 
-def _parts(units: Units, known: set[int]) -> Iterator[nn.Module]:
-    """Children of blocks with dropout, since the forward of a stage may call them one by one instead of the block.
+def _counted(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yields the modules whose ends are counted, each with its level: the number of counted modules around it.
 
-    Compiled blocks are left out: a hook inside would break their graph.
+    They are all modules that a stage may skip as one: units, the blocks of chains inside units, and the children of
+    blocks with dropout. Since the end of a module restarts the counts of the levels below, a skipped module leaves the
+    positions after it unchanged. Modules inside a compiled block are left out: a hook there would break its graph.
     """
-    for name in units.blocks:
-        block = units.modules[name]
-        drops = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
-        if drops and block._compiled_call_impl is None:
-            for _, child in weighty_children(block):
-                if id(child) not in known:
-                    known.add(id(child))
-                    yield child
+    shallow, deep = find_units(model), find_units(model, deep=True)
+    named = dict(shallow.modules) | dict(deep.modules)
+    for name in (*shallow.blocks, *deep.blocks):
+        block = shallow.modules.get(name) or deep.modules[name]
+        if any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules()):
+            named |= {f"{name}.{key}": child for key, child in weighty_children(block)}
+    known = set[int]()
+    for name in sorted(named, key=lambda name: name.count(".")):
+        around = [named[outer] for outer in _outer_names(name) if outer in named]
+        if id(named[name]) not in known and all(module._compiled_call_impl is None for module in around):
+            known.add(id(named[name]))
+            yield named[name], len(around)
+
+
+def _outer_names(name: str) -> list[str]:
+    """Returns the names of the modules around ``name``, outermost first."""
+    keys = name.split(".")
+    return [".".join(keys[:count]) for count in range(1, len(keys))]
 
 
 def derive_seed(*key: int) -> int:

@@ -4,6 +4,14 @@ from tests.faults.fault import Fault
 
 GROUND = (
     Fault(
+        name="modules-inside-count-with-the-ones-around",
+        about="Modules that end inside a unit move the random numbers of what follows, also where a stage skips them.",
+        file="parallel/model/rng_streams.py",
+        old="yield named[name], len(around)",
+        new="yield named[name], 0",
+        tests=("tests/engine/parity/test_dropout_in_chains.py::test_stages_draw_what_one_process_draws",),
+    ),
+    Fault(
         name="parameters-of-other-axes-in-one-bucket",
         about="A parameter that is sharded over other axes than the rest is laid out in a bucket with them.",
         file="zero/layout.py",
