@@ -71,5 +71,7 @@ def test_memory_that_the_system_refuses_is_one_sentence(monkeypatch: pytest.Monk
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
     monkeypatch.setattr("engine.zero.flat_buckets.host_zeros", refused)
-    with pytest.raises(EngineError, match=r"no \d+ bytes of page-locked memory \(CUDA error: out of memory\); raise"):
+    with pytest.raises(
+        EngineError, match=r"cannot allocate \d+ bytes of page-locked memory \(CUDA error: out of memory\); raise"
+    ):
         start(settings(BF16, "cpu"))
