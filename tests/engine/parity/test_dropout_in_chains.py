@@ -66,4 +66,4 @@ def test_stages_draw_what_one_process_draws(name: str, schedule: str) -> None:
     }
     batches = [(torch.randn(8, 4, generator=rows), torch.randn(8, 2, generator=rows)) for _ in range(2)]
     found = verify(lambda: Network(PARTS[name]), config, batches, loss_fn=F.mse_loss, threads=2)
-    assert found.holds(), found
+    assert found is not None and found.holds(), found
