@@ -12,7 +12,7 @@ from engine.kernels.optim.update_rules import mean_elements
 from engine.optim.built_in import GroupState
 from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
-from engine.parallel.grid import Coord
+from engine.parallel.grid import Coord, Grid
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -272,18 +272,23 @@ def ranks_with_secondary_shards(config: Config) -> int:
     return found if shards_parameters(config) and found < config.shards and config.shards % found == 0 else 1
 
 
-def reduction_traffic(bucket: Bucket, config: Config, formats: WireFormats, itemsize: int) -> tuple[Traffic, ...]:
-    """Traffic of one reduction of a bucket over a shard group; ``itemsize``: of an element that is not encoded."""
-    if config.zero_optimization.stage > 0:
+def reduction_traffic(
+    bucket: Bucket, grid: Grid, formats: WireFormats, itemsize: int, sharded: bool
+) -> tuple[Traffic, ...]:
+    """Traffic of one reduction of a bucket; ``sharded``: its state is divided, so that shards are reduced.
+
+    ``itemsize``: bytes of an element that is not encoded.
+    """
+    if sharded:
         return tuple(formats.reduction(bucket, itemsize))
     axis, size = bucket.spread.sums, bucket.elements * itemsize
-    return (Traffic(axis, "gradients", 1, sent_bytes("all_reduce", size, config.grid(0).size(axis))),)
+    return (Traffic(axis, "gradients", 1, sent_bytes("all_reduce", size, grid.size(axis))),)
 
 
-def replica_traffic(bucket: Bucket, config: Config, itemsize: int) -> Traffic:
+def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
     """Traffic of the sum of a reduced shard over the shard groups, once a step."""
     axis, shard = bucket.spread.groups, bucket.elements // bucket.spread.ranks * itemsize
-    return Traffic(axis, "gradients", 1, sent_bytes("all_reduce", shard, config.grid(0).size(axis)))
+    return Traffic(axis, "gradients", 1, sent_bytes("all_reduce", shard, grid.size(axis)))
 
 
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
@@ -320,10 +325,10 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
         wire = (precision.wire or widths.sums).itemsize
         backwards = config.accumulation * max(1, len(bucket.stages))
         rounds = backwards if reduces_each_microbatch(config) and not bucket.partial else 1
-        for hop in reduction_traffic(bucket, config, formats, wire) if ranks > 1 else ():
+        for hop in reduction_traffic(bucket, grid, formats, wire, sharded) if ranks > 1 else ():
             tally.add(replace(hop, calls=rounds, bytes=rounds * hop.bytes))
         if grid.size(bucket.spread.groups) > 1:
-            tally.add(replica_traffic(bucket, config, wire))
+            tally.add(replica_traffic(bucket, grid, wire))
         if ranks > 1 and sharded and not shards_parameters(config):
             gathered = sent_bytes("all_gather", formats.gathered_bytes(bucket, widths.compute.itemsize), ranks)
             tally.add(Traffic(bucket.spread.sharding, "parameters", 1, gathered))

@@ -53,7 +53,7 @@ SHARD_GROUPS = (
         name="across-not-planned",
         about="The plan leaves out what the sums over shard groups send.",
         file="engine/planning/budgets.py",
-        old="            tally.add(replica_traffic(bucket, config, wire))\n",
+        old="            tally.add(replica_traffic(bucket, grid, wire))\n",
         new="            pass\n",
         tests=(f"{_TESTS}::test_replicas_of_a_shard_keep_equal_bits_and_send_what_is_planned[zero0-changes0]",),
     ),

@@ -78,11 +78,6 @@ class SaveOwnership:
             for where, layout in self.plan.layouts.items()
         }
 
-    @property
-    def shards(self) -> int:
-        """Number of data ranks that share every bucket."""
-        return self.plan.config.shards
-
     @cached_property
     def grid(self) -> Grid:
         """The grid, as rank 0 sees it."""

@@ -334,10 +334,10 @@ class _Prediction:
     # ------------------------------------------------------------------ the end of a step
 
     def _layout(self, pp: int) -> tuple["_Bucket", ...]:
-        formats = wire_formats(self._config, self._plan.precision)
+        formats, sharded = wire_formats(self._config, self._plan.precision), self._config.zero_optimization.stage > 0
         found = []
         for bucket in self._plan.layout(Coord(pp=pp)).buckets:
-            rows = reduction_traffic(bucket, self._config, formats, self._wire_bytes(bucket.dtype))
+            rows = reduction_traffic(bucket, self._grid, formats, self._wire_bytes(bucket.dtype), sharded)
             found.append(_Bucket(bucket.elements, sum(row.bytes for row in rows), bucket.late))
         return tuple(found)
 
