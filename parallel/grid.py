@@ -32,6 +32,10 @@ Axis = str
 pipeline index. ``stage_replica``: the ranks of one stage in one replica. ``dp_shard`` and ``dp_replicate``: the two
 parts of the data axis. Ranks along ``dp_shard`` are neighbours that share one copy of ZeRO's shards; ranks along
 ``dp_replicate`` hold the same shard in different groups. Without ``Grid.shard_size``, ``dp_shard`` is dp.
+
+``ep``: data ranks that are neighbours and share the experts of each layer (``Grid.experts``). ``edp``: data ranks that
+hold the same experts, and its two parts ``edp_shard`` and ``edp_replicate``. Without experts on several ranks, ``ep``
+has one rank and ``edp`` is dp.
 """
 
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
@@ -119,6 +123,14 @@ class Coord(Mapping[str, int]):
         return self._indices["tp"]
 
 
+class Holder(NamedTuple):
+    """Coordinates that decide which parts of which parameters a rank holds."""
+
+    pp: int = 0
+    tp: int = 0
+    ep: int = 0
+
+
 class Grid:
     """Grid of ranks, and this rank's position in it. Immutable.
 
@@ -126,16 +138,21 @@ class Grid:
         rank: this rank.
         order: the axes from the closest ranks to the farthest.
         shard_size: data ranks of a shard group, which are neighbours; None: all of them.
+        experts: data ranks, which are neighbours, that share the experts of a layer.
         sizes: number of ranks along each axis, 1 by default.
 
     Raises:
-        GridError: a size below 1, an unknown axis, or a rank outside the grid.
+        GridError: a size below 1, an unknown axis, a rank outside the grid, or a size that does not divide the data
+            ranks.
     """
 
-    __slots__ = ("_coord", "_digits", "_known", "_sizes", "order", "rank", "shard_size", "sizes", "world_size")
+    __slots__ = (
+        "_coord", "_digits", "_known", "_parts", "_sizes", "experts", "order", "rank", "shard_size", "sizes",
+        "world_size",
+    )  # fmt: skip
 
     def __init__(
-        self, *, rank: int = 0, order: Order = "tp-dp-pp", shard_size: int | None = None, **sizes: int
+        self, *, rank: int = 0, order: Order = "tp-dp-pp", shard_size: int | None = None, experts: int = 1, **sizes: int
     ) -> None:
         self.sizes: Mapping[str, int] = {axis.name: sizes.pop(axis.name, 1) for axis in AXES}
         if sizes:
@@ -145,7 +162,7 @@ class Grid:
                 raise GridError(
                     f"{axis.noun} size {self.sizes[axis.name]} is below 1; give every axis at least one rank."
                 )
-        self.world_size = math.prod(self.sizes.values())
+        self.world_size, self.experts = math.prod(self.sizes.values()), experts
         if not 0 <= rank < self.world_size:
             raise GridError(
                 f"rank {rank} is outside a grid of {self.world_size} ranks ({self.shape}); "
@@ -155,8 +172,11 @@ class Grid:
             raise GridError(
                 f"shard size {shard_size} does not divide the {self.dp} data ranks; give a divisor of {self.dp}."
             )
+        if (problem := expert_problem(experts, self.dp, shard_size)) is not None:
+            raise GridError(f"expert size {experts} {problem}.")
         self.rank, self.order, self.shard_size = rank, order, shard_size
-        self._digits = _digits(self.sizes, order, shard_size or self.dp)
+        self._parts = _data_parts(self.dp, shard_size or self.dp, experts)
+        self._digits = _digits(self.sizes, order, self._parts)
         self._known: dict[Axis, tuple[tuple[int, int], ...]] = {}
         self._sizes: dict[Axis, int] = {}
         self._coord = self.coord(rank)
@@ -225,6 +245,12 @@ class Grid:
         )
 
     @property
+    def expert_spread(self) -> Spread:
+        """The axes of the parameters of experts, which data ranks along ``ep`` share."""
+        sharding: Axis = "edp_shard" if self.data_axes else "edp"
+        return Spread(sharding, "edp_replicate", "edp", "edp", "edp_replicate", self.size(sharding))
+
+    @property
     def data_axes(self) -> tuple[Axis, ...]:
         """The two parts of dp if there are several shard groups; otherwise empty."""
         return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()
@@ -236,13 +262,18 @@ class Grid:
         self._check(rank)
         return Coord(**{axis: self.index(axis, rank) for axis in self.sizes})
 
+    def holder(self, coord: Coord | None = None) -> Holder:
+        """Returns the coordinates that decide which parameters the rank at ``coord``, or this rank, holds."""
+        coord = coord or self._coord
+        return Holder(coord.pp, coord.tp, coord.dp % self.experts)
+
     def rank_at(self, **indices: int) -> int:
         """Returns the rank at a position, 0 along every axis without an index; inverse of :meth:`coord`."""
         return sum(index * self.stride(axis) for axis, index in indices.items())
 
     def at(self, rank: int) -> "Grid":
         """Returns the same grid with another rank as this rank."""
-        return Grid(rank=rank, order=self.order, shard_size=self.shard_size, **self.sizes)
+        return Grid(rank=rank, order=self.order, shard_size=self.shard_size, experts=self.experts, **self.sizes)
 
     def size(self, axis: Axis) -> int:
         """Returns the number of ranks along ``axis``."""
@@ -288,7 +319,7 @@ class Grid:
         if axis in ("replica", "stage", "stage_replica"):
             others = {*(self._names(self.rows) if axis != "stage" else ()), *(("pp",) if axis != "replica" else ())}
             return [name for name in self._digits if name not in others]
-        return [name for part in axis.split("+") for name in (_DATA_PARTS if part == "dp" else (part,))]
+        return [name for part in axis.split("+") for name in self._parts.names(part)]
 
     def _digits_of(self, axis: Axis) -> Sequence[tuple[int, int]]:
         """Returns (size, stride) of the digits of ``axis``, slowest first; cached, since every collective calls it."""
@@ -310,11 +341,12 @@ class Grid:
     @property
     def shape(self) -> str:
         """The sizes as text: 2 pipeline x 4 data x 1 tensor."""
-        return " x ".join(
+        shape = " x ".join(
             f"{self.sizes[axis.name]} {axis.noun}"
             for axis in AXES
             if axis.name in ("pp", "dp", "tp") or self.sizes[axis.name] > 1
         )
+        return f"{shape}, {self.experts} expert" if self.experts > 1 else shape
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Grid) and self._state() == other._state()
@@ -323,30 +355,77 @@ class Grid:
         return hash(self._state())
 
     def _state(self) -> tuple[object, ...]:
-        return tuple(self.sizes.items()), self.rank, self.order, self.shard_size
+        return tuple(self.sizes.items()), self.rank, self.order, self.shard_size, self.experts
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-        return f"Grid({sizes}, rank={self.rank}, order={self.order!r}, shard_size={self.shard_size})"
+        experts = f", experts={self.experts}" if self.experts > 1 else ""
+        return f"Grid({sizes}, rank={self.rank}, order={self.order!r}, shard_size={self.shard_size}{experts})"
 
     def __str__(self) -> str:
         order = f" in the order {self.order}" if self.order != "tp-dp-pp" else ""
         return f"{self.world_size} ranks = {self.shape}{order}"
 
 
-_DATA_PARTS = ("dp_replicate", "dp_shard")
+class _DataParts(NamedTuple):
+    """The data axis in three digits, slowest first, and the digits of each axis that is a part of it.
+
+    Shard groups and groups of experts are runs of neighbours, one kind inside the other:
+
+        dp = 8, shard_size = 4, experts = 2     outer 2 x middle 2 x inner 2
+        dp_shard    middle, inner               dp_replicate    outer
+        ep          inner                       edp             outer, middle
+    """
+
+    sizes: tuple[int, int, int]
+    shards: int
+    """Number of fastest digits that ``dp_shard`` has."""
+    experts: int
+    """Number of fastest digits that ``ep`` has."""
+
+    def names(self, axis: Axis) -> tuple[str, ...]:
+        """Returns the digits of an axis: parts of the data axis, or the axis itself."""
+        shard, experts = set(_DATA_DIGITS[3 - self.shards :]), set(_DATA_DIGITS[3 - self.experts :])
+        every = set(_DATA_DIGITS)
+        found = {
+            "dp": every, "dp_shard": shard, "dp_replicate": every - shard, "ep": experts, "edp": every - experts,
+            "edp_shard": shard - experts, "edp_replicate": every - shard - experts,
+        }.get(axis)  # fmt: skip
+        return (axis,) if found is None else tuple(name for name in _DATA_DIGITS if name in found)
 
 
-def _digits(sizes: Mapping[str, int], order: Order, shards: int) -> dict[str, tuple[int, int]]:
-    """Returns the size and stride of each axis, slowest first; the data axis as its two parts."""
+_DATA_DIGITS = ("dp_outer", "dp_middle", "dp_inner")
+
+
+def _data_parts(dp: int, shards: int, experts: int) -> _DataParts:
+    inner, outer = min(shards, experts), max(shards, experts)
+    sizes = (dp // outer, outer // inner, inner)
+    return _DataParts(sizes, 2 if shards >= experts else 1, 2 if experts > shards else 1)
+
+
+def expert_problem(experts: int, dp: int, shard_size: int | None) -> str | None:
+    """Returns the rule that a number of expert ranks breaks, with a remedy; None if it fits the data ranks."""
+    shards = shard_size or dp
+    if experts < 1 or dp % experts:
+        fitting = [str(size) for size in range(1, dp + 1) if dp % size == 0]
+        return f"does not divide the {dp} data ranks, over which experts are laid; give one of {', '.join(fitting)}"
+    if max(shards, experts) % min(shards, experts):
+        return (
+            f"and zero_optimization.shard_size {shards} do not fit into each other, but groups of experts and shard "
+            "groups are runs of neighbours, one inside the other; let one be a multiple of the other"
+        )
+    return None
+
+
+def _digits(sizes: Mapping[str, int], order: Order, data: _DataParts) -> dict[str, tuple[int, int]]:
+    """Returns the size and stride of each axis, slowest first; the data axis as its digits."""
     names = list(sizes)
     if order == "tp-pp-dp":
         pp, dp = names.index("pp"), names.index("dp")
         names[pp], names[dp] = names[dp], names[pp]
     parts = list[tuple[str, int]]()
     for name in names:
-        counts = (sizes["dp"] // shards, shards)
-        parts += zip(_DATA_PARTS, counts, strict=True) if name == "dp" else [(name, sizes[name])]
+        parts += zip(_DATA_DIGITS, data.sizes, strict=True) if name == "dp" else [(name, sizes[name])]
     found, stride = list[tuple[str, tuple[int, int]]](), 1
     for name, size in reversed(parts):
         found.append((name, (size, stride)))
@@ -369,7 +448,8 @@ def saved_order(sizes: Mapping[str, object]) -> Order:
 
 def saved_grid(sizes: Mapping[str, Any]) -> Grid:
     """Returns a saved grid, with rank 0 as this rank; an axis that did not exist then has one rank."""
-    return Grid(order=saved_order(sizes), **{axis.name: sizes.get(axis.name, 1) for axis in AXES})
+    experts = sizes.get("ep", 1)
+    return Grid(order=saved_order(sizes), experts=experts, **{axis.name: sizes.get(axis.name, 1) for axis in AXES})
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
@@ -379,7 +459,8 @@ def axis_groups(grid: Grid) -> dict[Axis, Axis]:
     groups, since gradients travel over them at the same time as other messages.
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
-    meanings = ("replica", *grid.data_axes, grid.rows, grid.copies, grid.shard_copies)
+    expert_axes = ("ep", *dict.fromkeys(grid.expert_spread[:5])) if grid.experts > 1 else ()
+    meanings = ("replica", *grid.data_axes, grid.rows, grid.copies, grid.shard_copies, *expert_axes)
     used: dict[Axis, Axis] = {"world": "world"}
     for axis in (*grid.sizes, *meanings):
         if axis not in used and grid.size(axis) > 1:

@@ -4,31 +4,37 @@ It is built once from the model, on any device, without processes. Clipping, gra
 and memory budgets read this one table, so they cannot disagree.
 
 Each logical parameter has one row; a tied parameter is one row with aliases. The ranges of a row describe its sharding
-over the tensor axis. A row that is not sharded has a single range, held by every tensor rank:
+over the tensor axis or, for the parameters of experts, over the expert axis. A row that is not sharded has a single
+range, held by every tensor rank:
 
     replicated over tp=2      Range(0, 8, holders=(0, 1))
     sharded over tp=2         Range(0, 4, holders=(0,))  Range(4, 8, holders=(1,))
     a shared kv head, tp=4    Range(0, 4, holders=(0, 1))  Range(4, 8, holders=(2, 3))
+    8 experts over ep=3       Range(0, 3, holders=(0,))  Range(3, 6, holders=(1,))  Range(6, 8, holders=(2,))
 
-Exactly one copy of each element over pipeline and tensor ranks is counted (the first owner's, the first holder's), so
-that a norm contains every element once.
+Exactly one copy of each element over pipeline, tensor and expert ranks is counted (the first owner's, the first
+holder's), so that a norm contains every element once.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
 from engine.kernels.codecs.weight_format import QuantizedShape, WeightFormat
+from engine.parallel.grid import Holder
+
+ShardAxis = Literal["tp", "ep"]
+"""Axis that shards a single parameter: tensor, or expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``start:stop`` along the sharded dim, and the tensor coordinates that hold them."""
+    """Rows ``start:stop`` along the sharded dim, and the indices along the row's axis that hold them."""
 
     start: int
     stop: int
@@ -50,9 +56,9 @@ class ShardRow:
     owners: tuple[int, ...]
     """Indices of axis pp that hold the parameter; several if it is tied across stages."""
     dim: int | None
-    """Dim that the tensor axis shards, or None."""
+    """Dim that ``axis`` shards, or None."""
     ranges: tuple[Range, ...]
-    """The ranges of rows with their tensor ranks; together they cover ``dim`` once."""
+    """The ranges of rows with their holders; together they cover ``dim`` once."""
     partial: bool
     """Several tensor ranks hold the same elements, and each has only a partial gradient."""
     in_glue: bool
@@ -62,44 +68,64 @@ class ShardRow:
     """Optimizer group, an index into the groups of the plan."""
     quantized: WeightFormat | None = None
     """Format of a quantized frozen weight; None: not quantized."""
+    axis: ShardAxis = "tp"
+    """Axis whose indices hold the ranges: tp, or ep for the parameters of experts."""
+
+    @property
+    def equal_on_tensor_ranks(self) -> bool:
+        """True if all tensor ranks hold the same elements."""
+        return self.dim is None or self.axis == "ep"
+
+    def part(self, holder: Holder) -> int:
+        """Returns the index along ``axis`` of a rank at ``holder``, which the methods below take."""
+        return holder.tp if self.axis == "tp" else holder.ep
+
+    def held(self, holder: Holder) -> bool:
+        """Returns True if a rank at ``holder`` holds elements of the parameter."""
+        here = self.axis == "tp" or any(holder.ep in each.holders for each in self.ranges)
+        return here and holder.pp in self.owners
 
     @property
     def elements(self) -> int:
         """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Returns the shape of the part that tensor coordinate ``tp`` holds."""
+    def local_shape(self, part: int) -> tuple[int, ...]:
+        """Returns the shape of the elements that index ``part`` of ``axis`` holds."""
         if self.dim is None:
             return self.shape
-        held = sum(part.stop - part.start for part in self.ranges if tp in part.holders)
+        held = sum(each.stop - each.start for each in self.ranges if part in each.holders)
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
-    def local_elements(self, tp: int) -> int:
-        """Returns the number of elements that tensor coordinate ``tp`` holds."""
-        return math.prod(self.local_shape(tp))
+    def local_elements(self, part: int) -> int:
+        """Returns the number of elements that index ``part`` of ``axis`` holds."""
+        return math.prod(self.local_shape(part))
 
-    def quantized_shape(self, tp: int) -> QuantizedShape | None:
-        """Returns the shape of the codes and scales on tensor coordinate ``tp``; None if the row is not quantized."""
+    def quantized_shape(self, part: int) -> QuantizedShape | None:
+        """Returns the shape of the codes and scales on index ``part`` of ``axis``; None if the row is not quantized."""
         if self.quantized is None:
             return None
         cut_columns = self.dim is not None and self.dim == len(self.shape) - 1
-        runs = tuple((part.start, part.stop) for part in self.ranges if cut_columns and tp in part.holders)
-        return QuantizedShape(format=self.quantized, shape=self.local_shape(tp), runs=runs)
+        runs = tuple((each.start, each.stop) for each in self.ranges if cut_columns and part in each.holders)
+        return QuantizedShape(format=self.quantized, shape=self.local_shape(part), runs=runs)
 
-    def counted(self, pp: int, tp: int) -> bool:
-        """Returns True if a norm counts the copy of this pipeline and tensor coordinate, except for its ``copies``."""
-        return pp == self.owners[0] and any(part.holders[0] == tp for part in self.ranges if tp in part.holders)
+    def counted(self, holder: Holder) -> bool:
+        """Returns True if a norm counts the copy of this rank, except for its ``copies``.
 
-    def copies(self, tp: int) -> tuple[tuple[int, int], ...]:
-        """Returns runs [start, stop) of tensor coordinate ``tp``'s flat part that a norm counts at another coordinate.
+        All tensor ranks have copies of a parameter that only the expert axis shards; the first one counts.
+        """
+        part, first = self.part(holder), self.axis == "tp" or holder.tp == 0
+        return first and holder.pp == self.owners[0] and any(each.holders[0] == part for each in self.ranges)
+
+    def copies(self, part: int) -> tuple[tuple[int, int], ...]:
+        """Returns runs [start, stop) of the flat elements of index ``part`` that a norm counts at another index.
 
         They exist if a rank holds exclusive and shared rows of one parameter, such as a fused QKV weight with a shared
         key.
         """
-        if self.dim is None or not self.counted(self.owners[0], tp):
+        own = [(each.stop - each.start, each.holders[0] == part) for each in self.ranges if part in each.holders]
+        if self.dim is None or not any(first for _, first in own):
             return ()
-        own = [(part.stop - part.start, part.holders[0] == tp) for part in self.ranges if tp in part.holders]
         held, inner = sum(size for size, _ in own), math.prod(self.shape[self.dim + 1 :])
         ends = list(accumulate(size for size, _ in own))
         runs = [(end - size, end) for (size, mine), end in zip(own, ends, strict=True) if not mine]
@@ -118,9 +144,9 @@ class ShardTable:
     def __iter__(self) -> Iterator[ShardRow]:
         return iter(self.rows)
 
-    def held_by(self, pp: int) -> tuple[ShardRow, ...]:
-        """Returns the rows that index ``pp`` of axis pp holds."""
-        return tuple(row for row in self.rows if pp in row.owners)
+    def held_by(self, holder: Holder) -> tuple[ShardRow, ...]:
+        """Returns the rows with elements on a rank at ``holder``."""
+        return tuple(row for row in self.rows if row.held(holder))
 
     @property
     def elements(self) -> int:
@@ -129,7 +155,7 @@ class ShardTable:
 
 
 class Cutting(Protocol):
-    """Sharding of a parameter over the tensor axis."""
+    """Sharding of a parameter over the tensor or the expert axis."""
 
     @property
     def dim(self) -> int | None:
@@ -155,6 +181,8 @@ class Division:
     """Parameters read outside modules."""
     quantized: Mapping[str, WeightFormat] = field(default_factory=dict)
     """Formats of quantized frozen weights."""
+    experts: Mapping[str, Cutting] = field(default_factory=dict)
+    """Sharding of the parameters of experts over the expert axis, in place of an entry in ``cuts``."""
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:
@@ -177,7 +205,8 @@ def build_table(model: nn.Module, groups: Mapping[str, int], division: Division 
 
 def _row(names: Sequence[str], parameter: nn.Parameter, group: int, division: Division) -> ShardRow:
     name, shape = names[0], tuple(parameter.shape)
-    cut = division.cuts.get(name)
+    experts = division.experts.get(name)
+    cut = experts or division.cuts.get(name)
     whole = Range(0, shape[0] if shape else 1, tuple(range(division.tp)))
     return ShardRow(
         name=name,
@@ -187,9 +216,10 @@ def _row(names: Sequence[str], parameter: nn.Parameter, group: int, division: Di
         owners=division.owners.get(name) or (0,),
         dim=cut.dim if cut else None,
         ranges=cut.ranges if cut else (whole,),
-        partial=any(len(part.holders) > 1 for part in cut.ranges) if cut else name in division.partial,
+        partial=any(len(part.holders) > 1 for part in cut.ranges) if cut and not experts else name in division.partial,
         in_glue=name in division.in_glue,
         trainable=parameter.requires_grad,
         group=group,
         quantized=division.quantized.get(name),
+        axis="ep" if experts else "tp",
     )

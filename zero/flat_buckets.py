@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from engine.errors import EngineError
 from engine.kernels.codecs.block_codec import BlockCodec
 from engine.kernels.device import host_zeros, is_host
+from engine.parallel.grid import Grid, Spread
 from engine.parallel.model.placeholders import PLANNED_TRAINABLE, trainable
 from engine.zero.layout import Bucket, FlatLayout, Slot
 
@@ -64,7 +65,7 @@ class FlatBucket:
     tensor without memory.
     """
     sharded: bool
-    """True at ZeRO 3: ``params`` has memory only while it is gathered."""
+    """True at ZeRO 3: ``params`` has memory only while it is gathered. False for experts of one rank alone."""
     codec: BlockCodec | None = None
     """Encoding of its weights when they are gathered; None: they are sent unencoded."""
     counts: bool = True
@@ -196,8 +197,8 @@ class Ownership:
     """False leaves out the master: narrow parameters are updated themselves, gradients summed in their dtype."""
     hosted: frozenset[int] = frozenset()
     """Indices of the trained buckets that the host updates: their masters, gradients and moments lie in its memory."""
-    first: bool = True
-    """This rank is in the first of the shard groups, which counts shards in the norm; others hold copies of them."""
+    grid: Grid | None = None
+    """The grid of this rank; None: every bucket is sharded as ``index`` says, and no other group has copies of it."""
     pinned: bool = True
     """Page-lock the memory of the host that an accelerator copies from or to."""
     mapped: Callable[[int, torch.dtype], Tensor] | None = None
@@ -208,6 +209,14 @@ class Ownership:
     """Page-lock that memory."""
     delayed: bool = False
     """Updates run beside steps that still compute with the weights from before them."""
+
+    def index_of(self, spread: Spread) -> int:
+        """Returns the index of the shard that this rank owns of a bucket."""
+        return self.index if self.grid is None else self.grid.index(spread.sharding)
+
+    def counts(self, spread: Spread) -> bool:
+        """Returns True if this rank counts its shard in the norm; other shard groups hold copies of it."""
+        return self.grid is None or self.grid.is_first(spread.shard_copies)
 
 
 def reserve(
@@ -243,17 +252,19 @@ def _reserve(
 ) -> FlatBucket:
     dtype = getattr(torch, bucket.dtype)
     wide = torch.promote_types(dtype, torch.float32) if trainable and who.master else dtype
-    shard, whole = bucket.shard(who.index), slice(0, bucket.elements)
+    shard, whole = bucket.shard(who.index_of(bucket.spread)), slice(0, bucket.elements)
     owned = shard if who.sharded else whole
     held = shard if who.sharded_gradients and not bucket.partial else whole
+
+    sharded = who.sharded_parameters and (bucket.spread.ranks > 1 or who.ranks == 1 or who.hosted_parameters)
 
     def zeros(part: slice, dtype: torch.dtype) -> Tensor:
         if who.mapped is not None and is_host(device):
             return who.mapped(part.stop - part.start, dtype)
         return torch.zeros(part.stop - part.start, dtype=dtype, device=device)
 
-    params = torch.empty(bucket.elements, dtype=dtype, device=device) if who.sharded_parameters else zeros(whole, dtype)
-    if not who.sharded_parameters:
+    params = torch.empty(bucket.elements, dtype=dtype, device=device) if sharded else zeros(whole, dtype)
+    if not sharded:
         kept = params[owned]
     elif who.hosted_parameters:
         kept = _on_host(owned, dtype, who, device, "offload_param")
@@ -261,7 +272,7 @@ def _reserve(
         kept = zeros(owned, dtype)
     # .data: gathers write into the bucket, which autograd must not count as a change of the parameter
     views = tuple(slot_view(params, slot).data for slot in bucket.slots)
-    if who.sharded_parameters:
+    if sharded:
         params.untyped_storage().resize_(0)
     grads = zeros(held if trainable else slice(0, 0), wide)
     master = host_sums = None
@@ -283,8 +294,8 @@ def _reserve(
         master=master,
         parameters=members,
         views=views,
-        sharded=who.sharded_parameters,
-        counts=who.first,
+        sharded=sharded,
+        counts=who.counts(bucket.spread),
         host_sums=host_sums,
         kept_on_host=who.hosted_parameters,
     )

@@ -103,7 +103,7 @@ def read_as(paper: PaperCheckpoint, plan: Plan, rank: int) -> PaperReading:
     manifest = from_index(fields, read_part)
     files = {f"state/rank-{rank:05d}.safetensors"}
     coord, ownership = plan.grid(rank).coord(), SaveOwnership(plan)
-    for row in plan.table.held_by(coord.pp):
+    for row in plan.table.held_by(plan.grid(0).holder(coord)):
         own = ownership.own(row, coord)
         for family in ("param", *FAMILIES) if own.elements else ():
             files |= {stored.file for stored in sharing(manifest.tensors[f"{family}/{row.name}"], own)}

@@ -41,7 +41,8 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
-from engine.parallel.grid import Grid
+from engine.parallel.experts.routed import share_experts
+from engine.parallel.grid import Grid, Holder
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import quantized_layers
@@ -147,7 +148,7 @@ def assemble_rank(
 ) -> RankRuntime:
     """Place parameters, install patches and make the optimizer, of input that is known to be equal."""
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
-    axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
+    axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
     user_backward, program = UserBackward(), request.program(model, plan.precision, device, comm)
@@ -156,16 +157,16 @@ def assemble_rank(
     reducer = _reducer(model, plan, comm, optimizer.copies, user_backward, kernels)
     _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
-    experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
+    experts, on_host, streams = _within_gathers(model, plan, comm, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
     average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
-        model=model, rows=plan.table.held_by(rank), trained=buckets, frozen=frozen, optimizer=optimizer,
+        model=model, rows=plan.table.held_by(holder), trained=buckets, frozen=frozen, optimizer=optimizer,
         average=average, reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
-    traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
+    traces = TraceCache(plan, program, axis, example, holder) if plan.partition is not None else None
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -185,15 +186,17 @@ def assemble_rank(
         learning_rate=_learning_rate(model, optimizer, config, request),
         parts=make_parts(made),
         on_host=on_host,
-        pipeline=_pipeline(model, plan, traces, device, patches, rank) if traces is not None else None,
+        pipeline=_pipeline(model, plan, traces, device, patches, holder) if traces is not None else None,
     )
 
 
 def _within_gathers(
-    model: nn.Module, plan: Plan, axis: TensorAxis, device: torch.device, patches: ForwardPatches
+    model: nn.Module, plan: Plan, comm: Comm, axis: TensorAxis, device: torch.device, patches: ForwardPatches
 ) -> tuple[ExpertCounter | None, HostActivations, RandomStreams]:
     """Put around forwards what runs while parameters are gathered, from inside to outside; recomputation is last."""
     _keep_out(model, plan, patches)
+    if plan.shared_experts is not None:
+        share_experts(model, plan.shared_experts.routed, comm, lambda: axis.dry, patches)
     counter, streams = _expert_counter(model, plan, axis, device, patches), RandomStreams(model, device, patches)
     policy = plan.config.activation_checkpointing
     return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams
@@ -222,7 +225,8 @@ def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
     """Leave layers that communicate or read codes out of compilation, and modules in fp32 out of narrow dtypes."""
     if plan.config.compile or any(map(has_compiled_code, model.modules())):
         cut = plan.tensor.layers if plan.tensor is not None else ()
-        leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)
+        shared = [each.name for each in plan.shared_experts.routed] if plan.shared_experts is not None else []
+        leave_out_of_compilation(model, {*cut, *quantized_layers(model), *shared}, patches)
     put_casts(model, plan.precision.kept, plan.precision.compute, patches)
 
 
@@ -256,14 +260,14 @@ def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatch
 
 
 def _pipeline(
-    model: nn.Module, plan: Plan, traces: TraceCache, device: torch.device, patches: ForwardPatches, rank: int
+    model: nn.Module, plan: Plan, traces: TraceCache, device: torch.device, patches: ForwardPatches, holder: Holder
 ) -> PipelineRuntime:
     """Makes the runtime of this rank's stages; the last of all parts, since it hides the parameters of other ranks."""
-    present = {row.name for row in plan.table.held_by(rank)}
+    present = {row.name for row in plan.table.held_by(holder)}
     return PipelineRuntime(
         stage=Stage(model, device, patches),
         traces=traces,
-        absent=AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, rank),
+        absent=AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, holder.pp),
     )
 
 
@@ -280,6 +284,8 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
         comm.open_gathers()
         if (node := ranks_with_secondary_shards(plan.config)) > 1:
             comm.open_gathers(node)
+        if plan.shared_experts is not None:
+            comm.open_gathers(axis=comm.grid.expert_spread.sharding)
     connect_hops(wire_formats(plan.config, plan.precision), comm)
     for members in plan.matrix_owners.data_groups if plan.matrix_owners is not None else ():
         comm.connect_data(members)
@@ -297,7 +303,7 @@ def _optimizer(
         check_elementwise(request.given.optimizer, "zero_optimization.stage 1 or more")
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, own)
     if not plan.precision.master:
-        optimizer.round(_rounding(plan, comm.grid.coord().tp))
+        optimizer.round(_rounding(plan, comm.grid.holder()))
     optimizer.use(request.changes.kernels)
     owners = plan.matrix_owners
     if owners is not None and (routes := owners.routes(comm.grid.coord())) is not None:
@@ -326,9 +332,9 @@ def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config
     return rate
 
 
-def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
+def _rounding(plan: Plan, holder: Holder) -> RoundedUpdates:
     rows = {row.name: row for row in plan.table}
-    whole = FullShapes({name: number for number, name in enumerate(rows)}, rows, tp)
+    whole = FullShapes({name: number for number, name in enumerate(rows)}, rows, holder)
     return RoundedUpdates(plan.config.seed, whole, plan.precision.widths("bfloat16").moments)
 
 

@@ -87,9 +87,9 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
 
 def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: ForwardPatches) -> None:
     """Refuse what modules of which this rank holds a part, or ``codes``, would do with that part alone."""
-    if config.tp > 1 or config.pp > 1 or codes:
+    if config.divides_parameters or codes:
         _refuse_state_dicts(model, patches)
-    if config.tp > 1 or config.pp > 1 or codes or shards_parameters(config):
+    if config.divides_parameters or codes or shards_parameters(config):
         _refuse_saves(model, patches)
 
 
@@ -100,7 +100,9 @@ def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPat
 
     def mark() -> None:
         for parameter in model.parameters():
-            setattr(parameter, _PARTS, f"{config.tp} tensor and {config.pp} pipeline ranks")
+            setattr(
+                parameter, _PARTS, f"{config.tp} tensor, {config.pp} pipeline and {config.parallel.expert} expert ranks"
+            )
 
     patches.own(model, PatchLayer.PARAMETERS, mark, "has parts of its parameters on this rank")
 
@@ -129,7 +131,7 @@ def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
     def refuse(*_: object) -> None:
         raise EngineError(
             "load_state_dict of full tensors on a model that has on each rank a part (parallel.tensor, "
-            "parallel.pipeline) or codes (quantize_frozen); call eng.load_checkpoint(folder), give "
+            "parallel.pipeline, parallel.expert) or codes (quantize_frozen); call eng.load_checkpoint(folder), give "
             "checkpoint.init_from, or load the model before engine.initialize."
         )
 
@@ -149,8 +151,8 @@ def _refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
             return own(*args, **kwargs)
         raise EngineError(
             "save_pretrained was called on a model that has on each rank a part (parallel.tensor, "
-            "parallel.pipeline, ZeRO 3) or codes (quantize_frozen), so that it would write that part alone; call "
-            "eng.save_pretrained(folder) on all ranks."
+            "parallel.pipeline, parallel.expert, ZeRO 3) or codes (quantize_frozen), so that it would write that part "
+            "alone; call eng.save_pretrained(folder) on all ranks."
         )
 
     for module in model.modules():

@@ -12,7 +12,7 @@ from engine.errors import PlanError
 from engine.kernels.codecs.weight_format import QuantizedShape
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
-from engine.parallel.grid import Coord
+from engine.parallel.grid import Coord, Holder
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
@@ -79,12 +79,14 @@ def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
 ) -> tuple[FlatBucket, ...]:
     """Reduce the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
-    coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
+    coord, holder, config = comm.grid.coord(), comm.grid.holder(), plan.config
+    parameters = dict(model.named_parameters())
     sizes = WholeSizeAnswers(model, plan.tensor)
-    rows = {row.name: row for row in plan.table.held_by(coord.pp)}
+    rows = {row.name: row for row in plan.table.held_by(holder)}
     cuts = plan.tensor.parameters if plan.tensor else {}
+    experts = plan.shared_experts.cuts if plan.shared_experts else {}
     buckets = reserve(plan.layout(coord), parameters, _ownership(plan, coord), device)
-    codes = _codes(rows.values(), coord.tp)
+    codes = _codes(rows.values(), holder)
     places = {
         slot.name: (flat, slot, view)
         for flat in buckets
@@ -92,8 +94,12 @@ def place_model(
     }
 
     def keep(name: str, full: Tensor) -> Tensor:
-        part = local_shard(full, cuts[name], coord.tp) if name in cuts and name not in codes else full
-        part = _quantized(part, rows[name], plan, coord) if name in codes else part
+        part = full
+        if name in experts:
+            part = local_shard(full, experts[name], holder.ep)
+        elif name in cuts and name not in codes:
+            part = local_shard(full, cuts[name], coord.tp)
+        part = _quantized(part, rows[name], plan, holder) if name in codes else part
         if name not in places:
             return part
         flat, slot, view = places[name]
@@ -105,7 +111,7 @@ def place_model(
             return places[name][2]
         if name in codes:
             return torch.zeros(codes[name].bytes, dtype=torch.uint8, device=device)
-        return torch.zeros(rows[name].local_shape(coord.tp), dtype=rows[name].dtype, device=device)
+        return torch.zeros(rows[name].local_shape(rows[name].part(holder)), dtype=rows[name].dtype, device=device)
 
     if _forget_backward(parameters.values()) and comm.grid.rank == 0:
         logger.warning("the gradients that an earlier backward has left on the model are dropped")
@@ -114,16 +120,18 @@ def place_model(
     materialize(model, drawn, config.seed, device, keep)
     replace_meta(model, {name: empty(name) for name in meta - drawn})
     for name in codes.keys() - meta:
-        parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, coord)
+        parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     _shard(model, plan, axis, patches, already_cut=meta | codes.keys())
+    for name in experts.keys() - meta - codes.keys():
+        parameters[name].data = local_shard(parameters[name].data, experts[name], holder.ep)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
     for flat in buckets:
         fill(flat, placed=meta)
     refuse_calls(model, plan.config, bool(codes), patches)
-    leave_parts(model, config, bool(cuts), patches)
+    leave_parts(model, config, bool(cuts or experts), patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 
@@ -171,20 +179,20 @@ def _ownership(plan: Plan, coord: Coord) -> Ownership:
         delayed=offload.delayed_update,
         hosted_parameters=hosts_parameters(config),
         pinned_parameters=config.zero_optimization.offload_param.pin_memory,
-        first=grid.is_first(grid.shard_copies, coord),
+        grid=grid.at(grid.rank_at(**coord)),
         pinned=offload.pin_memory,
         mapped=MappedMemory(str(offload.nvme_path)).zeros if mapped else None,
     )
 
 
-def _codes(rows: Iterable[ShardRow], tp: int) -> dict[str, QuantizedShape]:
+def _codes(rows: Iterable[ShardRow], holder: Holder) -> dict[str, QuantizedShape]:
     """The codes and scales that this rank holds in place of weights."""
-    found = {row.name: row.quantized_shape(tp) for row in rows}
+    found = {row.name: row.quantized_shape(row.part(holder)) for row in rows}
     return {name: form for name, form in found.items() if form is not None}
 
 
-def _quantized(full: Tensor, row: ShardRow, plan: Plan, coord: Coord) -> Tensor:
-    return quantize_part(full.to(_frozen_dtype(row, plan)), row, coord.tp)
+def _quantized(full: Tensor, row: ShardRow, plan: Plan, holder: Holder) -> Tensor:
+    return quantize_part(full.to(_frozen_dtype(row, plan)), row, row.part(holder))
 
 
 def _frozen_dtype(row: ShardRow, plan: Plan) -> torch.dtype:

@@ -80,11 +80,10 @@ class FullState:
         rows = [row for row in self._plan.table if keys is None or row.name in wanted]
         held = self._local(buckets, average, {row.name for row in rows})
         weights: dict[str, Tensor] = {}
-        if self._first:
-            for row in rows:
-                whole = self._whole(row, held, average is not None)
-                if whole is not None and self._comm.grid.rank == 0:
-                    weights[row.name] = whole.cpu()
+        for row in rows:
+            whole = self._whole(row, held, average is not None) if self._takes_part(row) else None
+            if whole is not None and self._comm.grid.rank == 0:
+                weights[row.name] = whole.cpu()
         live = dict(self._model.named_buffers())
         buffers = {
             entry.name: self._buffer(entry.name, live[entry.name])
@@ -99,20 +98,25 @@ class FullState:
         names = [[slot.name for slot in flat.bucket.slots] for flat in buckets]
         chosen = [flat for flat, own in zip(buckets, names, strict=True) if not wanted.isdisjoint(own)]
         found = full_weights(chosen, self._comm, average.of if average is not None else None)
-        held = {name: weight.cpu() for name, weight in found if self._first}
+        taking = {row.name for row in self._plan.table if self._takes_part(row)}
+        held = {name: weight.cpu() for name, weight in found if name in taking}
         parameters = dict(self._model.named_parameters())
         filled = {name for own in names for name in own}
-        for row in self._plan.table.held_by(self._coord.pp):
+        for row in self._plan.table.held_by(self._comm.grid.holder()):
             if row.name in wanted and row.name not in filled:
                 held[row.name] = parameters[row.name].detach()
         return held
+
+    def _takes_part(self, row: ShardRow) -> bool:
+        """Returns True if this rank's elements of a row are gathered: those of the first ranks that hold them."""
+        return self._first if row.axis == "tp" else self._comm.grid.is_first("edp")
 
     def _whole(self, row: ShardRow, held: Mapping[str, Tensor], averaged: bool) -> Tensor | None:
         """Returns the full row on rank 0 and on its first stage; None elsewhere."""
         stage, here = row.owners[0], self._coord.pp
         whole: Tensor | None = None
         if here == stage:
-            whole = self._over_tensor_ranks(row, self._values(row, held[row.name]))
+            whole = self._over_holders(row, held.get(row.name))
         if stage and self._comm.grid.is_first("stage"):
             dtype = self._dtype(row)
             dtype = average_dtype(dtype) if averaged and row.trainable else dtype
@@ -121,18 +125,24 @@ class FullState:
 
     def _values(self, row: ShardRow, part: Tensor) -> Tensor:
         """Returns the values of this rank's part, decoded if the rank stores codes."""
-        codes = row.quantized_shape(self._coord.tp)
+        codes = row.quantized_shape(row.part(self._comm.grid.holder()))
         return part if codes is None else dequantize(part, codes, self._dtype(row))
 
-    def _over_tensor_ranks(self, row: ShardRow, part: Tensor) -> Tensor:
-        tp = self._plan.config.tp
-        if row.dim is None or tp == 1:
+    def _over_holders(self, row: ShardRow, given: Tensor | None) -> Tensor:
+        """Returns the full row, from the elements of all indices of the axis that shards it; None: here are none."""
+        ranks, own = self._comm.grid.size(row.axis), row.part(self._comm.grid.holder())
+        part = torch.zeros(row.shape, dtype=self._dtype(row)) if given is None else self._values(row, given)
+        if ranks == 1 or (row.dim is None and row.axis == "tp"):
             return part
-        shapes = [row.local_shape(index) for index in range(tp)]
+        if row.dim is None:  # an expert of one rank
+            whole = part.to(self._device)
+            self._comm.all_reduce(whole, row.axis, LABEL).wait()
+            return whole
+        shapes = [row.local_shape(index) for index in range(ranks)]
         widest = max(map(prod, shapes))
-        full = torch.zeros(tp, widest, dtype=part.dtype, device=self._device)
-        full[self._coord.tp, : part.numel()] = part.reshape(-1).to(self._device)
-        self._comm.all_gather(full.view(-1), full[self._coord.tp].clone(), "tp", LABEL).wait()
+        full = torch.zeros(ranks, widest, dtype=part.dtype, device=self._device)
+        full[own, : part.numel()] = part.reshape(-1).to(self._device)
+        self._comm.all_gather(full.view(-1), full[own].clone(), row.axis, LABEL).wait()
         parts = [line[: prod(shape)].view(shape) for line, shape in zip(full, shapes, strict=True)]
         return assemble(parts, ParameterCut(row.dim, row.ranges))
 

@@ -189,8 +189,8 @@ class Loader:
 
     def _read_quantized(self) -> None:
         """Reads each weight that is stored as codes in full, because scales cover whole rows, and quantizes it."""
-        ownership, stage = self.local_tensors.ownership, self.local_tensors.coord.pp
-        for row in ownership.plan.table.held_by(stage):
+        ownership = self.local_tensors.ownership
+        for row in ownership.plan.table.held_by(ownership.grid.holder(self.local_tensors.coord)):
             name = f"param/{row.name}"
             if row.quantized is not None and not self._left_out(name):
                 values = torch.empty(row.shape, dtype=torch_dtype(self._kind(name)))

@@ -226,6 +226,11 @@ class Config:
         """Size of the pipeline axis."""
         return self._settled("pipeline")
 
+    @property
+    def divides_parameters(self) -> bool:
+        """True if ranks compute with different parameters, or different parts of them."""
+        return self.tp > 1 or self.pp > 1 or self.parallel.expert > 1
+
     def _settled(self, name: str) -> int:
         sizes = {key: getattr(self, key) for key in BATCH} | axis_sizes(self.parallel)
         if not all(isinstance(size, int) for size in sizes.values()):
@@ -240,7 +245,7 @@ class Config:
         """Returns the grid from the view of ``rank``."""
         shards = self.shards if self.shards < self.dp else None
         sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
-        return Grid(rank=rank, order=self.parallel.order, shard_size=shards, **sizes)
+        return Grid(rank=rank, order=self.parallel.order, shard_size=shards, experts=self.parallel.expert, **sizes)
 
     def resolve(self, world_size: int) -> "Config":
         """Returns the config with every size filled in for ``world_size`` processes.

@@ -22,7 +22,7 @@ from engine.config.sections import (
     ZeroConfig,
 )
 from engine.config.wording import shown_value
-from engine.parallel.grid import Grid
+from engine.parallel.grid import Grid, expert_problem
 from engine.parallel.pipeline.schedule.kinds import training_schedule
 from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
@@ -234,6 +234,9 @@ def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) 
     """Notes data ranks that do not divide evenly into nodes or shard groups, for a configuration with known sizes."""
     asked, ranks = zero.zero_hpz_partition_size, parallel.data
     shared = zero.shard_size
+    fits = shared is None or (isinstance(ranks, int) and ranks % shared == 0)
+    if fits and isinstance(ranks, int) and (problem := expert_problem(parallel.expert, ranks, shared)) is not None:
+        problems.add("parallel.expert", f"{parallel.expert} {problem}.")
     if shared is not None and isinstance(ranks, int) and ranks % shared:
         problems.add(
             "zero_optimization.shard_size",

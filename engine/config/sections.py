@@ -48,6 +48,8 @@ class ParallelConfig:
     """Size of the tensor axis: ranks that shard every layer."""
     pipeline: int | Literal["auto"] = setting(1, AXIS)
     """Size of the pipeline axis: ranks that each compute consecutive layers."""
+    expert: int = setting(1, SIZE)
+    """Data ranks that share the experts of every layer of a mixture; tokens are sent to the ranks of their experts."""
     order: Order = setting("tp-dp-pp", one_of("tp-dp-pp", "tp-pp-dp", noun="an order of the axes"))
     """Axes from the innermost ranks to the outermost: adjacent data ranks, or adjacent stages of a replica."""
     sequence_parallel: bool = setting(False, Flag())

@@ -139,9 +139,11 @@ class EqualRanksBackend(RecordingBackend):
         full.view(self._grid.size(axis), -1).copy_(shard.view(-1))
         return lambda: None
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+    def gather_parameters(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
+    ) -> Wait:
         """Copies each shard to every slice of its full tensor."""
-        super().gather_parameters(pairs, within)
+        super().gather_parameters(pairs, within, axis)
         for full, shard in pairs:
             if not isinstance(full, FakeTensor):
                 full.view(-1, shard.numel()).copy_(shard.view(-1))

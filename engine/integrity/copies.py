@@ -93,7 +93,7 @@ class ReplicaCopies:
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._buckets = comm, buckets
         tp = comm.grid.tp > 1
-        self._rows = [row for row in table if len(row.owners) > 1 or (row.dim is None and tp)]
+        self._rows = [row for row in table if len(row.owners) > 1 or (row.equal_on_tensor_ranks and tp)]
         self._rows = [row for row in self._rows if row.trainable]
         self._places = {slot.name: (flat, slot) for flat in buckets for slot in flat.bucket.slots}
         self._sharded = any(flat.sharded for flat in buckets)
@@ -133,7 +133,7 @@ class ReplicaCopies:
     def _members(self, row: ShardRow) -> list[list[int]]:
         """Returns groups of indices in the replica with the same elements of a parameter."""
         tp = self._comm.grid.tp
-        if row.dim is None:
+        if row.equal_on_tensor_ranks:
             return [[stage * tp + index for stage in row.owners for index in range(tp)]]
         return [[stage * tp + index for stage in row.owners] for index in range(tp)]
 

@@ -12,7 +12,7 @@ from engine.kernels.optim.update_rules import mean_elements
 from engine.optim.built_in import GroupState
 from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
-from engine.parallel.grid import Coord, Grid
+from engine.parallel.grid import Axis, Coord, Grid, Holder
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -69,7 +69,16 @@ class GatherPlan:
     @property
     def gathers(self) -> Gathers:
         """Gathers of a step."""
-        return count_gathers(self.order, self.passes, self.pinned, self.within.buckets)
+        return self.over(None)
+
+    def over(self, axis: Axis | None) -> Gathers:
+        """Gathers of a step of the buckets that ``axis`` shards; None: of all buckets."""
+        return count_gathers(self.order, self.passes, self.pinned, self.within.buckets, axis)
+
+    @property
+    def axes(self) -> Mapping[Axis, int]:
+        """The axes that shard buckets, and their ranks."""
+        return {each.spread.sharding: each.spread.ranks for each in self.order.buckets}
 
     @property
     def secondary_bytes(self) -> int:
@@ -298,13 +307,17 @@ def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
     exchange one byte before the first forward, and meet in one round at the end of each forward; data ranks that make
     unequal calls meet more often than planned.
     """
-    gathers, ranks, axis = plan.gathers, config.shards, config.grid(0).sharding
+    ranks, axis, rows = config.shards, config.grid(0).sharding, list[Traffic]()
     if ranks == 1:
         return Tally()
-    moved = [
-        times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.wire, gathers.times, strict=True)
-    ]
-    rows = [Traffic(axis, "parameters", gathers.calls, sum(moved))]
+    for each, members in plan.axes.items():
+        over = plan.over(each)
+        moved = (
+            times * sent_bytes("all_gather", size, members) for size, times in zip(plan.wire, over.times, strict=True)
+        )
+        if members > 1:
+            rows.append(Traffic(each, "parameters", over.calls, sum(moved)))
+    gathers = plan.gathers
     if gathers.calls_within:
         near = zip(plan.sizes, gathers.times_within, strict=True)
         sent = sum(times * sent_bytes("all_gather", size, plan.within.ranks) for size, times in near)
@@ -404,9 +417,9 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
     return tally
 
 
-def frozen_bytes(row: ShardRow, tp: int, precision: Precision) -> int:
-    """Bytes of a frozen row that a tensor rank holds outside of buckets."""
-    quantized = row.quantized_shape(tp)
+def frozen_bytes(row: ShardRow, holder: Holder, precision: Precision) -> int:
+    """Bytes of a frozen row that a rank holds outside of buckets."""
+    quantized = row.quantized_shape(row.part(holder))
     if quantized is not None:
         return quantized.bytes
-    return row.local_elements(tp) * precision.frozen(row.name, row.dtype).itemsize
+    return row.local_elements(row.part(holder)) * precision.frozen(row.name, row.dtype).itemsize

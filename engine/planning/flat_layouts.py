@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
 
 import torch
 
 from engine.config import Config
 from engine.optim.built_in import block_of_codes
+from engine.parallel.grid import Grid, Holder
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -73,8 +75,8 @@ class Users:
         return frozenset(Turn(stage, group) for call, stage in calls for group in units[call.unit])
 
 
-class FlatLayouts(Mapping[tuple[int, int], FlatLayout]):
-    """The flat layout of every (pipeline coordinate, tensor coordinate), each made when it is first asked for.
+class FlatLayouts(Mapping[Holder, FlatLayout]):
+    """The flat layout of every holder, each made when it is first asked for.
 
     A rank asks for its own, and a cost model for one of each pipeline rank: of thousands of parameters on hundreds of
     positions all together take minutes.
@@ -83,61 +85,66 @@ class FlatLayouts(Mapping[tuple[int, int], FlatLayout]):
     def __init__(self, table: ShardTable, config: Config, precision: Precision, users: Users) -> None:
         self._table, self._config, self._precision, self._users = table, config, precision, users
         self._formats = wire_formats(config, precision)
-        self._made: dict[tuple[int, int], FlatLayout] = {}
+        self._grid = config.grid(0)
+        self._made: dict[Holder, FlatLayout] = {}
 
-    def __getitem__(self, position: tuple[int, int]) -> FlatLayout:
-        if position not in self._made:
-            pp, tp = position
-            if not (0 <= pp < self._config.pp and 0 <= tp < self._config.tp):
-                raise KeyError(position)
-            self._made.setdefault(position, self._make(pp, tp))  # threads of one plan share what is made first
-        return self._made[position]
+    def __getitem__(self, holder: Holder) -> FlatLayout:
+        if holder not in self._made:
+            if not all(0 <= index < size for index, size in zip(holder, self._sizes, strict=True)):
+                raise KeyError(holder)
+            self._made.setdefault(holder, self._make(holder))  # threads of one plan share what is made first
+        return self._made[holder]
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return product(range(self._config.pp), range(self._config.tp))
+    def __iter__(self) -> Iterator[Holder]:
+        return (Holder(*indices) for indices in product(*map(range, self._sizes)))
 
     def __len__(self) -> int:
-        return self._config.pp * self._config.tp
+        return prod(self._sizes)
 
-    def _make(self, pp: int, tp: int) -> FlatLayout:
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self._grid.pp, self._grid.tp, self._grid.experts
+
+    def _make(self, holder: Holder) -> FlatLayout:
         formats, config = self._formats, self._config
         return build_layout(
-            _items(self._table.held_by(pp), (pp, tp), self._precision, self._users, encoded=formats.any),
+            _items(self._table.held_by(holder), holder, self._precision, self._users, self._grid, formats.any),
             config.shards,
             config.zero_optimization.bucket_elements,
             max(formats.alignment, block_of_codes(config.optimizer)),
-            config.grid(0).spread,
+            self._grid.spread,
         )
 
 
 def _items(
-    rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, users: Users, encoded: bool
+    rows: Sequence[ShardRow], holder: Holder, precision: Precision, users: Users, grid: Grid, encoded: bool
 ) -> list[Item]:
-    """The items of a (pipeline, tensor) coordinate: trained rows and, if parameters are sharded, frozen rows.
+    """The items of a rank at ``holder``: trained rows and, if parameters are sharded, frozen rows.
 
     ``encoded``: traffic of data ranks is, in blocks.
     """
-    pp, tp = where
-    items = []
+    items, pp = [], holder.pp
     for row in rows:
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
         if row.trainable or (users.gathers is not None and dtype in SHARDED_DTYPES):
-            codes = row.quantized_shape(tp)
+            part = row.part(holder)
+            codes = row.quantized_shape(part)
             items.append(
                 Item(
                     name=row.name,
-                    shape=row.local_shape(tp) if codes is None else (codes.bytes,),
+                    shape=row.local_shape(part) if codes is None else (codes.bytes,),
                     dtype=str(dtype if codes is None else torch.uint8).removeprefix("torch."),
                     group=row.group,
-                    counted=row.counted(pp, tp),
-                    shared=any(len(part.holders) > 1 for part in row.ranges),
+                    counted=row.counted(holder),
+                    shared=any(len(each.holders) > 1 for each in row.ranges),
                     ties=row.owners if row.trainable and len(row.owners) > 1 else (),
                     partial=row.trainable and row.partial,
                     gathers=users.turns(row, pp),
                     trainable=row.trainable,
                     stages=users.stages(row, pp),
-                    copies=row.copies(tp) if pp == row.owners[0] else (),
+                    copies=row.copies(part) if pp == row.owners[0] else (),
                     exact=encoded and _has_own_and_shared_rows(row),
+                    spread=grid.expert_spread if row.axis == "ep" else None,
                 )
             )
     return items

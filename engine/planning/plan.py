@@ -18,7 +18,7 @@ from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
-from engine.parallel.grid import Coord, Grid
+from engine.parallel.grid import Coord, Grid, Holder
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
 from engine.parallel.pipeline.partition.partition import Partition
@@ -52,6 +52,7 @@ from engine.planning.budgets import (
     stored_bytes,
     wire_formats,
 )
+from engine.planning.expert_plan import ExpertPlan, find_expert_plan
 from engine.planning.flat_layouts import FlatLayouts, Users
 from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
@@ -72,8 +73,8 @@ class Plan:
 
     config: Config
     table: ShardTable
-    layouts: Mapping[tuple[int, int], FlatLayout]
-    """The flat layout of every (pipeline coordinate, tensor coordinate)."""
+    layouts: Mapping[Holder, FlatLayout]
+    """The flat layout of every holder."""
     groups: tuple[GroupOptions, ...]
     precision: Precision
     schedule: Schedule
@@ -99,6 +100,8 @@ class Plan:
     """Modules of experts with counted rows; empty without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
     """The user's optimizer, if it updates parameters as a whole."""
+    shared_experts: ExpertPlan | None = None
+    """Experts that data ranks share; None: every data rank holds all of them."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -106,7 +109,7 @@ class Plan:
 
     def layout(self, coord: Coord) -> FlatLayout:
         """The flat layout of a position."""
-        return self.layouts[coord.pp, coord.tp]
+        return self.layouts[self.grid(0).holder(coord)]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
         """Indices of the trained buckets of a position that the host updates."""
@@ -165,16 +168,18 @@ class Plan:
     def rank(self, rank: int) -> RankPlan:
         """State and traffic of ``rank``; pure arithmetic."""
         coord = self.grid(rank).coord()
-        held = sum(row.local_elements(coord.tp) for row in self.table.held_by(coord.pp))
+        holder = self.grid(0).holder(coord)
+        held = sum(row.local_elements(row.part(holder)) for row in self.table.held_by(holder))
         state = self.state(coord)
         return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 
     def state(self, coord: Coord) -> StateBytes:
         """Counts the bytes of a position's state between steps, by place and kind."""
-        rows = self.table.held_by(coord.pp)
+        holder = self.grid(0).holder(coord)
+        rows = self.table.held_by(holder)
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
-        frozen = sum(frozen_bytes(row, coord.tp, self.precision) for row in whole)
+        frozen = sum(frozen_bytes(row, holder, self.precision) for row in whole)
         groups, precision = self._moments, self.precision
         owned = partial(optimizer_bytes, groups=groups, dp=coord.dp, config=self.config, precision=precision)
         state = state_bytes(self.layout(coord), frozen, precision, self.config, owned)
@@ -217,12 +222,12 @@ class Plan:
     def factors(self, coord: Coord) -> FactorRoutes | None:
         """The sums of Adafactor at a position; None if it updates nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
-        return factor_routes(self.table.held_by(coord.pp), groups, self.config)
+        return factor_routes(self.table.held_by(self.grid(0).holder(coord)), groups, self.config)
 
     def layers(self, coord: Coord) -> LayerRoutes | None:
         """The norms of LAMB and LARS at a position; None if they update nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.layerwise)
-        return layer_routes(self.table.held_by(coord.pp), groups, self.config)
+        return layer_routes(self.table.held_by(self.grid(0).holder(coord)), groups, self.config)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
         """The gathers of sharded parameters at a position; None if parameters are not sharded."""
@@ -235,7 +240,8 @@ class Plan:
         formats = wire_formats(self.config, self.precision)
         wire = tuple(formats.gathered_bytes(b, getattr(torch, b.dtype).itemsize) for b in order.buckets)
         pinned, node = order.pinned(limit, sizes), ranks_with_secondary_shards(self.config)
-        within = SecondaryLayout(node, frozenset(range(len(sizes))) - pinned) if node > 1 else NO_SHARDS
+        apart = {index for index, b in enumerate(order.buckets) if b.spread.sharding != self.grid(0).sharding}
+        within = SecondaryLayout(node, frozenset(range(len(sizes))) - pinned - apart) if node > 1 else NO_SHARDS
         return GatherPlan(order, self.schedule.passes(coord.pp), pinned, sizes, wire, within)
 
     def _is_fed(self, stage: int) -> bool:
@@ -247,7 +253,7 @@ class Plan:
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         microbatches = self.config.accumulation
-        rows = self.table.held_by(coord.pp)
+        rows = self.table.held_by(self.grid(0).holder(coord))
         parts = [gradient_traffic(self.layout(coord), rows, self.config, self.precision)]
         if (gathers := self.gathers(coord)) is not None:
             parts.append(gather_traffic(gathers, self.config))
@@ -292,7 +298,9 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
     quantized = find_quantized(model, config)
-    table = build_table(model, assigned, _division(config, analysis, schedule, quantized))
+    shared = find_expert_plan(model, config)
+    division = _division(config, analysis, schedule, quantized)
+    table = build_table(model, assigned, replace(division, experts=shared.cuts) if shared else division)
     refuse_outside_reads(table)
     calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
@@ -300,6 +308,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         *setting_notes(request.program, config, precision, wire_formats(config, precision)),
         *schedule.notes,
         *analysis.notes,
+        *(shared.notes if shared else ()),
     ]
     notes += quantized_note(model, quantized, precision)
     users = Users(schedule.stages_of_rank, analysis.partition, analysis.trace, gathers)
@@ -320,6 +329,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         decision=analysis.decision,
         replacements=request.replacements,
         own_rule=request.own_rule,
+        shared_experts=shared,
         experts=find_experts(model) if config.monitor.expert_load else (),
     )
     return _settled(plan)
@@ -336,7 +346,7 @@ def _settled(plan: Plan) -> Plan:
         return plan
     if plan.moments is None:
         raise refuse_unknown()
-    positions = [plan.grid(0).rank_at(pp=pp, tp=tp) for pp, tp in plan.layouts]
+    positions = [plan.grid(0).rank_at(pp=at.pp, tp=at.tp, dp=at.ep) for at in plan.layouts]
 
     def at(ratio: float) -> Plan:
         return replace(plan, config=with_ratio(plan.config, ratio))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
+from engine.parallel.grid import Holder
 from engine.parallel.model.side_effects import AttributeState, State
 from engine.parallel.model.user_code import is_engine_hook
 from engine.parallel.pipeline.partition.partition import Partition, repartition, units_for_split
@@ -69,14 +70,15 @@ class UserHooks(NamedTuple):
 class TraceCache:
     """Traced forwards by input signature and by the state of the model's attributes; the first comes from the plan."""
 
-    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
+    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch, holder: Holder) -> None:
         self._plan, self._program, self._axis = plan, program, axis
         ranks = plan.schedule.rank_of_stage
-        self._held = [{row.name for row in plan.table.held_by(rank)} for rank in ranks]
+        held = [plan.table.held_by(holder._replace(pp=rank)) for rank in ranks]
+        self._held = [{row.name for row in rows} for rows in held]
         """Names of the parameters that the rank of each stage holds, by stage."""
         self._learnt = [
-            {row.name for row in plan.table.held_by(rank) if not row.trainable or row.name in stage.parameters}
-            for rank, stage in zip(ranks, plan.partition.stages if plan.partition else (), strict=False)
+            {row.name for row in rows if not row.trainable or row.name in stage.parameters}
+            for rows, stage in zip(held, plan.partition.stages if plan.partition else (), strict=False)
         ]
         """``_held`` without parameters that only other stages of the rank train: their bucket is reduced before."""
         self._seen: dict[object, list[tuple[State, TracedForward]]] = {}

@@ -88,15 +88,23 @@ class Backend(Protocol):
         Of an axis other than the shard line they are all indices.
         """
 
-    def open_gathers(self, within: int | None = None) -> None:
+    def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
+        """Send ``gives[i]`` rows of ``given`` to index i of ``axis``, and receive ``gets[i]`` rows from it."""
+
+    def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """Prepare ``gather_parameters``; every rank calls it.
 
-        ``within``: over so many data ranks, side by side, instead of all.
+        ``within``: over so many data ranks, side by side, instead of all. ``axis``: over it instead.
         """
         return
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
-        """All-gather each (full, shard) over the shard line or ``within`` ranks of it, apart from its other traffic."""
+    def gather_parameters(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
+    ) -> Wait:
+        """All-gather each (full, shard) over ``axis``, or ``within`` ranks of the shard line, apart from other traffic.
+
+        Neither: over all ranks of the shard line.
+        """
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
         """The bytes of all ranks that ``gather_parameters`` joins, of equal length; between hosts: no device waits."""
@@ -155,11 +163,22 @@ class RecordingBackend(Backend):
         slices[own].copy_(given.view(len(members), -1)[own])
         return lambda: None
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+    def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
+        """Receives this rank's own rows, and zeros."""
+        own = self._grid.index(axis)
+        received.zero_()
+        before = slice(sum(gets[:own]), sum(gets[: own + 1])), slice(sum(gives[:own]), sum(gives[: own + 1]))
+        received[before[0]].copy_(given[before[1]])
+        return lambda: None
+
+    def gather_parameters(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
+    ) -> Wait:
         """Copy each shard to this rank's slice of its full tensor."""
-        ranks = within or self._grid.size(self._grid.shard_line)
+        line = axis or self._grid.shard_line
+        ranks = within or self._grid.size(line)
         for full, shard in pairs:
-            full.view(ranks, -1)[self._grid.index(self._grid.shard_line) % ranks].copy_(shard)
+            full.view(ranks, -1)[self._grid.index(line) % ranks].copy_(shard)
         return lambda: None
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:

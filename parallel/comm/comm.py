@@ -5,6 +5,7 @@ messages are issued at once and completed by ``Pending.wait``.
 """
 
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -161,7 +162,7 @@ class Comm:
         self._sequence = 0
         self._routes: dict[Axis, _Route] = {}
         """Streams of collectives over whole axes."""
-        self._gather_routes: dict[int | None, _Route] = {}
+        self._gather_routes: dict[int | Axis | None, _Route] = {}
         self._closed = False
 
     def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
@@ -302,28 +303,52 @@ class Comm:
         call = partial(self._backend.all_to_all, received, given, members, axis)
         return self._issue("all_to_all", given, counted, label, call, route)
 
-    def open_gathers(self, within: int | None = None) -> None:
+    def exchange(
+        self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis, label: str
+    ) -> Pending:
+        """Send the first ``gives[0]`` rows of ``given`` [sum of gives, ..] to index 0 of ``axis``, the next to index 1.
+
+        ``received`` [sum of gets, ..] gets ``gets[i]`` rows from index i, in the order of the indices. This rank's own
+        rows are copied, and are not counted as sent.
+        """
+        size = given.element_size() * (math.prod(given.shape[1:]) if given.dim() > 1 else 1)
+        if self.grid.size(axis) == 1:
+            received.copy_(given)
+        rows = sum(gives) - gives[self.grid.index(axis)]
+        dtype = str(given.dtype).removeprefix("torch.")
+        work = _Work("exchange", rows * size // given.element_size(), rows * size, dtype)
+        call = partial(self._backend.exchange, received, given, gets, gives, axis)
+        return self._launch(work, axis, label, call, self._axis_route(axis))
+
+    def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """Prepare ``gather_parameters``. Every rank of the world calls it."""
-        self._backend.open_gathers(within or self.grid.shard_size)
+        if axis is None:
+            self._backend.open_gathers(within or self.grid.shard_size)
+        elif self.grid.size(axis) > 1:
+            self._backend.open_gathers(None, axis)
 
     def gather_parameters(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None
+        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None, axis: Axis | None = None
     ) -> Pending:
         """``all_gather`` of several (full, shard) pairs over the shard line at once, apart from its other traffic.
 
         ``within``: the group has so many data ranks, which are neighbours, instead of all ranks of a shard group.
+        ``axis``: over this axis instead.
         """
-        within = within or self.grid.shard_size
+        within = within or self.grid.shard_size if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
-        route = self._gather_routes.get(within)
+        key, counted = axis or within, axis or self.grid.sharding
+        route = self._gather_routes.get(key)
         if route is None:
-            route = self._gather_routes[within] = self._gather_route(within)
-        call = partial(self._backend.gather_parameters, pairs, within)
-        return self._launch(work, self.grid.sharding, label, call, route)
+            route = self._gather_routes[key] = self._gather_route(within, axis)
+        call = partial(self._backend.gather_parameters, pairs, within, axis)
+        return self._launch(work, counted, label, call, route)
 
-    def _gather_route(self, within: int | None) -> "_Route":
+    def _gather_route(self, within: int | None, axis: Axis | None) -> "_Route":
+        if axis is not None:
+            return _Route(self.grid.size(axis), Stream(EventKind.COLLECTIVE, axis, f"{axis} gathers"))
         line = self.grid.shard_line
         name, ranks = f"{line} gathers", within or self.grid.size(line)
         if within is not None:
@@ -368,12 +393,16 @@ class Comm:
         self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait], route: "_Route | None" = None
     ) -> Pending:
         if route is None:
-            route = self._routes.get(axis)
-        if route is None:
-            route = self._routes[axis] = _Route(self.grid.size(axis), Stream(EventKind.COLLECTIVE, axis, axis))
+            route = self._axis_route(axis)
         dtype = str(full.dtype).removeprefix("torch.")
         work = _Work(op, full.numel(), full.numel() * full.element_size(), dtype)
         return self._launch(work, axis, label, call, route)
+
+    def _axis_route(self, axis: Axis) -> "_Route":
+        route = self._routes.get(axis)
+        if route is None:
+            route = self._routes[axis] = _Route(self.grid.size(axis), Stream(EventKind.COLLECTIVE, axis, axis))
+        return route
 
     def _route(self, kind: EventKind, link: Link, other: int) -> "_Route":
         channel = link.channel

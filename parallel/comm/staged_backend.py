@@ -59,15 +59,22 @@ class StagedBackend(Backend):
         host = host_memory_like(received)
         return _brought(self._inner.all_to_all(host, _on_host(given), members, axis), (received, host))
 
-    def open_gathers(self, within: int | None = None) -> None:
-        """Prepare as the inner backend does."""
-        self._inner.open_gathers(within)
+    def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
+        """Exchange into ``received``."""
+        host = host_memory_like(received)
+        return _brought(self._inner.exchange(host, _on_host(given), gets, gives, axis), (received, host))
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+    def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
+        """Prepare as the inner backend does."""
+        self._inner.open_gathers(within, axis)
+
+    def gather_parameters(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
+    ) -> Wait:
         """Gather each pair."""
         hosts = [(host_memory_like(full), _on_host(shard)) for full, shard in pairs]
         filled = [(full, host) for (full, _), (host, _) in zip(pairs, hosts, strict=True)]
-        return _brought(self._inner.gather_parameters(hosts, within), *filled)
+        return _brought(self._inner.gather_parameters(hosts, within, axis), *filled)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
         """Exchange bytes between the hosts."""

@@ -16,6 +16,7 @@ the generator of a device that several ranks share.
 """
 
 import copy
+import math
 import random
 import threading
 from collections import Counter, defaultdict
@@ -371,12 +372,33 @@ class ThreadBackend(Backend):
 
         return self._meet("all_to_all", (f"{axis} slices", tuple(line[index] for index in members)), given, place)
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
-        """All-gather each pair over the shard line or ``within`` ranks of it, apart from its other traffic."""
-        line = self._grid.shard_line
+    def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
+        """Exchange rows: each rank brings its counts, then all of its rows."""
+        own, group = self._grid.index(axis), (f"{axis} rows", self._grid.peers(axis))
+        counts: list[Tensor] = []
+        count = self._meet("exchange of counts", group, torch.tensor(gives, dtype=torch.int64), counts.extend)
+
+        def place(parts: list[Tensor]) -> None:
+            found = [torch.split(part, row.tolist())[own] for part, row in zip(parts, counts, strict=True)]
+            assert [len(rows) for rows in found] == list(gets), f"rank {self._grid.rank} expects {gets} rows"
+            received.copy_(torch.cat(found))
+
+        rows = self._meet("exchange", group, given, place, of_rows=True)
+
+        def finish() -> None:
+            count()
+            rows()
+
+        return finish
+
+    def gather_parameters(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
+    ) -> Wait:
+        """All-gather each pair over ``axis``, or over ranks of the shard line, apart from other traffic."""
+        line = axis or self._grid.shard_line
         size = within or self._grid.size(line)
         first = self._grid.index(line) // size * size
-        group = ("gathers", tuple(self._grid.peers(line)[first : first + size]))
+        group = (f"{axis or ''} gathers".strip(), tuple(self._grid.peers(line)[first : first + size]))
         waits = [self._gather(full, shard, group) for full, shard in pairs]
 
         def finish() -> None:
@@ -403,12 +425,18 @@ class ThreadBackend(Backend):
         return self._meet("all_gather", group, shard, place)
 
     @torch.no_grad()
-    def _meet(self, op: str, group: Group, part: Tensor, place: Callable[[list[Tensor]], None]) -> Wait:
-        """Bring this rank's part to the next collective of ``group``; the wait gives all parts to ``place``."""
+    def _meet(
+        self, op: str, group: Group, part: Tensor, place: Callable[[list[Tensor]], None], of_rows: bool = False
+    ) -> Wait:
+        """Bring this rank's part to the next collective of ``group``; the wait gives all parts to ``place``.
+
+        ``of_rows``: ranks have different numbers of rows.
+        """
         purpose, peers = group
+        elements = math.prod(part.shape[1:]) if of_rows else part.numel()
         rounds = self._post.rounds.setdefault(group, Rounds(self._turns, peers))
         with torch._C.DisableTorchFunction():  # hidden from what watches a forward, as a process group's work is
-            collect = rounds.bring(self._grid.rank, _Call(op, part.numel(), part.dtype, purpose), part)
+            collect = rounds.bring(self._grid.rank, _Call(op, elements, part.dtype, purpose), part)
 
         def finish() -> None:
             with torch.no_grad(), torch._C.DisableTorchFunction():

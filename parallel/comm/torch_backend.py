@@ -44,8 +44,14 @@ class _DataGathers(NamedTuple):
     within: int
 
 
-_Key = Axis | tuple[int, ...] | _DataMembers | _DataGathers | Channel
-"""An axis, the shard line's other groups for parameters, indices of axis pp that sum, indices of the shard line that
+class _AxisGathers(NamedTuple):
+    """Gathers of parameters over an axis other than the shard line."""
+
+    axis: Axis
+
+
+_Key = Axis | tuple[int, ...] | _DataMembers | _DataGathers | _AxisGathers | Channel
+"""An axis, other groups for gathers of parameters, indices of axis pp that sum, indices of the shard line that
 exchange, or a channel of messages."""
 
 
@@ -139,8 +145,16 @@ class TorchBackend:
         group = self._groups[axis if len(members) == self._grid.size(axis) else _DataMembers(members)]
         return _all_to_all(received, given, group)
 
-    def open_gathers(self, within: int | None = None) -> None:
-        """Create a second group of the data axis, or of each run of ``within`` ranks of it."""
+    def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
+        """Exchange rows."""
+        group = self._groups[axis]
+        return _finisher(dist.all_to_all_single(received, given, list(gets), list(gives), group=group, async_op=True))
+
+    def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
+        """Create a second group of ``axis``, or of the data axis, or of each run of ``within`` ranks of it."""
+        if axis is not None:
+            self._groups[_AxisGathers(axis)] = self._along(axis)
+            return
         axis, line = self._grid.shard_line, self._grid.peers(self._grid.shard_line)
         size = within or len(line)
         starts = range(0, len(line), size)
@@ -155,9 +169,12 @@ class TorchBackend:
             here = self._grid.index(axis) - first
             self._agreement = open_host_messages(here, size, shares_memory(), seconds, exchange)
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+    def gather_parameters(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
+    ) -> Wait:
         """All-gather each pair in the group that ``open_gathers`` has created for it."""
-        group = self._groups[_DataGathers("gathers", within or self._grid.size(self._grid.shard_line))]
+        line = _DataGathers("gathers", within or self._grid.size(self._grid.shard_line))
+        group = self._groups[line if axis is None else _AxisGathers(axis)]
         waits = [_all_gather(full, shard, group) for full, shard in pairs]
 
         def finish() -> None:

@@ -3,7 +3,8 @@
 The planner and the counter use the same rule, so that a plan can be compared exactly with a run. Bytes are those that
 one rank sends in a ring (Patarasuk and Yuan 2009): a reduce-scatter or an all-gather of n bytes over N ranks sends
 n(N-1)/N, an all-reduce is one of each. An all-to-all, in which a rank has n bytes for all of them, sends n(N-1)/N.
-A message of n bytes to one other rank sends n; receiving it counts 0.
+An exchange of rows sends the n bytes that a rank has for others. A message of n bytes to one other rank sends n;
+receiving it counts 0.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from engine.parallel.grid import Axis
 
-Op = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "receive"]
+Op = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange", "send", "receive"]
 
 
 # How many times (N-1)/N of the payload leaves a rank.
@@ -29,8 +30,10 @@ def megabytes(count: int) -> str:
 
 def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
     """Returns the bytes that one rank sends for a collective with a full tensor of ``payload_bytes``, or a message."""
-    if op in ("send", "receive"):
-        return payload_bytes if op == "send" else 0
+    if op in ("send", "exchange"):
+        return payload_bytes
+    if op == "receive":
+        return 0
     return _PASSES[op] * payload_bytes * (ranks - 1) // ranks
 
 

@@ -7,6 +7,7 @@ A call of a module passes its patches from outside to inside; :class:`PatchLayer
       RANDOM         hooks reseed the random generators after the call
        RECOMPUTE     the call keeps only its inputs and runs again in backward
         COUNT        the rows that experts are given are counted
+         EXPERTS     rows are sent to the ranks of their experts, and their results back
          FP32        inputs are cast to fp32, outputs back
           COMPILE    torch.compile, or its exclusion of a module that communicates
            DEFERRED  the weight gradient may be computed later than the input gradient
@@ -51,11 +52,12 @@ class PatchLayer(IntEnum):
     DEFERRED = 5
     COMPILE = 6
     FP32 = 7
-    COUNT = 8
-    RECOMPUTE = 9
-    RANDOM = 10
-    GATHER = 11
-    STAGE = 12
+    EXPERTS = 8
+    COUNT = 9
+    RECOMPUTE = 10
+    RANDOM = 11
+    GATHER = 12
+    STAGE = 13
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,9 +92,13 @@ class StreamedBackend:
             received,
         )
 
-    def open_gathers(self, within: int | None = None) -> None:
+    def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
+        """Exchange into ``received``."""
+        return self._run(axis, "exchange", lambda: self.inner.exchange(received, given, gets, gives, axis), received)
+
+    def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """As inside."""
-        self.inner.open_gathers(within)
+        self.inner.open_gathers(within, axis)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
         """As inside: it is the hosts that talk."""

@@ -110,7 +110,7 @@ KERNELS_AND_PLANNING = (
         name="replicated-parameter-counted-by-all",
         about="A replicated parameter counts once for each tensor rank in the gradient norm.",
         file="engine/planning/flat_layouts.py",
-        old="counted=row.counted(pp, tp),",
+        old="counted=row.counted(holder),",
         new="counted=True,",
         tests=("tests/engine/parity/test_axes.py::test_norm_is_of_the_whole_model[2]",),
     ),

@@ -69,7 +69,7 @@ SHARD_GROUPS = (
         name="every-group-stores",
         about="A checkpoint holds every shard once for each group.",
         file="engine/checkpoint/contents/local_tensors.py",
-        old="        return self.grid.is_first(self.grid.shard_copies, coord)\n",
+        old="        return self.grid.is_first(spread.shard_copies, coord)\n",
         new="        return True\n",
         tests=(f"{_STORED}::test_groups_save_every_element_once_and_load_from_any_division[saved0-wanted0]",),
     ),

@@ -215,7 +215,7 @@ def rank_bits(changes: dict[str, Any]) -> tuple[int, dict[str, float]]:
             rows = torch.randn(eng.grid.dp * 4, 16, generator=generator).view(eng.grid.dp, 4, 16)
             eng.train_batch(rows[eng.grid.coord().dp])
         cut = set() if eng.plan.tensor is None else set(eng.plan.tensor.parameters)
-        here = {row.name for row in eng.plan.table.held_by(eng.grid.coord().pp)} - cut
+        here = {row.name for row in eng.plan.table.held_by(eng.grid.holder())} - cut
         with eng.full_parameters("*") as found:
             bits = {name: bit_sum(found[name].detach()).item() for name in sorted(here)}
         return eng.grid.coord().pp, bits

@@ -203,7 +203,7 @@ def check_holders(
 
     ``written``: name -> digest, of the parameters that this rank holds.
     """
-    shared = [row.name for row in rows if len(row.owners) > 1 or (row.dim is None and comm.grid.tp > 1)]
+    shared = [row.name for row in rows if len(row.owners) > 1 or (row.equal_on_tensor_ranks and comm.grid.tp > 1)]
     if not shared:
         return
     absent = torch.iinfo(torch.int64).min

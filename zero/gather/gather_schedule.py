@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from engine.parallel.grid import Axis
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.layout import Bucket, FlatLayout, Turn
 
@@ -113,19 +114,25 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
 
 
 def count_gathers(
-    order: GatherOrder, passes: Sequence[Action], pinned: Collection[int], secondary: Collection[int] = ()
+    order: GatherOrder,
+    passes: Sequence[Action],
+    pinned: Collection[int],
+    secondary: Collection[int] = (),
+    counted: Axis | None = None,
 ) -> Gathers:
     """Count what the passes of a step gather when every module runs in the order of the groups.
 
-    ``secondary``: buckets of which nodes keep a shard, so that only their first gather goes over dp.
+    ``secondary``: buckets of which nodes keep a shard, so that only their first gather goes over dp. ``counted``: the
+    axis of the buckets that count; None: all count.
     """
+    own = frozenset(index for index, each in enumerate(order.buckets) if counted in (None, each.spread.sharding))
     calls, times, calls_within, times_within = 0, [0] * len(order.buckets), 0, [0] * len(order.buckets)
     live: frozenset[int] = frozenset()
     # Mirrors the gatherer: a bucket is freed when the position after it is reached, unless it is pinned or needed first
     # by the next pass.
     for walk, following in zip(passes, (*passes[1:], None), strict=True):
         for position in order.positions(walk):
-            wanted = order.members[position] - live
+            wanted = (order.members[position] - live) & own
             live = (live & frozenset(pinned)) | order.members[position]
             near = {bucket for bucket in wanted if bucket in secondary and times[bucket]}
             calls += bool(wanted - near)

@@ -25,6 +25,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.kernels.device import SideStream, record_event
 from engine.parallel.comm.comm import Comm, Pending
+from engine.parallel.grid import Axis
 from engine.parallel.trace.absent_parameter import conceal, reveal
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import EncodedGather, encoded_gather
@@ -108,6 +109,8 @@ class UnshardedBuckets:
         self._ranks = comm.grid.size(comm.grid.sharding)
         self.secondary = SecondaryShards(buckets, within, comm) if within.buckets else None
         """Secondary shards of buckets that were gathered before; None without them."""
+        self._resident = frozenset(index for index, flat in enumerate(buckets) if not flat.sharded)
+        """Buckets that no other rank shares: their parameters are always there."""
         self._hosted = ShardSource(buckets) if any(flat.kept_on_host for flat in buckets) else None
         """Brings the shards that lie on the host; None: none does."""
         self._states = [BucketState.FREE] * len(buckets)
@@ -121,12 +124,13 @@ class UnshardedBuckets:
         """Calls of ``read`` for each parameter of each bucket."""
         self._index_of = {_memory(flat.params): index for index, flat in enumerate(buckets)}
         for index in range(len(buckets)):
-            self._hide(index)
+            if index not in self._resident:
+                self._hide(index)
 
     @property
     def live(self) -> frozenset[int]:
         """Buckets that are not free."""
-        return frozenset(self._gathers)
+        return self._resident.union(self._gathers)
 
     @property
     def encoded(self) -> frozenset[int]:
@@ -138,7 +142,7 @@ class UnshardedBuckets:
 
         What the node has a secondary shard of is gathered in a batch of its own, within the node.
         """
-        missing = sorted(indices - self._gathers.keys())
+        missing = sorted(indices - self.live)
         if self.secondary is not None and not exact:
             near = [index for index in missing if index in self.secondary.valid]
             if near:
@@ -148,7 +152,18 @@ class UnshardedBuckets:
             missing = [index for index in missing if index not in near]
         if not missing:
             return
-        flats = [self._buckets[index] for index in missing]
+        for batch in self._by_axis(missing):
+            self._ask_over(self._buckets[batch[0]].bucket.spread.sharding, batch, exact)
+
+    def _by_axis(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """Yields the indices of buckets that are sharded over one axis: of experts apart from others."""
+        axes = [self._buckets[index].bucket.spread.sharding for index in indices]
+        for axis in dict.fromkeys(axes):
+            yield [index for index, own in zip(indices, axes, strict=True) if own == axis]
+
+    def _ask_over(self, axis: Axis, indices: Sequence[int], exact: bool) -> None:
+        """Allocate memory for the buckets, which are sharded over ``axis``, and start their gather in one batch."""
+        flats = [self._buckets[index] for index in indices]
         for flat in flats:
             flat.reserve()
         hosted, beside = self._hosted, exact or all(flat.codec is None for flat in flats)
@@ -156,16 +171,21 @@ class UnshardedBuckets:
             pairs, encoded = [], []
             for flat in flats:
                 own = hosted.of(flat) if hosted is not None else flat.kept
-                gather = None if exact or flat.codec is None else encoded_gather(flat, flat.codec, own, self._ranks)
+                gather = (
+                    None
+                    if exact or flat.codec is None
+                    else encoded_gather(flat, flat.codec, own, flat.bucket.spread.ranks)
+                )
                 if gather is None:
                     pairs.append((flat.params, own))
                 else:
                     pairs.append((gather.full, gather.own))
                     encoded.append(gather)
-            pending = self._comm.gather_parameters(pairs, "parameters")
+            apart = None if axis == self._comm.grid.sharding else axis
+            pending = self._comm.gather_parameters(pairs, "parameters", axis=apart)
             if arrival is not None:
                 pending = arrival.before(pending)
-        self._started(missing, pending.then(partial(_decode, encoded)))
+        self._started(indices, pending.then(partial(_decode, encoded)))
 
     def _started(self, indices: Sequence[int], gather: Pending) -> None:
         for index in indices:
@@ -179,7 +199,7 @@ class UnshardedBuckets:
 
         Afterwards those are shown that were, and what is ``wanted`` here.
         """
-        live, shown = indices & self._gathers.keys(), self._shown(indices)
+        live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
         self.free(indices)
         self.ask(indices)
@@ -194,7 +214,7 @@ class UnshardedBuckets:
         Raises:
             EngineError: data ranks ask for different buckets, each of which would be gathered in part.
         """
-        missing = sorted(indices - self._gathers.keys())
+        missing = sorted(indices - self.live)
         if not missing:
             return
         if self._ranks == 1:  # the shards come from the host, and there is nobody to compare with
@@ -212,7 +232,7 @@ class UnshardedBuckets:
 
     def show(self, indices: frozenset[int]) -> None:
         """Wait for buckets that were asked for; their parameters can then be used."""
-        for index in indices - self._shown(indices):
+        for index in indices - self._shown(indices) - self._resident:
             self._gathers[index].wait()
             self._states[index] = BucketState.SHOWN
             for parameter in self._buckets[index].parameters:
@@ -272,7 +292,8 @@ class UnshardedBuckets:
     @contextmanager
     def without_content(self) -> Iterator[None]:
         """Context in which all parameters look as usual, for code that reads shapes only."""
-        hidden = [index for index, state in enumerate(self._states) if state is not BucketState.SHOWN]
+        states = enumerate(self._states)
+        hidden = [index for index, each in states if each is not BucketState.SHOWN and index not in self._resident]
         for index in hidden:
             for parameter in self._buckets[index].parameters:
                 reveal(parameter)

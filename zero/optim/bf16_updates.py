@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding, round_to_bf16
+from engine.parallel.grid import Holder
 from engine.parallel.model.rng_streams import derive_seed
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
@@ -39,13 +40,13 @@ class UpdateRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FullShapes:
-    """Full shapes of a model's parameters, as one tensor rank sees them."""
+    """Full shapes of a model's parameters, as one rank sees them."""
 
     numbers: Mapping[str, int]
     """Parameter -> its number, the same on all ranks."""
     rows: Mapping[str, ShardRow]
-    tp: int
-    """Tensor coordinate of this rank."""
+    holder: Holder
+    """Coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
         """Return indices in the full parameter, int64 [stop - start], of elements ``start:stop`` of the local part."""
@@ -57,7 +58,8 @@ class FullShapes:
         row = self.rows[name]
         if row.dim is None:
             return None
-        kept = [r for r in row.ranges if self.tp in r.holders]
+        part = row.part(self.holder)
+        kept = [r for r in row.ranges if part in r.holders]
         parts = [torch.arange(r.start, r.stop, dtype=torch.int32, device=device) for r in kept]
         return Lines(torch.cat(parts), row.shape[row.dim], prod(row.shape[row.dim + 1 :]))
 

@@ -65,7 +65,7 @@ class WeightCopies:
         """This rank among those of its replica that hold the same elements, and their number."""
         coord, tp = self._comm.grid.coord(), self._comm.grid.tp
         owner, owners = row.owners.index(coord.pp), len(row.owners)
-        return (owner, owners) if row.dim is not None else (owner * tp + coord.tp, owners * tp)
+        return (owner * tp + coord.tp, owners * tp) if row.equal_on_tensor_ranks else (owner, owners)
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:

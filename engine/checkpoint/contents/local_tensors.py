@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.pieces import Part, Piece, runs
 from engine.checkpoint.format.safetensors_file import TensorKind, code_of
-from engine.parallel.grid import Coord, Grid
+from engine.parallel.grid import Coord, Grid, Holder
 from engine.parallel.model.quantized_layers import quantize_part
 from engine.parallel.shard_table import ShardRow
 from engine.planning.plan import Plan
@@ -49,17 +49,17 @@ class ModelTensor:
     """Row of the parameter; None for a buffer, which its owner holds in full."""
 
 
-def local_region(row: ShardRow, tp: int) -> Part:
-    """Returns the part of a parameter on a tensor rank."""
+def local_region(row: ShardRow, part: int) -> Part:
+    """Returns the part of a parameter on index ``part`` of its axis."""
     if row.dim is None:
         return Part(row.shape)
-    return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in row.ranges if tp in r.holders))
+    return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in row.ranges if part in r.holders))
 
 
-def stored_part(row: ShardRow, tp: int) -> Part | None:
-    """Returns the part that a tensor rank stores: the rows that it holds first; None if there are none."""
-    first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == tp)
-    if not first:
+def stored_part(row: ShardRow, holder: Holder) -> Part | None:
+    """Returns the part that a rank stores: the rows that it holds first; None if there are none."""
+    first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == row.part(holder))
+    if not first or (row.axis == "ep" and holder.tp):
         return None
     return Part(row.shape) if row.dim is None else Part(row.shape, row.dim, first)
 
@@ -71,8 +71,8 @@ class SaveOwnership:
     plan: Plan
 
     @cached_property
-    def slots(self) -> Mapping[tuple[int, int], Mapping[str, tuple[Bucket, Slot]]]:
-        """Bucket and slot of each parameter, by (stage, tensor coordinate) and name."""
+    def slots(self) -> Mapping[Holder, Mapping[str, tuple[Bucket, Slot]]]:
+        """Bucket and slot of each parameter, by holder and name."""
         return {
             where: {slot.name: (bucket, slot) for bucket in (*layout.buckets, *layout.frozen) for slot in bucket.slots}
             for where, layout in self.plan.layouts.items()
@@ -83,16 +83,18 @@ class SaveOwnership:
         """The grid, as rank 0 sees it."""
         return self.plan.grid(0)
 
-    def stores(self, coord: Coord) -> bool:
-        """Returns True if a rank stores elements of a bucket: only the first shard group does."""
-        return self.grid.is_first(self.grid.shard_copies, coord)
+    def stores(self, row: ShardRow, coord: Coord) -> bool:
+        """Returns True if a rank stores elements of a row: only the first shard group does."""
+        spread = self.grid.expert_spread if row.axis == "ep" else self.grid.spread
+        return self.grid.is_first(spread.shard_copies, coord)
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
         """Returns this rank's share of a row: a piece of its local part."""
-        part = local_region(row, coord.tp)
-        found = self.slots[coord.pp, coord.tp].get(row.name)
+        part = local_region(row, row.part(self.grid.holder(coord)))
+        found = self.slots[self.grid.holder(coord)].get(row.name)
         if found is None:
-            return Piece(part, 0, part.elements if self.grid.is_first(self.grid.copies, coord) else 0)
+            copies = self.grid.expert_spread.copies if row.axis == "ep" else self.grid.copies
+            return Piece(part, 0, part.elements if self.grid.is_first(copies, coord) else 0)
         bucket, slot = found
         shard = bucket.shard(self.grid.index(bucket.spread.sharding, self.grid.rank_at(**coord)))
         start = min(max(slot.start, shard.start), slot.stop)
@@ -100,8 +102,8 @@ class SaveOwnership:
 
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
         """Returns the piece of a row that this rank stores, or None."""
-        part = stored_part(row, coord.tp)
-        if part is None or coord.pp != row.owners[0] or not self.stores(coord):
+        part = stored_part(row, self.grid.holder(coord))
+        if part is None or coord.pp != row.owners[0] or not self.stores(row, coord):
             return None
         piece = self.own(row, coord).within(part)
         return piece if piece.elements else None
@@ -203,7 +205,8 @@ class LocalTensors:
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
         """Quantizes a full weight, and stores this rank's part."""
         device = self.buckets[0].params.device if self.buckets else full.device
-        codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, self.coord.tp)
+        part = row.part(self.ownership.grid.holder(self.coord))
+        codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, part)
         for _, flat, slot in (found for found in self._slots() if found[0] is row):
             flat.place(slot, codes)
             return
@@ -244,7 +247,7 @@ class LocalTensors:
         for state in self.inventory.whole_state(updates):
             kept.setdefault(state.name, []).append(state)
         first = grid.is_first(grid.copies if updates.on_all_data_ranks else grid.shard_copies, self.coord)
-        for row in self.ownership.plan.table.held_by(self.coord.pp):
+        for row in self.ownership.plan.table.held_by(grid.holder(self.coord)):
             # one tensor rank owns a sharded matrix; all tensor ranks have the state of other parameters
             stores = first and (self.coord.tp == 0 or (updates.by_owner and row.dim is not None))
             for state in kept.get(row.name, ()):

@@ -186,8 +186,8 @@ class Snapshots:
             return None
         if held.apart:
             return held.own if held.stores else None
-        part = stored_part(held.row, self._coord.tp)
-        if part is None or not self._messages.ownership.stores(self._coord):
+        part = stored_part(held.row, self._messages.ownership.grid.holder(self._coord))
+        if part is None or not self._messages.ownership.stores(held.row, self._coord):
             return None
         piece = held.own.within(part)
         return piece if piece.elements else None

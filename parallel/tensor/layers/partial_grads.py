@@ -29,18 +29,18 @@ class PartialSums:
 
     @torch.no_grad()
     def __call__(self, grads: Mapping[str, Tensor]) -> None:
-        """Sum ``grads``, this rank's gradients by name, in place; an all-reduce of as many elements as the full
-        parameters."""
+        """Sum ``grads``, this rank's gradients by name, in place; an all-reduce of as many elements as the
+        tensor ranks hold together."""
         by_dtype: dict[torch.dtype, list[tuple[ShardRow, Tensor]]] = {}
         for name, grad in grads.items():
             by_dtype.setdefault(grad.dtype, []).append((self._rows[name], grad))
         for dtype, members in by_dtype.items():
-            sizes = [row.elements for row, _ in members]
+            sizes = [grad.numel() if row.equal_on_tensor_ranks else row.elements for row, grad in members]
             flat = members[0][1].new_zeros(sum(sizes), dtype=dtype)
             places = [
                 (place, grad)
                 for (row, grad), full in zip(members, torch.split(flat, sizes), strict=True)
-                for place in [_held(full.view(row.shape), row, self._comm.grid.coord().tp)]
+                for place in [_held(full, row, grad, self._comm.grid.coord().tp)]
             ]
             for parts, grad in places:
                 _copy(parts, grad, inward=True)
@@ -49,11 +49,11 @@ class PartialSums:
                 _copy(parts, grad, inward=False)
 
 
-def _held(full: Tensor, row: ShardRow, index: int) -> tuple[int, list[Tensor]]:
+def _held(full: Tensor, row: ShardRow, grad: Tensor, index: int) -> tuple[int, list[Tensor]]:
     """The sharded dim, and the ranges of ``full`` that rank ``index`` holds."""
-    if row.dim is None:
-        return 0, [full]
-    dim = row.dim
+    if row.equal_on_tensor_ranks or row.dim is None:
+        return 0, [full.view(grad.shape)]
+    dim, full = row.dim, full.view(row.shape)
     return dim, [full.narrow(dim, r.start, r.stop - r.start) for r in row.ranges if index in r.holders]
 
 

@@ -181,7 +181,7 @@ def _rank(model: nn.Module, plan: Plan, ownership: SaveOwnership, rank: int) -> 
     made = make_moments(optimizer, Families(kinds, {"groups": []}), plan.table)
     inventory = StateInventory(
         model=model,
-        rows=plan.table.held_by(grid.coord().pp),
+        rows=plan.table.held_by(grid.holder()),
         trained=trained,
         frozen=buckets[len(trained) :],
         optimizer=optimizer,

@@ -330,7 +330,7 @@ def replicated(name: str, grid: str) -> dict[str, Any]:
     with start(name, config(grid)) as eng:
         losses = [eng.train_batch(share(eng, batch)).loss for batch in batches(name)]
         assert eng.plan.tensor is not None
-        cut, held = eng.plan.tensor.parameters, {row.name for row in eng.plan.table.held_by(eng.grid.coord().pp)}
+        cut, held = eng.plan.tensor.parameters, {row.name for row in eng.plan.table.held_by(eng.grid.holder())}
         named = eng.module.named_parameters()
         whole = {name: p.detach().clone() for name, p in named if name not in cut and name in held}
         return {"stage": eng.grid.coord().pp, "whole": whole, "loss": losses}

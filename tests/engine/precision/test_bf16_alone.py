@@ -36,7 +36,7 @@ def train(config: dict[str, Any], tied: bool = False) -> tuple[list[float], dict
     with engine.initialize(model, resolved, loss_sum, take_rows(batches[0], 0, resolved.micro)) as eng:
         losses = [eng.train_batch(own_rows(eng, batch)).loss for batch in batches]
         whole = eng.full_state_dict()
-        held = {row.name for row in eng.plan.table.held_by(eng.grid.coord().pp) if row.dim is None}
+        held = {row.name for row in eng.plan.table.held_by(eng.grid.holder()) if row.dim is None}
         with eng.full_parameters("*") as named:
             kept = {name: p.detach().clone() for name, p in named.items() if name in held}
     assert all(tensor.dtype == torch.bfloat16 for tensor in kept.values())

@@ -90,7 +90,7 @@ def measure(name: str, grid: str, mode: str, stage: int) -> dict[str, Any]:
             if t is not None
         ]
         held += [value for state in eng.optimizer.state.values() for value in state.values()]
-        present = {row.name for row in eng.plan.table.held_by(eng.grid.coord().pp)}
+        present = {row.name for row in eng.plan.table.held_by(eng.grid.holder())}
         dtypes = {n: str(p.dtype) for n, p in eng.module.named_parameters() if n in present}
         return {
             "losses": losses,

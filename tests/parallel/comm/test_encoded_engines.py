@@ -87,7 +87,7 @@ def trained(eng: Engine) -> tuple[list[float], dict[str, float], int]:
     """(losses, bits of the parameters that no tensor rank cuts, stage) after three steps."""
     losses = [eng.train_batch(batch(eng, step)).loss for step in range(3)]
     cut = set() if eng.plan.tensor is None else set(eng.plan.tensor.parameters)
-    here = {row.name for row in eng.plan.table.held_by(eng.grid.coord().pp)} - cut
+    here = {row.name for row in eng.plan.table.held_by(eng.grid.holder())} - cut
     with eng.full_parameters("*") as found:
         bits = {name: bit_sum(found[name].detach()).item() for name in sorted(here)}
     return losses, bits, eng.grid.coord().pp
@@ -121,7 +121,7 @@ def skip_and_look(eng: Engine) -> tuple[list[float], int, int]:
     encoder = part.encoder
     for value in (0.0, math.inf):
         parameters: Any = dict(eng.module.named_parameters())
-        held = [row.name for row in eng.plan.table.held_by(eng.grid.coord().pp)]
+        held = [row.name for row in eng.plan.table.held_by(eng.grid.holder())]
         handles = [parameters[name].register_hook(lambda grad, value=value: grad + value) for name in held]
         eng.train_batch(batch(eng, 0))
         for handle in handles:

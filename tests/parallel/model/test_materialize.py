@@ -64,7 +64,7 @@ def trains(name: str, grid: str) -> dict[str, Any]:
         del first
         gc.collect()
         found: dict[str, Any] = {"bytes": live_bytes(), "plan": eng.plan.rank(eng.grid.rank)}
-        held = {row.name for row in eng.plan.table.held_by(eng.grid.coord().pp)}
+        held = {row.name for row in eng.plan.table.held_by(eng.grid.holder())}
         found["absent"] = sum(
             p.untyped_storage().nbytes() for name, p in eng.module.named_parameters() if name not in held
         )

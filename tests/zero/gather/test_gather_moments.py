@@ -121,7 +121,7 @@ def peaks(grid: dict[str, int], zero: dict[str, Any], schedule: str) -> tuple[in
     eng = engine.initialize(models.decoder(layers=4), config, loss_sum)
     eng.train_batch(rows(eng, 0))
     most = [0]
-    names = {row.name for row in eng.plan.table.held_by(eng.grid.coord().pp)}
+    names = {row.name for row in eng.plan.table.held_by(eng.grid.holder())}
 
     def look(*_: object) -> None:
         mine = [p for name, p in eng.module.named_parameters() if name in names]

@@ -86,7 +86,7 @@ class FactoredUpdates:
     ) -> None:
         self._places, self._inner, self._routes, self._comm = places, inner, routes, comm
         self._numbers = {row.name: number for number, row in enumerate(routes.rows)}
-        self._tp = comm.grid.coord().tp
+        self._holder = comm.grid.holder()
         self._device = places[0].flat.params.device if places else torch.device("cpu")
         parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
         self._makers = [part for part in parts if isinstance(part, FlatAdafactor)]
@@ -118,7 +118,7 @@ class FactoredUpdates:
         for maker in self._makers:
             maker.due.clear()
         used = [row for row in self._routes.rows if row.name not in unused]
-        every = counted_parts(self._places, due, self._routes.rows, self._tp)
+        every = counted_parts(self._places, due, self._routes.rows, self._holder)
         parts = [part for part in every if part.row.name not in unused]
         steps = {row.name: self._group(row)["step"] - missed.get(row.name, 0) for row in used}
         sums = self._zeros(self._routes.elements)
@@ -178,7 +178,7 @@ class FactoredUpdates:
         over = {ROWS: len(row.shape) - 1, COLUMNS: len(row.shape) - 2}.get(kind)
         if row.dim is None or row.dim == over:
             return [whole]
-        own = [each for each in row.ranges if self._tp in each.holders]
+        own = [each for each in row.ranges if row.part(self._holder) in each.holders]
         return [whole.narrow(row.dim, each.start, each.stop - each.start) for each in own]
 
     def _group(self, row: ShardRow) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class FactoredUpdates:
         return torch.zeros(elements, dtype=self._routes.dtype, device=self._device)
 
     def _local_zeros(self, row: ShardRow) -> dict[str, Tensor]:
-        shapes = mean_shapes(row.local_shape(self._tp))
+        shapes = mean_shapes(row.local_shape(row.part(self._holder)))
         return {kind: self._zeros(prod(shape)).view(shape) for kind, shape in shapes.items()}
 
     def _views(self, flat: Tensor) -> dict[str, dict[str, Tensor]]:

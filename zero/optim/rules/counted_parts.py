@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim.update_rules import MatrixPiece
-from engine.parallel.grid import Axis
+from engine.parallel.grid import Axis, Holder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
@@ -73,23 +73,23 @@ class CountedPart:
 
 
 def counted_parts(
-    places: Sequence[OptimizerTensor], due: Collection[Tensor], rows: Sequence[ShardRow], tp: int
+    places: Sequence[OptimizerTensor], due: Collection[Tensor], rows: Sequence[ShardRow], holder: Holder
 ) -> Iterator[CountedPart]:
-    """Yield the parts of those tensors that are ``due``; ``tp``: the tensor coordinate of this rank."""
+    """Yield the parts of those tensors that are ``due``; ``holder``: the coordinates of this rank."""
     numbers = {row.name: number for number, row in enumerate(rows)}
     for place in places:
         for slot, part in place.slots() if place.parameter in due else ():
             row = rows[numbers[slot.name]]
             start = max(slot.start, place.part.start) - slot.start
             piece = MatrixPiece(slot.shape, start, start + part.stop - part.start)
-            yield CountedPart(row, numbers[slot.name], piece, place, part, _counted(row, piece, tp))
+            yield CountedPart(row, numbers[slot.name], piece, place, part, _counted(row, piece, holder))
 
 
-def _counted(row: ShardRow, piece: MatrixPiece, tp: int) -> tuple[slice, ...] | None:
-    if not row.counted(row.owners[0], tp):
+def _counted(row: ShardRow, piece: MatrixPiece, holder: Holder) -> tuple[slice, ...] | None:
+    if not row.counted(holder._replace(pp=row.owners[0])):
         return ()
     runs, place = [], piece.start
-    for start, stop in row.copies(tp):
+    for start, stop in row.copies(row.part(holder)):
         if place < min(start, piece.stop):
             runs.append(slice(place - piece.start, min(start, piece.stop) - piece.start))
         place = max(place, stop)

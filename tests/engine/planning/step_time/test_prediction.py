@@ -11,7 +11,7 @@ from benchmarks.scaling.ranking import GridChoice, grid_choices, rank_grids
 from engine.config import load_config
 from engine.errors import PlanError
 from engine.parallel.comm.traffic import Traffic
-from engine.parallel.grid import Grid
+from engine.parallel.grid import Coord, Grid
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 from engine.parallel.pipeline.schedule.simulate import Cost, simulate
@@ -171,7 +171,7 @@ def test_shard_groups_inside_hosts_wait_for_what_crosses_only() -> None:
 def test_buckets_are_reduced_beside_the_last_backward() -> None:
     choice = GridChoice(dp=2, tp=1, pp=1)
     plan = planned(choice, 1, reduce_bucket_size=2 * WIDTH * WIDTH)
-    buckets = len(plan.layouts[0, 0].buckets)
+    buckets = len(plan.layout(Coord()).buckets)
     each = sent(plan, "dp", "gradients").bytes / buckets
     assert buckets == BLOCKS
     # of 2 s of backward, a bucket is there every half second: one that takes as long leaves the last one to wait for
@@ -205,7 +205,7 @@ def test_every_gradient_is_reduced_once_a_microbatch(schedule: str) -> None:
 def test_the_first_gather_of_a_pass_is_waited_for() -> None:
     choice = GridChoice(dp=2, tp=1, pp=1, stage=3)
     plan = planned(choice, 1)
-    groups, row = len(plan.layouts[0, 0].buckets), sent(plan, "dp", "parameters")
+    groups, row = len(plan.layout(Coord()).buckets), sent(plan, "dp", "parameters")
     fast = HostLinks(within=FREE.within, between=LinkSpeed(0.0, row.bytes * 100.0))
     time = predict_step(plan, ONE, links(choice, fast))
     reduced = sent(plan, "dp", "gradients").bytes / (row.bytes * 100.0)

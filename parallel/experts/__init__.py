@@ -1,0 +1,12 @@
+"""Expert parallelism: experts of a layer are shared among data ranks along the axis "ep", and tokens are sent to them.
+
+    rank 0   tokens of its rows --- dispatch --->  experts 0 to 3   --- combine --->  tokens of its rows
+    rank 1   tokens of its rows --- dispatch --->  experts 4 to 7   --- combine --->  tokens of its rows
+
+    forms       modules that own experts, found by their parameters
+    proof       a trial of each module on random content: may its experts be computed on other ranks?
+    dispatch    the rows that each rank sends to each other rank, and the exchange that gradients pass through
+    routed      a module that is called with rows, numbers of experts and weights, on the experts of this rank
+
+The module's own forward computes the experts of a rank, so nothing of the model is replaced.
+"""

@@ -1,0 +1,127 @@
+"""Dispatch of rows to the ranks of their experts, and their way back: an exchange that gradients pass through.
+
+A row is sent once to each rank that has at least one of its experts, and one sum comes back from each. No row is
+dropped. Rows are exchanged in rounds, in which a rank gets at most ``limit`` rows from each other one, so that the
+memory of a layer is bounded for any routing.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.parallel.comm.comm import Comm
+
+AXIS = "ep"
+DISPATCH, COMBINE, ROUTING = "dispatch", "combine", "routing"
+
+
+class Round(NamedTuple):
+    """Rows that this rank exchanges at once."""
+
+    gives: tuple[int, ...]
+    """Number of rows to each rank."""
+    gets: tuple[int, ...]
+    """Number of rows from each rank."""
+    rows: Tensor
+    """Indices of the rows that this rank gives, in :class:`Dispatch`, in the order of the ranks."""
+
+
+class Dispatch:
+    """Pairs (token, rank) of the tokens of this rank and of the ranks that have experts of them.
+
+    Args:
+        numbers: experts of each token [T, k].
+        bounds: the first expert of each rank, and the number of experts.
+        limit: most rows that a rank gets from another one in a round; None: twice the share of an even routing.
+    """
+
+    @torch.no_grad()
+    def __init__(self, numbers: Tensor, bounds: Tensor, comm: Comm, limit: int | None = None) -> None:
+        ranks, tokens = comm.grid.size(AXIS), len(numbers)
+        owner = torch.bucketize(numbers, bounds[1:-1], right=True)
+        hit = torch.zeros(ranks, tokens, dtype=torch.bool, device=numbers.device)
+        hit[owner.t().reshape(-1), torch.arange(tokens, device=numbers.device).repeat(numbers.shape[1])] = True
+        to, self.token = hit.nonzero().unbind(1)
+        """Token of each pair, in the order of ranks."""
+        own = numbers[self.token] - bounds[to][:, None]
+        self.local = torch.where(owner[self.token] == to[:, None], own, -1)
+        """Number of each expert among those of the pair's rank; -1: the expert is on another rank."""
+        counts = torch.cat([hit.sum(1), torch.full((1,), numbers.numel(), device=numbers.device)])
+        table = torch.empty(ranks, ranks + 1, dtype=counts.dtype, device=counts.device)
+        comm.all_gather(table.view(-1), counts, AXIS, ROUTING).wait()
+        told: list[list[int]] = table.tolist()
+        self._counts = [row[:-1] for row in told]
+        self._index, self._limit = comm.grid.index(AXIS), limit or max(1, 2 * max(row[-1] for row in told) // ranks)
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The rounds, equally many on all ranks; at least one."""
+        most = max(map(max, self._counts))
+        step = max(1, min(self._limit, most))
+        return [self._round(start, start + step) for start in range(0, max(most, 1), step)]
+
+    def _round(self, start: int, stop: int) -> Round:
+        """Returns the round with the rows ``start`` to ``stop`` of each pair of ranks."""
+
+        def within(count: int) -> int:
+            return max(0, min(count, stop) - start)
+
+        own, first, rows = self._counts[self._index], 0, list[Tensor]()
+        for count in own:
+            rows.append(torch.arange(first + start, first + start + within(count), device=self.token.device))
+            first += count
+        return Round(tuple(map(within, own)), tuple(within(row[self._index]) for row in self._counts), torch.cat(rows))
+
+
+def exchange(
+    tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str, ties: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Sends ``gives[r]`` rows of each tensor [sum of gives, ..] to rank r of the axis "ep"; returns the received rows.
+
+    One node of autograd, so all ranks exchange the gradients in one order. ``ties``: tensors that get gradients of
+    zeros, which makes the backward of this rank join the exchange although its rows depend on nothing.
+    """
+    made: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+        comm, gives, gets, label, len(tensors), *tensors, *ties
+    )
+    return made
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, comm: Comm, gives: Sequence[int], gets: Sequence[int], label: str, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        given, ties = tensors[:count], tensors[count:]
+        ctx.set_materialize_grads(False)
+        ctx.comm, ctx.gives, ctx.gets, ctx.label = comm, gives, gets, label
+        ctx.like = [(each.shape[1:], each.dtype, each.device) for each in given]
+        ctx.ties = [(each.shape, each.dtype, each.device) for each in ties]
+        return swap_rows(given, gives, gets, comm, label)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        rows = sum(ctx.gets)
+        full = [
+            torch.zeros(rows, *shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
+            for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+        ]
+        back = swap_rows(full, ctx.gets, ctx.gives, ctx.comm, ctx.label)
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.ties)
+        return (None, None, None, None, None, *back, *zeros)
+
+
+def swap_rows(
+    tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str
+) -> tuple[Tensor, ...]:
+    """Exchanges the rows of each tensor without a gradient."""
+    made, pending = [], []
+    for tensor in tensors:
+        got = tensor.new_empty(sum(gets), *tensor.shape[1:])
+        pending.append(comm.exchange(got, tensor.contiguous(), gets, gives, AXIS, label))
+        made.append(got)
+    for each in pending:
+        each.wait()
+    return tuple(made)

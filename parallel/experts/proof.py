@@ -1,0 +1,154 @@
+"""Proof by trial that the experts of a module may be computed on other ranks, before anything is sharded.
+
+A twin of the module with random parameters, and few experts, is called with random rows x [T, H], numbers n [T, k] and
+weights w [T, k]. It must hold:
+
+    rows      f(x[p], n[p], w[p]) = f(x, n, w)[p]                    a row does not depend on other rows
+    slots     f(x, n, w) = sum over j of f(x, n[:, j], w[:, j])      experts of a row are added
+    local     the same with NaN in the parameters of experts that no row asks for
+    renumber  the same with the experts of one rank alone, counted from 0
+    empty     no rows give no rows
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.experts.forms import (
+    Arguments,
+    RoutedExperts,
+    count_names,
+    possible_arguments,
+    possible_widths,
+    stacked_experts,
+)
+
+_ROWS, _CHOSEN, _MOST = 12, 2, 4
+"""Rows and experts of a row in a trial, and the most experts of a twin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """Module that stacks matrices as experts do, and cannot be shared; its experts stay on every rank."""
+
+    name: str
+    reason: str
+
+    def named(self, name: str) -> "Unproven":
+        """Returns the same for another module of the same kind."""
+        return replace(self, name=name)
+
+
+def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
+    """Tries each way to call ``module``, which stacks experts, and returns the first that is proven."""
+    experts = stacked_experts(module)
+    if any(True for _ in module.buffers()):
+        return Unproven(name, "it has buffers, which are not shared among ranks")
+    twin, reasons = _twin(module, min(experts, _MOST)), list[str]()
+    for arguments in possible_arguments(module):
+        for width in possible_widths(module):
+            reason = _Trial(twin, arguments, width).failure()
+            if reason is None:
+                own = tuple(own for own, _ in module.named_parameters(recurse=False))
+                return RoutedExperts(name, experts, width, arguments, own)
+            reasons.append(reason)
+    told = [reason for reason in reasons if reason != _REFUSED]
+    return Unproven(name, told[0] if told else "it is not called with rows, numbers of experts and weights")
+
+
+_REFUSED = "it does not take these arguments"
+
+
+class _Trial:
+    """Calls of a twin with random content."""
+
+    def __init__(self, twin: nn.Module, arguments: Arguments, width: int) -> None:
+        self._twin, self._arguments, self._experts = twin, arguments, stacked_experts(twin)
+        draw = torch.Generator().manual_seed(0)
+        chosen = min(_CHOSEN, self._experts)
+        self._rows = torch.randn(_ROWS, width, generator=draw)
+        self._weights = torch.rand(_ROWS, chosen, generator=draw) + 0.5
+        self._numbers = torch.stack([torch.randperm(self._experts, generator=draw)[:chosen] for _ in range(_ROWS)])
+
+    @torch.no_grad()
+    def failure(self) -> str | None:
+        """Returns the rule that does not hold; None if all hold."""
+        x, n, w = self._rows, self._numbers, self._weights
+        whole = self._call(self._twin, x, n, w)
+        if whole is None or whole.shape != x.shape or not whole.isfinite().all():
+            return _REFUSED
+        some = torch.arange(0, _ROWS, 2).flip(0)
+        if not _close(self._call(self._twin, x[some], n[some], w[some]), whole[some]):
+            return "a row's result depends on other rows"
+        slots = [self._call(self._twin, x, n[:, j : j + 1], w[:, j : j + 1]) for j in range(n.shape[1])]
+        if any(slot is None for slot in slots) or not _close(sum(slot for slot in slots if slot is not None), whole):
+            return "the results of a row's experts are not added"
+        half = self._experts // 2
+        for chosen in (range(1), range(half), range(half, self._experts)):
+            if (reason := self._failure_of(chosen)) is not None:
+                return reason
+        return None
+
+    def _failure_of(self, chosen: Sequence[int]) -> str | None:
+        """Returns the rule that does not hold for a rank with the experts ``chosen`` alone."""
+        token, slot = ((self._numbers >= chosen[0]) & (self._numbers <= chosen[-1])).nonzero().unbind(1)
+        x, n, w = self._rows[token], self._numbers[token, slot][:, None], self._weights[token, slot][:, None]
+        wanted = self._call(self._twin, x, n, w)
+        others = [index for index in range(self._experts) if index not in chosen]
+        if wanted is None or not _close(self._call(_without(self._twin, others), x, n, w), wanted):
+            return "a row's result depends on experts that it does not ask for"
+        alone = _with_only(self._twin, chosen)
+        if not _close(self._call(alone, x, n - chosen[0], w), wanted):
+            return "its forward needs the number of all experts"
+        empty = self._call(alone, x[:0], n[:0], w[:0])
+        return None if empty is not None and empty.shape == x[:0].shape else "it cannot be called without rows"
+
+    def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor) -> Tensor | None:
+        """Returns the result, or None if the module raises or returns anything but a tensor."""
+        names = self._arguments
+        try:
+            result: object = module(**{names.rows: x, names.numbers: n, names.weights: w})
+        except Exception:  # any: it is code of the user with arguments that it may not be made for
+            return None
+        return result if isinstance(result, Tensor) else None
+
+
+def _close(a: Tensor | int | None, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
+
+
+def _twin(module: nn.Module, experts: int) -> nn.Module:
+    """Returns a copy of ``module`` in evaluation, with random fp32 parameters of its first ``experts`` experts."""
+    draw = torch.Generator().manual_seed(1)
+    fresh = {
+        id(parameter): nn.Parameter(
+            torch.randn(experts, *parameter.shape[1:], generator=draw) * parameter.shape[-1] ** -0.5
+        )
+        for parameter in module.parameters()
+    }
+    counts = count_names(module, stacked_experts(module))
+    twin = copy.deepcopy(module, dict(fresh)).eval()
+    for name in counts:
+        setattr(twin, name, experts)
+    return twin
+
+
+def _without(twin: nn.Module, experts: Sequence[int]) -> nn.Module:
+    """Returns ``twin`` with NaN in the parameters of ``experts``."""
+    fresh = {id(each): nn.Parameter(each.detach().clone()) for each in twin.parameters()}
+    for parameter in fresh.values():
+        parameter.data[list(experts)] = torch.nan
+    return copy.deepcopy(twin, dict(fresh))
+
+
+def _with_only(twin: nn.Module, chosen: Sequence[int]) -> nn.Module:
+    """Returns ``twin`` with the experts ``chosen`` alone."""
+    fresh = {id(each): nn.Parameter(each.detach()[chosen[0] : chosen[-1] + 1].clone()) for each in twin.parameters()}
+    counts = count_names(twin, stacked_experts(twin))
+    alone = copy.deepcopy(twin, dict(fresh))
+    for name in counts:
+        setattr(alone, name, len(chosen))
+    return alone

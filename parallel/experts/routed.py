@@ -1,0 +1,115 @@
+"""Modules of routed experts on the experts of this rank: the module's own forward, given the rows of all ranks."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round, exchange, swap_rows
+from engine.parallel.experts.forms import RoutedExperts, count_names, expert_bounds
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+
+
+def share_experts(
+    model: nn.Module, found: Sequence[RoutedExperts], comm: Comm, dry: Callable[[], bool], patches: ForwardPatches
+) -> None:
+    """Wraps the forward of each module in ``found``: tokens are sent to the ranks of their experts and back.
+
+    ``dry`` returns True in a trace of shapes, which sends nothing.
+    """
+    for each in found:
+        module = model.get_submodule(each.name)
+        shared = SharedExperts(each, module, comm, dry)
+        note = f"computes {shared.count} of its {each.experts} experts, for the tokens of {comm.grid.size(AXIS)} ranks"
+        patches.wrap_forward(module, PatchLayer.EXPERTS, shared.forward, f"{note} (parallel.expert)")
+
+
+class SharedExperts:
+    """Forward of a module whose experts are shared among the ranks of the axis "ep"."""
+
+    def __init__(self, found: RoutedExperts, module: nn.Module, comm: Comm, dry: Callable[[], bool]) -> None:
+        self._found, self._module, self._comm, self._dry = found, module, comm, dry
+        self._own: Callable[..., Any] = module.forward
+        self._signature = inspect.signature(module.forward)
+        index, bounds = comm.grid.index(AXIS), expert_bounds(found.experts, comm.grid.size(AXIS))
+        self.count = bounds[index + 1] - bounds[index]
+        """Number of experts on this rank."""
+        self._counts = count_names(module, found.experts)
+        self._bounds = torch.tensor(bounds)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the module's output [T, H] for the rows of this rank; exchanges rows over the axis "ep".
+
+        Raises:
+            EngineError: the arguments are not rows [T, H], numbers [T, k] and weights [T, k].
+        """
+        given = self._signature.bind(*args, **kwargs)
+        x, numbers, weights = self._tensors(given.arguments)
+        if self._dry():
+            return self._compute(given.arguments, x, numbers.clamp(max=self.count - 1), weights)
+        if self._bounds.device != numbers.device:
+            self._bounds = self._bounds.to(numbers.device)
+        sent = Dispatch(numbers, self._bounds, self._comm)
+        rounds, y = sent.rounds, None
+        for each in rounds:
+            if len(rounds) == 1:
+                part = self._exchanged(given.arguments, sent, each, x, weights)
+            else:  # only the rows of one round are in memory, in the backward too
+                part = checkpoint(self._exchanged, given.arguments, sent, each, x, weights, use_reentrant=False)
+            y = part.new_zeros(len(x), *part.shape[1:]) if y is None else y
+            y = y.index_add(0, sent.token[each.rows], part)
+        assert y is not None
+        return y
+
+    def _exchanged(self, given: Mapping[str, Any], sent: Dispatch, each: Round, x: Tensor, weights: Tensor) -> Tensor:
+        """Returns the sums of the experts of other ranks and of this one for the rows of a round."""
+        token, local = sent.token[each.rows], sent.local[each.rows]
+        weight = weights[token].masked_fill(local < 0, 0)
+        gives, gets, comm = each.gives, each.gets, self._comm
+        rows, weight = exchange((x[token], weight), gives, gets, comm, DISPATCH, ())
+        (numbers,) = swap_rows((local.to(torch.int32),), gives, gets, comm, ROUTING)
+        row, slot = (numbers >= 0).nonzero().unbind(1)
+        out = self._compute(given, rows[row], numbers[row, slot][:, None].long(), weight[row, slot][:, None])
+        y = out.new_zeros(len(rows), *out.shape[1:]).index_add(0, row, out)
+        ties = (rows, weight, *self._module.parameters(recurse=False)) if len(row) == 0 else ()
+        (back,) = exchange((y,), gets, gives, comm, COMBINE, ties)
+        return back
+
+    def _compute(self, given: Mapping[str, Any], x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Returns the result of the module's own forward, of the experts of this rank."""
+        names = self._found.arguments
+        made = self._signature.bind_partial()
+        made.arguments.update({**given, names.rows: x, names.numbers: numbers, names.weights: weights})
+        with self._counting():
+            result: Tensor = self._own(*made.args, **made.kwargs)
+        return result
+
+    @contextmanager
+    def _counting(self) -> Any:
+        """Context in which the attributes of the module that are the number of its experts are those of this rank."""
+        for name in self._counts:
+            object.__setattr__(self._module, name, self.count)
+        try:
+            yield
+        finally:
+            for name in self._counts:
+                object.__setattr__(self._module, name, self._found.experts)
+
+    def _tensors(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        names = self._found.arguments
+        found: tuple[Any, Any, Any] = given.get(names.rows), given.get(names.numbers), given.get(names.weights)
+        x, numbers, weights = found
+        fits = all(isinstance(each, Tensor) and each.dim() == 2 for each in found)
+        if not fits or numbers.shape != weights.shape or len(x) != len(numbers):
+            shown = ", ".join(str(list(each.shape)) if isinstance(each, Tensor) else str(each) for each in found)
+            raise EngineError(
+                f"{self._found.name} was called with {shown}, but with parallel.expert its arguments are rows [T, H], "
+                "numbers of experts [T, k] and their weights [T, k]; call it with these, or leave parallel.expert out."
+            )
+        return x, numbers, weights
