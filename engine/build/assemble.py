@@ -196,7 +196,7 @@ def _within_gathers(
     """Put around forwards what runs while parameters are gathered, from inside to outside; recomputation is last."""
     _keep_out(model, plan, patches)
     if plan.shared_experts is not None:
-        share_experts(model, plan.shared_experts.routed, comm, lambda: axis.dry, patches)
+        share_experts(model, plan.shared_experts.routed, comm, axis, patches)
     counter, streams = _expert_counter(model, plan, axis, device, patches), RandomStreams(model, device, patches)
     policy = plan.config.activation_checkpointing
     return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams

@@ -45,6 +45,7 @@ from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import shards_parameters, tensor_format
 from engine.planning.example_trace import trace_example
+from engine.planning.expert_plan import ExpertPlan
 from engine.planning.found_styles import FoundStyles, kept_or_found
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
@@ -71,6 +72,8 @@ class PlanRequest:
     """The user's optimizer, whose groups take the place of the configured ones."""
     found: FoundStyles | None = None
     """Result of the search for a tensor plan; None: it is searched here."""
+    shared_experts: ExpertPlan | None = None
+    """Experts that data ranks share, of which every tensor rank holds whole ones."""
     searched: SearchedProgram | None = None
     """Traces of the program and a digest that other searches share; None: a search makes its own."""
 
@@ -363,6 +366,8 @@ def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
         plan = found.plan(model, config.tp, parallel.sequence_parallel)
     else:
         plan = find_tensor_plan(model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
+    if request.shared_experts is not None:
+        plan = plan.without([each.name for each in request.shared_experts.routed])
     nothing = (
         f"parallel.tensor {config.tp} shares nothing of this model: every tensor rank holds and computes all of it, so "
         "give these ranks to parallel.data, or name layers in parallel.tensor_plan",

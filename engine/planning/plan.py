@@ -293,14 +293,14 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     precision = make_precision(config, model)
     groups = groups or (GroupOptions(),)  # of a model that is frozen altogether
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
+    shared = find_expert_plan(model, config)
+    request = replace(request, shared_experts=shared)
     analysis = analyze(config, request, requested.stages if requested else config.pp)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
     quantized = find_quantized(model, config)
-    shared = find_expert_plan(model, config)
-    division = _division(config, analysis, schedule, quantized)
-    table = build_table(model, assigned, replace(division, experts=shared.cuts) if shared else division)
+    table = build_table(model, assigned, _division(config, analysis, schedule, quantized, shared))
     refuse_outside_reads(table)
     calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
@@ -363,17 +363,24 @@ def _settled(plan: Plan) -> Plan:
 
 
 def _division(
-    config: Config, analysis: Analysis, schedule: Schedule, quantized: Mapping[str, WeightFormat]
+    config: Config,
+    analysis: Analysis,
+    schedule: Schedule,
+    quantized: Mapping[str, WeightFormat],
+    shared: ExpertPlan | None,
 ) -> Division:
     stages = analysis.partition.owners if analysis.partition else {}
     ranks = schedule.rank_of_stage
+    experts = shared.cuts if shared is not None else {}
+    partial = analysis.tensor.partial if analysis.tensor else frozenset[str]()
     return Division(
         tp=config.tp,
         cuts=analysis.tensor.parameters if analysis.tensor else {},
-        partial=analysis.tensor.partial if analysis.tensor else (),
+        partial=partial.union(experts if config.tp > 1 else ()),  # tensor ranks divide the rows of experts
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.trace.read_by_glue if analysis.trace else (),
         quantized=quantized,
+        experts=experts,
     )
 
 

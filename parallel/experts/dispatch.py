@@ -32,7 +32,7 @@ class Dispatch:
     """Pairs (token, rank) of the tokens of this rank and of the ranks that have experts of them.
 
     Args:
-        numbers: experts of each token [T, k].
+        numbers: experts of each token [T, k]; -1: none.
         bounds: the first expert of each rank, and the number of experts.
         limit: most rows that a rank gets from another one in a round; None: twice the share of an even routing.
     """
@@ -42,13 +42,14 @@ class Dispatch:
         ranks, tokens = comm.grid.size(AXIS), len(numbers)
         owner = torch.bucketize(numbers, bounds[1:-1], right=True)
         hit = torch.zeros(ranks, tokens, dtype=torch.bool, device=numbers.device)
-        hit[owner.t().reshape(-1), torch.arange(tokens, device=numbers.device).repeat(numbers.shape[1])] = True
+        asked, chosen = (numbers >= 0).nonzero().unbind(1)
+        hit[owner[asked, chosen], asked] = True
         to, self.token = hit.nonzero().unbind(1)
         """Token of each pair, in the order of ranks."""
         own = numbers[self.token] - bounds[to][:, None]
-        self.local = torch.where(owner[self.token] == to[:, None], own, -1)
+        self.local = torch.where((owner[self.token] == to[:, None]) & (own >= 0), own, -1)
         """Number of each expert among those of the pair's rank; -1: the expert is on another rank."""
-        counts = torch.cat([hit.sum(1), torch.full((1,), numbers.numel(), device=numbers.device)])
+        counts = torch.cat([hit.sum(1), asked.new_full((1,), numbers.numel())])
         table = torch.empty(ranks, ranks + 1, dtype=counts.dtype, device=counts.device)
         comm.all_gather(table.view(-1), counts, AXIS, ROUTING).wait()
         told: list[list[int]] = table.tolist()

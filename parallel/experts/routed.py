@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
@@ -14,27 +15,35 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round, exchange, swap_rows
 from engine.parallel.experts.forms import RoutedExperts, count_names, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.tensor.collectives import gather_whole, slice_of
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import full
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+EXPERT_ROWS = "expert rows"
+"""Label of the rows that tensor ranks divide among themselves."""
 
 
 def share_experts(
-    model: nn.Module, found: Sequence[RoutedExperts], comm: Comm, dry: Callable[[], bool], patches: ForwardPatches
+    model: nn.Module, found: Sequence[RoutedExperts], comm: Comm, tensor: TensorAxis, patches: ForwardPatches
 ) -> None:
-    """Wraps the forward of each module in ``found``: tokens are sent to the ranks of their experts and back.
-
-    ``dry`` returns True in a trace of shapes, which sends nothing.
-    """
+    """Wraps the forward of each module in ``found``: tokens are sent to the ranks of their experts and back."""
     for each in found:
         module = model.get_submodule(each.name)
-        shared = SharedExperts(each, module, comm, dry)
+        shared = SharedExperts(each, module, comm, tensor)
         note = f"computes {shared.count} of its {each.experts} experts, for the tokens of {comm.grid.size(AXIS)} ranks"
         patches.wrap_forward(module, PatchLayer.EXPERTS, shared.forward, f"{note} (parallel.expert)")
 
 
 class SharedExperts:
-    """Forward of a module whose experts are shared among the ranks of the axis "ep"."""
+    """Forward of a module whose experts are shared among the ranks of the axis "ep".
 
-    def __init__(self, found: RoutedExperts, module: nn.Module, comm: Comm, dry: Callable[[], bool]) -> None:
-        self._found, self._module, self._comm, self._dry = found, module, comm, dry
+    Tensor ranks of one data coordinate get equal rows, and each sends an equal share of them. In a dry run of the
+    tensor axis, which traces shapes, nothing is sent.
+    """
+
+    def __init__(self, found: RoutedExperts, module: nn.Module, comm: Comm, tensor: TensorAxis) -> None:
+        self._found, self._module, self._comm, self._tensor = found, module, comm, tensor
         self._own: Callable[..., Any] = module.forward
         self._signature = inspect.signature(module.forward)
         index, bounds = comm.grid.index(AXIS), expert_bounds(found.experts, comm.grid.size(AXIS))
@@ -51,17 +60,27 @@ class SharedExperts:
         """
         given = self._signature.bind(*args, **kwargs)
         x, numbers, weights = self._tensors(given.arguments)
-        if self._dry():
-            return self._compute(given.arguments, x, numbers.clamp(max=self.count - 1), weights)
+        if self._tensor.size == 1:
+            return self._routed(given.arguments, x, numbers, weights)
+        tokens, ranks = len(x), self._tensor.size
+        more = (0, 0, 0, -tokens % ranks)
+        x, weights = (slice_of(functional.pad(each, more), self._tensor, 0, EXPERT_ROWS) for each in (x, weights))
+        numbers = functional.pad(numbers, more, value=-1).view(ranks, -1, numbers.shape[1])[self._tensor.index]
+        return gather_whole(self._routed(given.arguments, x, numbers, weights), self._tensor, 0, EXPERT_ROWS)[:tokens]
+
+    def _routed(self, given: Mapping[str, Any], x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Returns the module's output for rows of this rank, from the experts of all ranks of the axis "ep"."""
+        if self._tensor.dry:
+            return self._compute(given, x, numbers.clamp(0, self.count - 1), weights)
         if self._bounds.device != numbers.device:
             self._bounds = self._bounds.to(numbers.device)
         sent = Dispatch(numbers, self._bounds, self._comm)
         rounds, y = sent.rounds, None
         for each in rounds:
             if len(rounds) == 1:
-                part = self._exchanged(given.arguments, sent, each, x, weights)
+                part = self._exchanged(given, sent, each, x, weights)
             else:  # only the rows of one round are in memory, in the backward too
-                part = checkpoint(self._exchanged, given.arguments, sent, each, x, weights, use_reentrant=False)
+                part = checkpoint(self._exchanged, given, sent, each, x, weights, use_reentrant=False)
             y = part.new_zeros(len(x), *part.shape[1:]) if y is None else y
             y = y.index_add(0, sent.token[each.rows], part)
         assert y is not None
@@ -104,7 +123,10 @@ class SharedExperts:
     def _tensors(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         names = self._found.arguments
         found: tuple[Any, Any, Any] = given.get(names.rows), given.get(names.numbers), given.get(names.weights)
-        x, numbers, weights = found
+        x, numbers, weights = (
+            full(each, "experts of other ranks need whole rows") if isinstance(each, GlobalTensor) else each
+            for each in found
+        )
         fits = all(isinstance(each, Tensor) and each.dim() == 2 for each in found)
         if not fits or numbers.shape != weights.shape or len(x) != len(numbers):
             shown = ", ".join(str(list(each.shape)) if isinstance(each, Tensor) else str(each) for each in found)

@@ -1,11 +1,12 @@
 """Tensor plan as data: the sharded layers and parameters, and the shard of each tensor rank."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Literal
 
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.plan.ranges import held
 
@@ -88,6 +89,23 @@ class TensorPlan:
     """Parameters of ``partial`` that met sharded activations only; full activations would make their gradient wrong."""
     notes: tuple[str, ...] = ()
     """One sentence for each limit that the search met."""
+
+    def without(self, modules: Collection[str]) -> "TensorPlan":
+        """Returns the plan with the named modules, and everything inside them, on every rank in full."""
+
+        def outside(name: str) -> bool:
+            return not any(is_inside(name, module) for module in modules)
+
+        return replace(
+            self,
+            layers={name: cut for name, cut in self.layers.items() if outside(name)},
+            parameters={name: cut for name, cut in self.parameters.items() if outside(name)},
+            attributes=tuple(change for change in self.attributes if outside(change.module)),
+            partial=frozenset(filter(outside, self.partial)),
+            shown=frozenset(filter(outside, self.shown)),
+            equal=frozenset(filter(outside, self.equal)),
+            beside=frozenset(filter(outside, self.beside)),
+        )
 
     def write(self, path: str | PathLike[str]) -> None:
         """Writes the styles as a JSON file for ``parallel.tensor_plan``, so that no search is needed."""
