@@ -41,6 +41,7 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
+from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.grid import Grid, Holder
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
@@ -195,8 +196,9 @@ def _within_gathers(
 ) -> tuple[ExpertCounter | None, HostActivations, RandomStreams]:
     """Put around forwards what runs while parameters are gathered, from inside to outside; recomputation is last."""
     _keep_out(model, plan, patches)
-    if plan.shared_experts is not None:
-        share_experts(model, plan.shared_experts.routed, comm, axis, patches)
+    if (shared := plan.shared_experts) is not None:
+        share_experts(model, shared.routed, comm, axis, patches)
+        share_listed(model, shared.listed, comm, axis, patches)
     counter, streams = _expert_counter(model, plan, axis, device, patches), RandomStreams(model, device, patches)
     policy = plan.config.activation_checkpointing
     return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams
@@ -225,7 +227,7 @@ def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
     """Leave layers that communicate or read codes out of compilation, and modules in fp32 out of narrow dtypes."""
     if plan.config.compile or any(map(has_compiled_code, model.modules())):
         cut = plan.tensor.layers if plan.tensor is not None else ()
-        shared = [each.name for each in plan.shared_experts.routed] if plan.shared_experts is not None else []
+        shared = plan.shared_experts.blocks if plan.shared_experts is not None else ()
         leave_out_of_compilation(model, {*cut, *quantized_layers(model), *shared}, patches)
     put_casts(model, plan.precision.kept, plan.precision.compute, patches)
 

@@ -12,6 +12,7 @@ from engine.errors import PlanError
 from engine.kernels.codecs.weight_format import QuantizedShape
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
+from engine.parallel.experts.forms import ExpertCut
 from engine.parallel.grid import Coord, Holder
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize, replace_meta
@@ -20,6 +21,7 @@ from engine.parallel.model.quantized_layers import quantize_part, read_quantized
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.shard_table import ShardRow
 from engine.parallel.tensor.layers.apply_plan import apply_plan, local_shard
+from engine.parallel.tensor.layers.linear import local_rows
 from engine.parallel.tensor.layers.size_answers import WholeSizeAnswers
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.budgets import hosts_parameters, reduces_each_microbatch, shards_parameters, wire_formats
@@ -96,7 +98,7 @@ def place_model(
     def keep(name: str, full: Tensor) -> Tensor:
         part = full
         if name in experts:
-            part = local_shard(full, experts[name], holder.ep)
+            part = _experts_of_rank(full, experts[name], holder.ep)
         elif name in cuts and name not in codes:
             part = local_shard(full, cuts[name], coord.tp)
         part = _quantized(part, rows[name], plan, holder) if name in codes else part
@@ -124,7 +126,7 @@ def place_model(
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     _shard(model, plan, axis, patches, already_cut=meta | codes.keys())
     for name in experts.keys() - meta - codes.keys():
-        parameters[name].data = local_shard(parameters[name].data, experts[name], holder.ep)
+        parameters[name].data = _experts_of_rank(parameters[name].data, experts[name], holder.ep)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
@@ -142,6 +144,11 @@ def _shard(
         parameters = dict(model.named_parameters())
         views = apply_plan(model, plan.tensor, axis, patches, already_cut)
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
+
+
+def _experts_of_rank(full: Tensor, cut: ExpertCut, index: int) -> Tensor:
+    """Returns the experts of a rank; a parameter of a single expert is whole, or absent."""
+    return full if cut.dim is None else local_rows(full, cut.dim, cut.ranges, index)
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:

@@ -367,7 +367,7 @@ def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
     else:
         plan = find_tensor_plan(model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
     if request.shared_experts is not None:
-        plan = plan.without([each.name for each in request.shared_experts.routed])
+        plan = plan.without(request.shared_experts.modules)
     nothing = (
         f"parallel.tensor {config.tp} shares nothing of this model: every tensor rank holds and computes all of it, so "
         "give these ranks to parallel.data, or name layers in parallel.tensor_plan",

@@ -7,9 +7,18 @@ from torch import nn
 
 from engine.config import Config
 from engine.errors import PlanError
-from engine.parallel.experts.forms import RoutedExperts, expert_cut, kind_of, stacked_experts
-from engine.parallel.experts.proof import Unproven, prove_routed
-from engine.parallel.tensor.plan.tensor_plan import ParameterCut
+from engine.parallel.experts.forms import (
+    ExpertCut,
+    ListedExperts,
+    RoutedExperts,
+    alike_lists,
+    expert_bounds,
+    expert_cut,
+    kind_of,
+    owner_cut,
+    stacked_experts,
+)
+from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +27,21 @@ class ExpertPlan:
 
     ranks: int
     routed: tuple[RoutedExperts, ...]
+    listed: tuple[ListedExperts, ...]
+    cuts: Mapping[str, ExpertCut]
+    """Division of the parameters of experts, by name."""
     unproven: tuple[Unproven, ...] = ()
     """Modules that stack experts, and hold all of them on every rank."""
 
     @property
-    def cuts(self) -> Mapping[str, ParameterCut]:
-        """Sharding of the parameters of experts, by name."""
-        return {name: expert_cut(each.experts, self.ranks) for each in self.routed for name in each.parameters}
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules that own experts."""
+        return (*(each.name for each in self.routed), *(name for each in self.listed for name in each.names))
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the modules whose forwards communicate."""
+        return (*(each.name for each in self.routed), *(each.block for each in self.listed))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -43,34 +60,69 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     ranks = config.parallel.expert
     if ranks == 1:
         return None
-    proven: dict[object, RoutedExperts | Unproven] = {}
-    routed, unproven = list[RoutedExperts](), list[Unproven]()
-    for name, module in model.named_modules():
-        if not stacked_experts(module):
-            continue
-        kind = kind_of(module)
-        if kind not in proven:
-            proven[kind] = prove_routed(name, module)
-        found = proven[kind].named(name)
-        if isinstance(found, RoutedExperts):
-            routed.append(found)
-        else:
-            unproven.append(found)
-    if not routed:
+    routed, refused = _routed(model)
+    listed, others = _listed(model)
+    unproven = (*refused, *others)
+    if not routed and not listed:
         raise PlanError(f"parallel.expert is {ranks}, but {_missing(unproven)}; leave parallel.expert out.")
-    fewest = min(routed, key=lambda each: each.experts)
-    if fewest.experts < ranks:
+    fewest = min(
+        (each.experts, each.block if isinstance(each, ListedExperts) else each.name) for each in (*routed, *listed)
+    )
+    if fewest[0] < ranks:
         raise PlanError(
-            f"parallel.expert is {ranks}, but {fewest.name} has {fewest.experts} experts, and every rank needs at "
-            f"least one; give a size from 1 to {fewest.experts}."
+            f"parallel.expert is {ranks}, but {fewest[1]} has {fewest[0]} experts, and every rank needs at least one; "
+            f"give a size from 1 to {fewest[0]}."
         )
-    return ExpertPlan(ranks, tuple(routed), tuple(unproven))
+    return ExpertPlan(ranks, routed, listed, _cuts(model, ranks, routed, listed), unproven)
 
 
-def _missing(unproven: list[Unproven]) -> str:
+def _routed(model: nn.Module) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:
+    proven: dict[object, RoutedExperts | Unproven] = {}
+    found = list[RoutedExperts | Unproven]()
+    for name, module in model.named_modules():
+        if stacked_experts(module):
+            kind = kind_of(module)
+            if kind not in proven:
+                proven[kind] = prove_routed(name, module)
+            found.append(proven[kind].named(name))
+    routed = tuple(each for each in found if isinstance(each, RoutedExperts))
+    return routed, tuple(each for each in found if isinstance(each, Unproven))
+
+
+def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven, ...]]:
+    proven: dict[object, tuple[int, int] | str] = {}
+    found, refused = list[ListedExperts](), list[Unproven]()
+    for name, child, members in alike_lists(model):
+        block = model.get_submodule(name)
+        kind = (kind_of(block), child)
+        if kind not in proven:
+            proven[kind] = prove_listed(block, child)
+        widths = proven[kind]
+        if not isinstance(widths, str):
+            own = tuple(own for own, _ in model.get_submodule(members[0]).named_parameters())
+            found.append(ListedExperts(name, members, *widths, own))
+        elif "expert" in child.lower():
+            refused.append(Unproven(f"{name}.{child}" if name else child, widths))
+    return tuple(found), tuple(refused)
+
+
+def _cuts(
+    model: nn.Module, ranks: int, routed: tuple[RoutedExperts, ...], listed: tuple[ListedExperts, ...]
+) -> dict[str, ExpertCut]:
+    cuts = {name: expert_cut(each.experts, ranks) for each in routed for name in each.parameters}
+    for each in listed:
+        bounds = expert_bounds(each.experts, ranks)
+        for rank in range(ranks):
+            for name in each.names[bounds[rank] : bounds[rank + 1]]:
+                for own, parameter in model.get_submodule(name).named_parameters():
+                    cuts[f"{name}.{own}"] = owner_cut(parameter.shape[0] if parameter.dim() else 1, rank)
+    return cuts
+
+
+def _missing(unproven: tuple[Unproven, ...]) -> str:
     if not unproven:
         return (
             "the model has no experts: no module owns parameters [experts, ..] and is called with rows, numbers of "
-            "experts and weights"
+            "experts and weights, and no block calls a list of equal modules with rows"
         )
     return f"the experts of {unproven[0].name} cannot be shared, because {unproven[0].reason}"

@@ -303,7 +303,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     table = build_table(model, assigned, _division(config, analysis, schedule, quantized, shared))
     refuse_outside_reads(table)
     calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
-    gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
+    closed = shared.blocks if shared is not None else ()
+    gathers = find_gather_groups(model, calls, closed) if shards_parameters(config) else None
     notes = [
         *setting_notes(request.program, config, precision, wire_formats(config, precision)),
         *schedule.notes,
@@ -373,10 +374,12 @@ def _division(
     ranks = schedule.rank_of_stage
     experts = shared.cuts if shared is not None else {}
     partial = analysis.tensor.partial if analysis.tensor else frozenset[str]()
+    # tensor ranks divide the rows of routed experts, each of which has a part of the gradient then
+    divided = [name for each in shared.routed for name in each.parameters] if shared and config.tp > 1 else []
     return Division(
         tp=config.tp,
         cuts=analysis.tensor.parameters if analysis.tensor else {},
-        partial=partial.union(experts if config.tp > 1 else ()),  # tensor ranks divide the rows of experts
+        partial=partial.union(divided),
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.trace.read_by_glue if analysis.trace else (),
         quantized=quantized,

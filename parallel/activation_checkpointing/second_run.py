@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+Result = TypeVar("Result")
 _LEFT = frozenset((*vars(nn.Module()), "forward")) - {"training"}
 """Attributes of modules that are torch's, or the slot of the engine's patches."""
 _CLOSED = frozenset((
@@ -70,6 +71,21 @@ class BlockState:
                 state.leave(before)
 
         return run
+
+    def run_twice(self, first: Callable[[], Any], second: Callable[[], Result], arguments: tuple[Any, ...]) -> Result:
+        """Runs ``first`` in the present state, which it leaves as it was, and then ``second``, which changes it.
+
+        ``arguments``: those of the block, which may hold state too.
+        """
+        state = self._begin(arguments)
+        before = state.enter()
+        try:
+            first()
+        finally:
+            state.leave(before)
+        result = second()
+        self._end(state)
+        return result
 
     def _begin(self, arguments: tuple[Any, ...]) -> "_Found":
         """Note the state that a first run finds."""

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from engine.parallel.shard_table import Range
-from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +46,70 @@ class RoutedExperts:
         return tuple(f"{self.name}.{own}" for own in self.own)
 
 
+@dataclass(frozen=True, slots=True)
+class ListedExperts:
+    """Block whose own code calls the members of a list of equal expert modules with rows of its choice."""
+
+    block: str
+    """Name of the block."""
+    names: tuple[str, ...]
+    """Names of its experts, in order."""
+    width: int
+    """Width of the rows that experts are called with."""
+    out: int
+    """Width of their results."""
+    own: tuple[str, ...]
+    """Names of the parameters of one expert, in the expert."""
+
+    @property
+    def experts(self) -> int:
+        """Number of experts."""
+        return len(self.names)
+
+    def named(self, block: str, names: tuple[str, ...]) -> "ListedExperts":
+        """Returns the same for another block of the same kind."""
+        return replace(self, block=block, names=names)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCut:
+    """Division of a parameter of experts over the expert axis."""
+
+    dim: int | None
+    """Dim of the experts; None: the parameter belongs to one expert, and one rank holds it."""
+    ranges: tuple[Range, ...]
+
+
+def owner_cut(rows: int, rank: int) -> ExpertCut:
+    """Returns the division of a parameter with ``rows`` along its first dim that ``rank`` holds alone."""
+    return ExpertCut(None, (Range(0, rows, (rank,)),))
+
+
+def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yields (block, name of the list in it, names of its members) of lists of equal modules with parameters."""
+    for name, block in model.named_modules():
+        for child, members in block.named_children():
+            if not isinstance(members, nn.ModuleList | nn.ModuleDict) or len(members) < 2:
+                continue
+            kinds = {
+                (type(each), tuple((n, p.shape) for n, p in each.named_parameters())) for each in members.children()
+            }
+            parameters = [id(p) for each in members.children() for p in each.parameters()]
+            if len(kinds) == 1 and parameters and len(set(parameters)) == len(parameters):
+                inside = f"{name}.{child}" if name else child
+                yield name, child, tuple(f"{inside}.{own}" for own, _ in members.named_children())
+
+
 def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
     """Returns the first expert of each rank, and the number of experts; the first ranks hold one more if uneven."""
     each, more = divmod(experts, ranks)
     return tuple(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
 
 
-def expert_cut(experts: int, ranks: int) -> ParameterCut:
+def expert_cut(experts: int, ranks: int) -> ExpertCut:
     """Returns the sharding of parameters [experts, ..] over ``ranks``."""
     bounds = expert_bounds(experts, ranks)
-    return ParameterCut(0, tuple(Range(bounds[rank], bounds[rank + 1], (rank,)) for rank in range(ranks)))
+    return ExpertCut(0, tuple(Range(bounds[rank], bounds[rank + 1], (rank,)) for rank in range(ranks)))
 
 
 def stacked_experts(module: nn.Module) -> int:

@@ -8,14 +8,19 @@ weights w [T, k]. It must hold:
     local     the same with NaN in the parameters of experts that no row asks for
     renumber  the same with the experts of one rank alone, counted from 0
     empty     no rows give no rows
+
+A block with a list of equal modules is called with experts that note their rows, and must ask for the same rows
+whatever they answer; a member must treat each row by itself.
 """
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from engine.parallel.experts.forms import (
     Arguments,
@@ -152,3 +157,125 @@ def _with_only(twin: nn.Module, chosen: Sequence[int]) -> nn.Module:
     for name in counts:
         setattr(alone, name, len(chosen))
     return alone
+
+
+def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
+    """Tries a block with a list ``child`` of equal modules; returns (width of rows, width of results), or the reason.
+
+    All members of the twin's list share the parameters of one, and scale its result, so that they differ.
+    """
+    members = list(block.get_submodule(child).children())
+    required = _required(block)
+    if required is None or any(isinstance(each, nn.Embedding) for each in block.modules()):
+        return "its block is not called with one tensor"
+    draw = torch.Generator().manual_seed(1)
+    shared, notes = _random(members[0], {}, draw), _Notes()
+    stand_ins = [_Scaled(shared, number, notes) for number in range(len(members))]
+    twin = _random(block, dict(zip(map(id, members), stand_ins, strict=True)), draw)
+    reasons = []
+    for width in sorted({size for each in shared.parameters() if each.dim() == 2 for size in each.shape}):
+        for shape in ((2, _ROWS // 2, width), (_ROWS, width)):
+            reason = _ListTrial(twin, shared, notes, required, torch.randn(shape, generator=draw)).failure()
+            if reason is None:
+                with torch.no_grad():
+                    return width, shared(torch.zeros(1, width)).shape[-1]
+            reasons.append(reason)
+    told = [reason for reason in reasons if reason != _REFUSED]
+    return told[0] if told else "its block is not called with one tensor"
+
+
+class _Notes:
+    """What the experts of a twin are asked for, and how they answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, Tensor]] = []
+        self.answers: list[Tensor] | None = None
+        """Answers to give in turn; None: experts compute."""
+        self.zeros = False
+        """Experts answer zeros."""
+
+
+class _Scaled(nn.Module):
+    """Expert of a twin."""
+
+    def __init__(self, shared: nn.Module, number: int, notes: _Notes) -> None:
+        super().__init__()
+        self.shared, self.number, self.notes = shared, number, notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Notes the rows, and answers as the notes say."""
+        notes = self.notes
+        notes.asked.append((self.number, x.clone()))
+        if notes.answers is not None:
+            return notes.answers.pop(0)
+        found: Tensor = self.shared(x) * (1 + self.number / 8)
+        return torch.zeros_like(found) if notes.zeros else found
+
+
+class _ListTrial:
+    """Calls of a twin of a block with random content."""
+
+    def __init__(self, twin: nn.Module, shared: nn.Module, notes: _Notes, argument: str, x: Tensor) -> None:
+        self._twin, self._shared, self._notes, self._argument, self._x = twin, shared, notes, argument, x
+
+    @torch.no_grad()
+    def failure(self) -> str | None:
+        """Returns the rule that does not hold; None if all hold."""
+        whole, asked = self._run()
+        if whole is None or not asked or not all(torch.isfinite(leaf).all() for leaf in whole):
+            return _REFUSED
+        _, first = self._run(zeros=True)
+        same = [number for number, _ in first] == [number for number, _ in asked]
+        if not same or not all(torch.equal(a, b) for (_, a), (_, b) in zip(first, asked, strict=True)):
+            return "the rows of an expert depend on the results of others"
+        for _, rows in asked[:2]:
+            if rows.dim() < 2 or not self._by_rows(rows.reshape(-1, rows.shape[-1])):
+                return "a row's result depends on other rows"
+        again, _ = self._run(answers=[self._shared(rows) * (1 + number / 8) for number, rows in asked])
+        if again is None or not all(_close(a, b) for a, b in zip(again, whole, strict=True)):
+            return "its block does more with its experts than to call them"
+        return None
+
+    def _by_rows(self, rows: Tensor) -> bool:
+        draw = torch.Generator().manual_seed(2)
+        given = torch.randn(6, rows.shape[-1], generator=draw)
+        whole, empty = self._shared(given), self._shared(given[:0])
+        some = torch.tensor([4, 1])
+        fits = isinstance(whole, Tensor) and whole.dim() == 2 and empty.shape == whole[:0].shape
+        return fits and _close(self._shared(given[some]), whole[some])
+
+    def _run(
+        self, zeros: bool = False, answers: list[Tensor] | None = None
+    ) -> tuple[list[Tensor] | None, list[tuple[int, Tensor]]]:
+        """Returns the floating tensors of the output, None if the twin raises, and what experts were asked for."""
+        notes = self._notes
+        notes.asked, notes.zeros, notes.answers = [], zeros, answers
+        try:
+            out: object = self._twin(**{self._argument: self._x.clone()})
+        except Exception:  # any: it is code of the user with arguments that it may not be made for
+            return None, []
+        leaves = pytree.tree_leaves(out)
+        return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()], notes.asked
+
+
+def _required(module: nn.Module) -> str | None:
+    """Returns the only argument that the forward of a module requires; None if there are more, or none."""
+    try:
+        given = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    named = [each for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
+    required = [each.name for each in named if each.default is each.empty]
+    return required[0] if len(required) == 1 else None
+
+
+def _random(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
+    """Returns a copy of ``module`` in evaluation with random fp32 parameters; ``memo`` has copies of its children."""
+    inside = {id(parameter) for each in memo.values() for parameter in each.parameters()}
+    left = {id(p) for key in memo for m in module.modules() if id(m) == key for p in m.parameters()}
+    fresh: dict[int, object] = {
+        id(p): nn.Parameter(torch.randn(p.shape, generator=draw) * (p.shape[-1] if p.dim() else 1) ** -0.5)
+        for p in module.parameters()
+        if id(p) not in left and id(p) not in inside
+    }
+    return copy.deepcopy(module, {**fresh, **memo}).eval()

@@ -13,7 +13,7 @@ outermost module with parameters. Code that runs outside units is *glue*.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -30,14 +30,16 @@ class Units:
     """Names of the blocks before any was opened."""
 
 
-def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Units:
+def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed: Collection[str] = ()) -> Units:
     """Returns the units of ``model``.
 
     Args:
         deep: chains inside the elements of a chain give the blocks (Swin).
         mixed: children of any classes form a chain, even single layers (VGG: convolutions and norms).
+        closed: names of modules whose lists are no chains (of experts).
     """
-    walk = _Walk(deep, mixed)
+    inside = {id(module) for name in closed for module in model.get_submodule(name).modules()}
+    walk = _Walk(deep, mixed, inside)
     walk.visit(model, "")
     blocks = tuple(walk.blocks)
     return Units(MappingProxyType(walk.modules), blocks, blocks)
@@ -82,10 +84,10 @@ def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _Walk:
-    def __init__(self, deep: bool, mixed: bool) -> None:
+    def __init__(self, deep: bool, mixed: bool, closed: Collection[int]) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.blocks: list[str] = []
-        self._deep, self._mixed = deep, mixed
+        self._deep, self._mixed, self._closed = deep, mixed, closed
         self._seen: set[int] = set()
         self._in_block = False
 
@@ -120,7 +122,7 @@ class _Walk:
 
     def _is_chain(self, module: nn.Module) -> bool:
         """Returns True for a chain. A ModuleList of one element counts: it may be called many times (ALBERT)."""
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or id(module) in self._closed:
             return False
         children = weighty_children(module)
         if self._mixed and len(children) > 1:

@@ -35,9 +35,14 @@ class GatherGroups:
     """Parameter, by its first name -> groups that use it; empty if no known module uses it."""
 
 
-def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGroups:
-    """Find the groups of ``model``; ``calls`` are names of modules in the order in which a forward calls them."""
-    units = find_units(model, deep=True)
+def find_gather_groups(model: nn.Module, calls: Sequence[str] = (), closed: Collection[str] = ()) -> GatherGroups:
+    """Find the groups of ``model``.
+
+    Args:
+        calls: names of modules in the order in which a forward calls them.
+        closed: names of modules that are gathered as a whole.
+    """
+    units = find_units(model, deep=True, closed=closed)
     modules = _grouped(_in_order(list(units.modules), calls), set(units.blocks)) if units.modules else [[""]]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     users: dict[str, set[int]] = {name: set() for name in names.values()}

@@ -1,0 +1,252 @@
+"""Blocks with a list of equal expert modules, which their own code calls with rows of its choice: they are asked twice.
+
+    pass 1    the block's forward; an expert notes the rows that it is asked for and answers zeros
+    exchange  rows are sent to the ranks of their experts, which compute them, and the answers are sent back
+    pass 2    the block's forward again, from the same random state and buffers; experts give their answers
+
+The gate and the code around the experts are computed twice, so any loop over experts will do. Gradients pass through
+the rows of pass 1 and the answers of pass 2.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from engine.errors import EngineError
+from engine.parallel.activation_checkpointing.second_run import BlockState
+from engine.parallel.comm.comm import Comm
+from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, exchange
+from engine.parallel.experts.forms import ListedExperts, expert_bounds
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.rng_streams import generators_of
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+
+class Pass(Enum):
+    """Pass of a block's forward."""
+
+    OUTSIDE = auto()
+    """No pass runs: experts are called by other code, which is refused."""
+    ASK = auto()
+    """Experts note their rows and answer zeros."""
+    ANSWER = auto()
+    """Experts give the answers of their rows."""
+    TRACE = auto()
+    """Only shapes are wanted: experts compute."""
+
+
+@dataclass(eq=False)
+class _Expert:
+    """Calls of one expert in the passes of its block."""
+
+    module: nn.Module
+    own: Callable[[Tensor], Tensor]
+    rows: list[Tensor] = field(default_factory=list)
+    """Rows [n, H] of each call of pass 1."""
+    answers: list[Tensor] = field(default_factory=list)
+    """Answers to the calls that pass 2 has yet to make, the next one first."""
+
+
+def share_listed(
+    model: nn.Module, found: Sequence[ListedExperts], comm: Comm, tensor: TensorAxis, patches: ForwardPatches
+) -> None:
+    """Wraps the forwards of the blocks in ``found`` and of their experts: rows are sent to the ranks of the experts."""
+    for each in found:
+        block = SharedList(each, model, comm, tensor)
+        block.install(model, patches)
+
+
+class SharedList:
+    """Block whose listed experts are shared among the ranks of the axis "ep"."""
+
+    def __init__(self, found: ListedExperts, model: nn.Module, comm: Comm, tensor: TensorAxis) -> None:
+        self._found, self._comm, self._tensor = found, comm, tensor
+        block = model.get_submodule(found.block)
+        self._own: Callable[..., Any] = block.forward
+        self._state, self._pass = BlockState(block), Pass.OUTSIDE
+        modules = [model.get_submodule(name) for name in found.names]
+        self._experts = [_Expert(module, module.forward) for module in modules]
+        self._bounds = expert_bounds(len(modules), comm.grid.size(AXIS))
+        self._index = comm.grid.index(AXIS)
+        self._dtypes: dict[object, torch.dtype] = {}
+        """Dtype of answers, by that of rows and of autocast."""
+        self._stream = torch.get_default_dtype()
+        """Dtype of rows."""
+        self._answers: Tensor | None = None
+        """Answers to all rows of this rank."""
+
+    def install(self, model: nn.Module, patches: ForwardPatches) -> None:
+        """Wraps the forwards of the experts, then that of the block."""
+        count, ranks = self._bounds[self._index + 1] - self._bounds[self._index], self._comm.grid.size(AXIS)
+        for number, expert in enumerate(self._experts):
+            held = "computes rows of" if expert in self._held else "is held by another of"
+            note = f"{held} {ranks} ranks (parallel.expert)"
+            patches.wrap_forward(expert.module, PatchLayer.EXPERTS, partial(self._call, number), note)
+        note = f"runs twice, to send rows to {count} of its {len(self._experts)} experts here and to other ranks"
+        block = model.get_submodule(self._found.block)
+        patches.wrap_forward(block, PatchLayer.EXPERTS, self.forward, f"{note} (parallel.expert)")
+
+    @property
+    def _held(self) -> list[_Expert]:
+        """The experts of this rank."""
+        return self._experts[self._bounds[self._index] : self._bounds[self._index + 1]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output of the block's own forward; exchanges rows over the axis "ep" in between.
+
+        Raises:
+            EngineError: the second pass asks experts for other rows than the first.
+        """
+        if self._tensor.dry:
+            with self._passing(Pass.TRACE):
+                return self._own(*args, **kwargs)
+        drawn = [(generator, generator.get_state()) for generator in generators_of(_device(args, kwargs))]
+
+        def ask() -> None:
+            with self._passing(Pass.ASK):
+                self._own(*_copied(args), **_copied(kwargs))
+
+        def answer() -> Any:
+            self._exchange()
+            for generator, state in drawn:
+                generator.set_state(state)
+            with self._passing(Pass.ANSWER):
+                return self._joined(self._own(*args, **kwargs))
+
+        try:
+            out = self._state.run_twice(ask, answer, (*args, *kwargs.values()))
+            if any(expert.answers for expert in self._experts):
+                raise self._differs()
+        finally:
+            for expert in self._experts:
+                expert.rows, expert.answers = [], []
+            self._answers = None
+        return out
+
+    def _joined(self, out: Any) -> Any:
+        """Returns the output, whose gradient reaches the exchange also if the output has none of its answers."""
+        if self._answers is None or len(self._answers) or not self._answers.requires_grad:
+            return out
+        leaves, spec = pytree.tree_flatten(out)
+        first = next(
+            (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
+        )
+        if first is not None:
+            leaves[first] = leaves[first] + self._answers.sum().to(leaves[first].dtype)
+        return pytree.tree_unflatten(leaves, spec)
+
+    @contextmanager
+    def _passing(self, which: Pass) -> Iterator[None]:
+        self._pass = which
+        try:
+            yield
+        finally:
+            self._pass = Pass.OUTSIDE
+
+    def _call(self, number: int, x: Tensor) -> Tensor:
+        """Stands in for the forward of expert ``number``."""
+        expert, rows = self._experts[number], x.reshape(-1, x.shape[-1])
+        if self._pass is Pass.TRACE:
+            return (expert if expert in self._held else self._held[0]).own(x)
+        if self._pass is Pass.ASK:
+            self._stream = x.dtype
+            expert.rows.append(rows)
+            return x.new_zeros(*x.shape[:-1], self._found.out, dtype=self._dtype(x))
+        if self._pass is Pass.ANSWER:
+            answer = expert.answers.pop(0) if expert.answers else None
+            if answer is None or len(answer) != len(rows):
+                raise self._differs()
+            return answer.view(*x.shape[:-1], self._found.out)
+        raise EngineError(
+            f"{self._found.names[number]} was called outside the forward of {self._found.block}, but with "
+            "parallel.expert its rows are sent to another rank from there; call the block, or leave parallel.expert "
+            "out."
+        )
+
+    def _differs(self) -> EngineError:
+        return EngineError(
+            f"{self._found.block} asks its experts for other rows when its forward runs again with the same random "
+            "numbers and buffers, which parallel.expert does to send rows to other ranks; let the forward depend on "
+            "its arguments only, or leave parallel.expert out."
+        )
+
+    def _exchange(self) -> None:
+        """Sends the rows of pass 1 to the ranks of their experts, and fills in the answers."""
+        sizes = [[len(rows) for rows in expert.rows] for expert in self._experts]
+        own = [len(each) and sum(each) + 1 for each in sizes]  # 0: not called
+        width, ranks = self._bounds[1] - self._bounds[0], len(self._bounds) - 1
+        padded = torch.zeros(ranks, width, dtype=torch.int64)
+        for rank, (start, stop) in enumerate(zip(self._bounds, self._bounds[1:], strict=False)):
+            padded[rank, : stop - start] = torch.tensor(own[start:stop])
+        called = self._told(padded)
+        counts = (called - 1).clamp(min=0)
+        gives = [sum(map(sum, sizes[start:stop])) for start, stop in zip(self._bounds, self._bounds[1:], strict=False)]
+        gets = [int(row.sum()) for row in counts]
+        asked = [rows for expert in self._experts for rows in expert.rows]
+        asked = asked or [torch.zeros(0, self._found.width, dtype=self._stream, device=self._device)]
+        # a rank whose experts got no rows joins the backward too, and one that asked for none
+        ties = (torch.zeros((), device=self._device, requires_grad=True),) if torch.is_grad_enabled() else ()
+        (got,) = exchange((torch.cat(asked),), gives, gets, self._comm, DISPATCH, ties)
+        made = self._computed(got, called, counts)
+        (back,) = exchange((made,), gets, gives, self._comm, COMBINE, ties)
+        self._answers = back
+        parts = list(torch.split(back, [size for each in sizes for size in each])) if len(back) or any(sizes) else []
+        for expert, each in zip(self._experts, sizes, strict=True):
+            expert.answers, parts = parts[: len(each)], parts[len(each) :]
+
+    def _told(self, padded: Tensor) -> Tensor:
+        """Returns, for each rank and each expert of this rank, 1 more than its number of rows; 0: it was not called."""
+        given = padded.view(-1).to(self._device)
+        table = given.new_empty(len(padded), given.numel())
+        self._comm.all_gather(table.view(-1), given, AXIS, ROUTING).wait()
+        width = padded.shape[1]
+        return table[:, self._index * width : (self._index + 1) * width].cpu()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._held[0].module.parameters()).device
+
+    def _computed(self, got: Tensor, called: Tensor, counts: Tensor) -> Tensor:
+        """Returns the answers to rows ``got``, which are ordered by rank and expert, in the same order."""
+        ranks, parts = len(counts), torch.split(got, counts.reshape(-1).tolist())
+        width, answers = counts.shape[1], dict[int, Tensor]()
+        for number, expert in enumerate(self._held):
+            if not called[:, number].any():
+                continue
+            mine = range(number, ranks * width, width)
+            out = expert.own(torch.cat([parts[index] for index in mine]))
+            answers.update(zip(mine, torch.split(out, [len(parts[index]) for index in mine]), strict=True))
+        ordered = [answers[index] for index in sorted(answers)]
+        if not ordered:
+            return got.new_zeros(0, self._found.out, dtype=self._dtype(got))
+        return torch.cat(ordered)
+
+    @torch.no_grad()
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        """Returns the dtype of an expert's result for rows like ``x``."""
+        kind = x.device.type
+        key = (x.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
+        if key not in self._dtypes:
+            self._dtypes[key] = self._held[0].own(x.new_zeros(0, x.shape[-1])).dtype
+        return self._dtypes[key]
+
+
+def _copied(given: Any) -> Any:
+    """Returns ``given`` with copies of its tensors, into which a first pass may write."""
+    return pytree.tree_map(_copy, given)
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _device(args: Any, kwargs: Any) -> torch.device:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
