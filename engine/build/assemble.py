@@ -11,7 +11,9 @@ fused     kernels that communicate; collectives where a product does not fit the
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -196,23 +198,16 @@ def _within_gathers(
 ) -> tuple[ExpertCounter | None, HostActivations, RandomStreams]:
     """Put around forwards what runs while parameters are gathered, from inside to outside; recomputation is last."""
     _keep_out(model, plan, patches)
+    counter = ExpertCounter(plan.experts, device, axis.index) if plan.experts else None
     if (shared := plan.shared_experts) is not None:
+        uncounted = partial(counter.counting, None) if counter is not None else nullcontext
         share_experts(model, shared.routed, comm, axis, patches)
-        share_listed(model, shared.listed, comm, axis, patches)
-    counter, streams = _expert_counter(model, plan, axis, device, patches), RandomStreams(model, device, patches)
+        share_listed(model, shared.listed, comm, axis, uncounted, patches)
+    if counter is not None:
+        counter.install(model, patches)
+    streams = RandomStreams(model, device, patches)
     policy = plan.config.activation_checkpointing
     return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams
-
-
-def _expert_counter(
-    model: nn.Module, plan: Plan, axis: TensorAxis, device: torch.device, patches: ForwardPatches
-) -> ExpertCounter | None:
-    """Installs the counter of the rows of experts; None: they are not counted."""
-    if not plan.experts:
-        return None
-    counter = ExpertCounter(plan.experts, device, axis.index)
-    counter.install(model, patches)
-    return counter
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

@@ -14,7 +14,9 @@ from engine.kernels.codecs.block_codec import BlockFormat, NumberFormat
 from engine.kernels.device import compiles_triton
 from engine.kernels.overlap import OverlapChoices
 from engine.parallel.comm.traffic import Tally, megabytes
+from engine.parallel.experts.forms import ListedExperts
 from engine.parallel.kernel_injection.inject import describe_replacements as replaced
+from engine.parallel.model.name_patterns import starred
 from engine.parallel.pipeline.report.text import draw
 from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
 from engine.parallel.tensor.collectives import LOGITS
@@ -57,6 +59,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         **_pipeline_lines(plan),
         **_kernel_lines(plan),
         "state": _state_line(plan, rank),
+        **_expert_line(plan),
         **_offload_line(plan, rank),
         "sends": _traffic_line(rank),
         "optimizer": _optimizer_line(plan),
@@ -239,6 +242,24 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
     if any(reason.how in ("view", "replicate") for reason in plan.tensor.reasons):
         lines += reasons_table(plan.tensor.reasons).splitlines()
     return {"tensor": _INDENT.join(lines)}
+
+
+def _expert_line(plan: Plan) -> dict[str, str]:
+    """Returns the line about experts that data ranks share."""
+    if (shared := plan.shared_experts) is None:
+        return {}
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for each in (*shared.routed, *shared.listed):
+        name = each.block if isinstance(each, ListedExperts) else each.name
+        kinds.setdefault((starred(name), each.experts), []).append(name)
+    words = []
+    for (pattern, experts), names in kinds.items():
+        least, more = divmod(experts, shared.ranks)
+        held = f"{least} or {least + 1}" if more else f"{least}"
+        where = pattern if len(names) > 1 else names[0]
+        words.append(f"{experts} of {where} ({len(names)} module{'s' * (len(names) > 1)}), {held} on a rank")
+    asked = "; blocks with lists of experts run twice" * bool(shared.listed)
+    return {"experts": f"{shared.ranks} data ranks share {', '.join(words)}; tokens are sent to them{asked}"}
 
 
 def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> dict[str, str]:

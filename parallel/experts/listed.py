@@ -9,7 +9,7 @@ the rows of pass 1 and the answers of pass 2.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -55,18 +55,30 @@ class _Expert:
 
 
 def share_listed(
-    model: nn.Module, found: Sequence[ListedExperts], comm: Comm, tensor: TensorAxis, patches: ForwardPatches
+    model: nn.Module,
+    found: Sequence[ListedExperts],
+    comm: Comm,
+    tensor: TensorAxis,
+    uncounted: Callable[[], AbstractContextManager[None]],
+    patches: ForwardPatches,
 ) -> None:
-    """Wraps the forwards of the blocks in ``found`` and of their experts: rows are sent to the ranks of the experts."""
+    """Wraps the forwards of the blocks in ``found`` and of their experts: rows are sent to the ranks of the experts.
+
+    ``uncounted``: context of a first pass, whose rows are not counted.
+    """
     for each in found:
-        block = SharedList(each, model, comm, tensor)
+        block = SharedList(each, model, comm, tensor, uncounted)
         block.install(model, patches)
 
 
 class SharedList:
     """Block whose listed experts are shared among the ranks of the axis "ep"."""
 
-    def __init__(self, found: ListedExperts, model: nn.Module, comm: Comm, tensor: TensorAxis) -> None:
+    def __init__(
+        self, found: ListedExperts, model: nn.Module, comm: Comm, tensor: TensorAxis,
+        uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
+        self._uncounted = uncounted
         self._found, self._comm, self._tensor = found, comm, tensor
         block = model.get_submodule(found.block)
         self._own: Callable[..., Any] = block.forward
@@ -110,7 +122,7 @@ class SharedList:
         drawn = [(generator, generator.get_state()) for generator in generators_of(_device(args, kwargs))]
 
         def ask() -> None:
-            with self._passing(Pass.ASK):
+            with self._passing(Pass.ASK), self._uncounted():
                 self._own(*_copied(args), **_copied(kwargs))
 
         def answer() -> Any:
