@@ -34,6 +34,11 @@ class ExpertPlan:
     """Modules that stack experts, and hold all of them on every rank."""
 
     @property
+    def shared(self) -> tuple[RoutedExperts | ListedExperts, ...]:
+        """All modules whose experts are shared."""
+        return (*self.routed, *self.listed)
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Names of the modules that own experts."""
         return (*(each.name for each in self.routed), *(name for each in self.listed for name in each.names))
@@ -41,7 +46,7 @@ class ExpertPlan:
     @property
     def blocks(self) -> tuple[str, ...]:
         """Names of the modules whose forwards communicate."""
-        return (*(each.name for each in self.routed), *(each.block for each in self.listed))
+        return tuple(each.name for each in self.shared)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -65,13 +70,12 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     unproven = (*refused, *others)
     if not routed and not listed:
         raise PlanError(f"parallel.expert is {ranks}, but {_missing(unproven)}; leave parallel.expert out.")
-    fewest = min(
-        (each.experts, each.block if isinstance(each, ListedExperts) else each.name) for each in (*routed, *listed)
-    )
-    if fewest[0] < ranks:
+    shared: tuple[RoutedExperts | ListedExperts, ...] = (*routed, *listed)
+    fewest = min(shared, key=lambda each: each.experts)
+    if fewest.experts < ranks:
         raise PlanError(
-            f"parallel.expert is {ranks}, but {fewest[1]} has {fewest[0]} experts, and every rank needs at least one; "
-            f"give a size from 1 to {fewest[0]}."
+            f"parallel.expert is {ranks}, but {fewest.name} has {fewest.experts} experts, and every rank needs at "
+            f"least one; give a size from 1 to {fewest.experts}."
         )
     return ExpertPlan(ranks, routed, listed, _cuts(model, ranks, routed, listed), unproven)
 

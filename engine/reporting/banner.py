@@ -14,7 +14,6 @@ from engine.kernels.codecs.block_codec import BlockFormat, NumberFormat
 from engine.kernels.device import compiles_triton
 from engine.kernels.overlap import OverlapChoices
 from engine.parallel.comm.traffic import Tally, megabytes
-from engine.parallel.experts.forms import ListedExperts
 from engine.parallel.kernel_injection.inject import describe_replacements as replaced
 from engine.parallel.model.name_patterns import starred
 from engine.parallel.pipeline.report.text import draw
@@ -249,9 +248,8 @@ def _expert_line(plan: Plan) -> dict[str, str]:
     if (shared := plan.shared_experts) is None:
         return {}
     kinds: dict[tuple[str, int], list[str]] = {}
-    for each in (*shared.routed, *shared.listed):
-        name = each.block if isinstance(each, ListedExperts) else each.name
-        kinds.setdefault((starred(name), each.experts), []).append(name)
+    for each in shared.shared:
+        kinds.setdefault((starred(each.name), each.experts), []).append(each.name)
     words = []
     for (pattern, experts), names in kinds.items():
         least, more = divmod(experts, shared.ranks)

@@ -62,6 +62,11 @@ class ListedExperts:
     """Names of the parameters of one expert, in the expert."""
 
     @property
+    def name(self) -> str:
+        """Name of the module whose forward communicates."""
+        return self.block
+
+    @property
     def experts(self) -> int:
         """Number of experts."""
         return len(self.names)
