@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.peers.models import CHOSEN, EXPERTS
+from benchmarks.peers.models import CHOSEN, EXPERTS, mixture_config
 from benchmarks.peers.workload import Mode, Workload
 
 
 class Weighed(nn.Module):
-    """Experts without arithmetic: a row is multiplied by its weight."""
+    """Experts without arithmetic, called as those of Qwen3-MoE: a row is multiplied by its weight."""
 
-    def forward(self, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-        return rows * weights.sum(1, keepdim=True)
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states * top_k_weights.sum(1, keepdim=True)
 
 
 class _Rows:
@@ -35,9 +35,12 @@ class DispatchedRows(_Rows):
     """Dispatch and combine of :mod:`engine.parallel.experts`."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
         from engine.parallel.comm.comm import Comm
         from engine.parallel.comm.torch_backend import TorchBackend
-        from engine.parallel.experts.forms import Arguments, RoutedExperts
+        from engine.parallel.experts.forms import RoutedExperts
+        from engine.parallel.experts.proof import prove_routed
         from engine.parallel.experts.routed import SharedExperts
         from engine.parallel.grid import Grid
         from engine.parallel.tensor.tp_axis import TensorAxis
@@ -45,7 +48,10 @@ class DispatchedRows(_Rows):
         super().__init__(mode, workload)
         grid = Grid(dp=mode.ranks, experts=mode.ranks, rank=dist.get_rank())
         comm = Comm(grid, TorchBackend(grid, torch.device("cpu")))
-        found = RoutedExperts("", EXPERTS, self.x.shape[1], Arguments("rows", "numbers", "weights"), ())
+        found = prove_routed(
+            "", Qwen3MoeExperts(mixture_config(workload.decoder, hidden_size=8, moe_intermediate_size=4))
+        )
+        assert isinstance(found, RoutedExperts)
         self._shared = SharedExperts(found, Weighed(), comm, TensorAxis(comm))
 
     def step(self, _: Tensor) -> float:

@@ -84,7 +84,9 @@ class ExpertLayer(nn.Module):
 
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.mlp = Qwen3MoeSparseMoeBlock(mixture_config(config))
+        sizes = mixture_config(config)
+        sizes._experts_implementation = "eager"
+        self.mlp = Qwen3MoeSparseMoeBlock(sizes)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         for parameter in self.mlp.parameters():
             nn.init.normal_(parameter, std=0.1)
