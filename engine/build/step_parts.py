@@ -15,6 +15,7 @@ from engine.program.expert_load import ExpertCounter
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import (
     AverageOfWeights,
+    BalancedRouters,
     CountedExperts,
     DelayedUpdates,
     EncodingResiduals,
@@ -127,7 +128,18 @@ def _experts(request: PartRequest) -> StepPart | None:
     return CountedExperts(request.experts) if request.experts is not None else None
 
 
+def _routers(request: PartRequest) -> StepPart | None:
+    plan, starts = request.plan, dict[str, int]()
+    if not plan.router_biases:
+        return None
+    for stack in plan.experts:
+        starts[stack.name] = sum(other.experts for other in plan.experts[: len(starts)])
+    biases = [(request.model.get_buffer(each.buffer), starts[each.experts]) for each in plan.router_biases]
+    return BalancedRouters(biases, plan.config.router_bias_update_rate)
+
+
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
     _delayed, _disk, _states, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average, _experts,
+    _routers,
 )  # fmt: skip
 """Each feature of a step; ``PartOrder`` has the order in which they are called."""

@@ -19,6 +19,8 @@ from engine.parallel.experts.forms import (
     stacked_experts,
 )
 from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
+from engine.parallel.experts.router_bias import RouterBias, find_router_bias
+from engine.program.expert_load import find_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,24 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
             f"least one; give a size from 1 to {fewest.experts}."
         )
     return ExpertPlan(ranks, routed, listed, _cuts(model, ranks, routed, listed), unproven)
+
+
+def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ...]:
+    """Finds the biases by which the routers of ``model`` choose experts; none without ``router_bias_update_rate``.
+
+    Raises:
+        PlanError: no router has one.
+    """
+    if not config.router_bias_update_rate:
+        return ()
+    found = (find_router_bias(model, stack.name, stack.experts) for stack in find_experts(model))
+    biases = tuple(each for each in found if each is not None)
+    if not biases:
+        raise PlanError(
+            f"router_bias_update_rate is {config.router_bias_update_rate:g}, but no router of the model has a buffer "
+            "[experts] that is added to the scores only to choose experts; leave router_bias_update_rate out."
+        )
+    return biases
 
 
 def _routed(model: nn.Module) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:

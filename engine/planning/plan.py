@@ -18,6 +18,7 @@ from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
+from engine.parallel.experts.router_bias import RouterBias
 from engine.parallel.grid import Coord, Grid, Holder
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
@@ -52,7 +53,7 @@ from engine.planning.budgets import (
     stored_bytes,
     wire_formats,
 )
-from engine.planning.expert_plan import ExpertPlan, find_expert_plan
+from engine.planning.expert_plan import ExpertPlan, find_expert_plan, find_router_biases
 from engine.planning.flat_layouts import FlatLayouts, Users
 from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
@@ -100,6 +101,8 @@ class Plan:
     """Modules of experts with counted rows; empty without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
     """The user's optimizer, if it updates parameters as a whole."""
+    router_biases: tuple[RouterBias, ...] = ()
+    """Buffers of routers that each step moves towards an even load."""
     shared_experts: ExpertPlan | None = None
     """Experts that data ranks share; None: every data rank holds all of them."""
 
@@ -331,7 +334,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         replacements=request.replacements,
         own_rule=request.own_rule,
         shared_experts=shared,
-        experts=find_experts(model) if config.monitor.expert_load else (),
+        experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
+        router_biases=find_router_biases(model, config),
     )
     return _settled(plan)
 

@@ -47,6 +47,8 @@ class PartOrder(IntEnum):
     """Takes the weights of an update into their average."""
     EXPERTS = auto()
     """Counts the rows of experts."""
+    ROUTERS = auto()
+    """Moves the biases of routers towards an even load."""
 
 
 class Rerun(Protocol):

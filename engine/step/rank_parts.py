@@ -3,7 +3,7 @@
 Rollback of buffers that a forward writes (running statistics, counters), for steps that are skipped.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -136,6 +136,33 @@ class CountedExperts(StepPart):
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
         """Add the rows of a forward to ``counts``."""
         return self._counter.counting(counts)
+
+
+class BalancedRouters(StepPart):
+    """Moves the biases of routers by ``rate`` after an update: up for experts below the mean load, down above it.
+
+    The load is that of the whole step over all ranks, and each row counts once, also under recomputation.
+
+    Args:
+        biases: the buffers [experts] of the routers, with the first of their experts among all that are counted.
+    """
+
+    order = PartOrder.ROUTERS
+
+    def __init__(self, biases: Sequence[tuple[Tensor, int]], rate: float) -> None:
+        self._biases, self._rate = biases, rate
+        self._load: tuple[float, ...] = ()
+
+    def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
+        """Take the load of the step."""
+        self._load = totals.experts
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Move the biases."""
+        for bias, start in self._biases:
+            load = torch.tensor(self._load[start : start + len(bias)], dtype=torch.float64)
+            bias.add_((load.mean() - load).sign().to(bias), alpha=self._rate)
 
 
 class EqualGradients(StepPart):

@@ -165,13 +165,13 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
     All members of the twin's list share the parameters of one, and scale its result, so that they differ.
     """
     members = list(block.get_submodule(child).children())
-    required = _required(block)
+    required = required_argument(block)
     if required is None or any(isinstance(each, nn.Embedding) for each in block.modules()):
         return "its block is not called with one tensor"
     draw = torch.Generator().manual_seed(1)
-    shared, notes = _random(members[0], {}, draw), _Notes()
+    shared, notes = random_copy(members[0], {}, draw), _Notes()
     stand_ins = [_Scaled(shared, number, notes) for number in range(len(members))]
-    twin = _random(block, dict(zip(map(id, members), stand_ins, strict=True)), draw)
+    twin = random_copy(block, dict(zip(map(id, members), stand_ins, strict=True)), draw)
     reasons = []
     for width in sorted({size for each in shared.parameters() if each.dim() == 2 for size in each.shape}):
         for shape in ((2, _ROWS // 2, width), (_ROWS, width)):
@@ -258,7 +258,7 @@ class _ListTrial:
         return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()], notes.asked
 
 
-def _required(module: nn.Module) -> str | None:
+def required_argument(module: nn.Module) -> str | None:
     """Returns the only argument that the forward of a module requires; None if there are more, or none."""
     try:
         given = inspect.signature(module.forward).parameters.values()
@@ -269,7 +269,7 @@ def _required(module: nn.Module) -> str | None:
     return required[0] if len(required) == 1 else None
 
 
-def _random(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
+def random_copy(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
     """Returns a copy of ``module`` in evaluation with random fp32 parameters; ``memo`` has copies of its children."""
     inside = {id(parameter) for each in memo.values() for parameter in each.parameters()}
     left = {id(p) for key in memo for m in module.modules() if id(m) == key for p in m.parameters()}
