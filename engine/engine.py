@@ -197,7 +197,7 @@ class Engine(TrainingLoop, NamedState):
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
             raise EngineError(
-                "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
+                "train_batch was called under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
         with self._parts.comm.within(self._parts.update.made):
             with self._parts.comm.noted("train_batch"):
@@ -293,8 +293,8 @@ class Engine(TrainingLoop, NamedState):
         parts = self._parts
         if parts.loop is not None and parts.loop.unfinished:
             raise EngineError(
-                f"generate inside an accumulation of {parts.loop.unfinished} microbatch(es); call eng.step() first, "
-                "or eng.zero_grad() to drop their gradients."
+                f"generate was called inside an accumulation of {parts.loop.unfinished} microbatch(es); call "
+                "eng.step() first, or eng.zero_grad() to drop their gradients."
             )
         with parts.evaluated():
             return Generation(parts.model, parts.runner, parts.comm, parts.device).run(inputs, options)
@@ -431,7 +431,7 @@ class Engine(TrainingLoop, NamedState):
         self._parts.resources.refuse_closed(call)
         if self._parts.built is None:
             raise EngineError(
-                f"{call} before the plan, which a batch without labels cannot make; pass example_batch=... to "
-                "engine.initialize, or train a batch first."
+                f"{call} was called before the model is placed on the grid, which needs a batch with labels; pass "
+                "example_batch=... to engine.initialize, or train a batch first."
             )
         self._parts.comm.join(call)

@@ -2,6 +2,9 @@
 
 import re
 
+COPY_AGAIN = "copy it again, or load another checkpoint."
+"""Remedy of a damaged checkpoint, the end of a message."""
+
 
 class EngineError(Exception):
     """Base of all errors that Trine raises on purpose.

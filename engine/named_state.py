@@ -155,7 +155,8 @@ class NamedState:
     def _check_average(self, call: str) -> None:
         if self._parts.runtime.averaged is None or ("ema" in call and self._parts.runtime.average is None):
             raise EngineError(
-                f'{call} of a run without an average; give "ema": {{"decay": 0.999}} in the configuration.'
+                f'{call} was called in a run without an average of its weights; give "ema": {{"decay": 0.999}} in the '
+                "configuration."
             )
 
     @contextmanager

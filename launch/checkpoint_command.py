@@ -64,7 +64,10 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
             print(error, file=sys.stderr)
             damaged.append(step.name)
     if damaged:
-        raise CheckpointError(f"{len(damaged)} of {len(steps)} checkpoints are damaged: {', '.join(damaged)}.")
+        raise CheckpointError(
+            f"{len(damaged)} of {len(steps)} checkpoints are damaged: {', '.join(damaged)}; copy these again, or load "
+            "one of the others."
+        )
 
 
 def export(folder: Path, out: Path, single: bool) -> None:

@@ -228,4 +228,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise EngineError(f"{path}: {error.strerror}; name a file in an existing folder.") from None
+        raise EngineError(f"{path} cannot be written ({error.strerror}); name a file in an existing folder.") from None

@@ -88,7 +88,10 @@ def _report(folder: Path, waits: bool) -> list[str]:
             "checkpoint.folder of its configuration, or no folder for the jobs of this host."
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"{path} cannot be read ({type(error).__name__}: {error}); it may be damaged.") from error
+        raise EngineError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); it may be damaged; remove it, and let the job "
+            "write it again."
+        ) from error
     for rank in blamed:
         lines += ["", f"stack of rank {rank}:", stacks[rank].rstrip()]
     return lines

@@ -384,9 +384,9 @@ class Attachment:
             moved = tie.flat is not None and _place(tie.parameter) != (storages[id(tie.flat)], tie.offset)
             if moved or tie.module._parameters.get(tie.leaf) is not tie.parameter:
                 raise EngineError(
-                    f"parameter {tie.name!r} no longer lies in the engine's memory (a new .data, in forward too, "
-                    "model.to(), load_state_dict(assign=True), or a second engine on this model); write into it in "
-                    "place instead."
+                    f"parameter {tie.name!r} is no longer in the engine's memory (a new .data, in forward too, "
+                    "model.to(), load_state_dict(assign=True), or a second engine on this model); write into the "
+                    "parameter in place instead."
                 )
             if tie.parameter.requires_grad and id(tie.parameter) not in self._trained:
                 raise EngineError(

@@ -104,7 +104,7 @@ def plan_run(
     costs: Costs | None = None,
     found: FoundStyles | None = None,
 ) -> Plan:
-    """The plan of this run; see :func:`engine.planning.plan.build_plan` for what it refuses.
+    """Returns the plan of this run; see :func:`engine.planning.plan.build_plan` for its errors.
 
     ``costs``, ``found``: what rank 0 has measured and searched, if this run needs it.
     """
@@ -129,7 +129,7 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
-    """The costs of this run's calls on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
+    """Returns the costs of this run's calls on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
     program = request.program(model, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
 
@@ -137,7 +137,7 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Check that all ranks were given equal input, and assemble this rank. Collective."""
+    """Checks that all ranks have equal input, and assembles this rank. Collective."""
     check_equal(model, plan, comm, device)
     return assemble_rank(model, plan, comm, device, request, example)
 
@@ -145,7 +145,7 @@ def build(
 def assemble_rank(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Place parameters, install patches and make the optimizer, of input that is known to be equal."""
+    """Places parameters, installs patches and creates the optimizer, from input that is equal on all ranks."""
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device), request.placing():
@@ -192,7 +192,8 @@ def assemble_rank(
 def _within_gathers(
     model: nn.Module, plan: Plan, axis: TensorAxis, device: torch.device, patches: ForwardPatches
 ) -> tuple[ExpertCounter | None, HostActivations, RandomStreams]:
-    """Put around forwards what runs while parameters are gathered, from inside to outside; recomputation is last."""
+    """Wraps forwards in the parts that run while parameters are gathered, from inside to outside; recomputation is
+    last."""
     _keep_out(model, plan, patches)
     counter, streams = _expert_counter(model, plan, axis, device, patches), RandomStreams(model, device, patches)
     policy = plan.config.activation_checkpointing
@@ -211,7 +212,7 @@ def _expert_counter(
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:
-    """Put fused operators into the model, on all ranks or on none."""
+    """Puts fused operators into the model, on all ranks or on none."""
     heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight")]
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, request.patches)
@@ -219,7 +220,7 @@ def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
 
 
 def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
-    """Leave layers that communicate or read codes out of compilation, and modules in fp32 out of narrow dtypes."""
+    """Excludes layers that communicate or read codes from compilation, and modules in fp32 from narrow dtypes."""
     if plan.config.compile or any(map(has_compiled_code, model.modules())):
         cut = plan.tensor.layers if plan.tensor is not None else ()
         leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)
@@ -233,13 +234,13 @@ def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
 
 
 def _parts(placed: Sequence[FlatBucket], plan: Plan, grid: Grid) -> tuple[Sequence[FlatBucket], Sequence[FlatBucket]]:
-    """The buckets of trained parameters, and those of frozen ones."""
+    """Returns the buckets of trained parameters, and the buckets of frozen ones."""
     trained = len(plan.layout(grid.coord()).buckets)
     return placed[:trained], placed[trained:]
 
 
 def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatches) -> GradientGuard:
-    """The guard of gradients; what it and the reducer put on parameters is taken off together."""
+    """Returns the guard of gradients; one call removes its patches and the reducer's."""
     trained = {row.name for row in plan.table if row.trainable}
     guard = GradientGuard(p for name, p in model.named_parameters() if name in trained)
     give_back = guard.take_zero_grad(model)
@@ -268,7 +269,7 @@ def _pipeline(
 
 
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:
-    """Open the groups and links of the plan, and agree on the kernels that sharded layers use. Collective."""
+    """Opens the groups and links of the plan, and agrees on the kernels of sharded layers. Collective."""
     for stages in plan.tie_owners:
         comm.connect(stages)
     comm.link(plan.links)
@@ -315,7 +316,7 @@ def _optimizer(
 
 
 def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config, request: Request) -> LearningRate:
-    """The schedule; the user's own optimizer shows the inner one's groups from now on."""
+    """Returns the schedule; from now on the user's own optimizer shows the groups of the inner one."""
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     if request.given is not None:
         made_here = bool(rate.governs) and not isinstance(request.lr_scheduler, LRScheduler)
@@ -353,7 +354,8 @@ def _gatherer(
     model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], patches: ForwardPatches,
     user_backward: UserBackward,
 ) -> ParameterGatherer | None:  # fmt: skip
-    """The gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO 3."""
+    """Returns the gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO
+    3."""
     keep_parameters(model, patches)  # of codes too, which need no gatherer
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
@@ -369,7 +371,7 @@ _MOST_TILES = 1 << 14
 
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
-    """Tell the axis how its products overlap, and open what that takes. Every rank calls it."""
+    """Sets on the axis how its products overlap, and opens the memory that this needs. Every rank calls it."""
     wanted = config.parallel.overlap
     if wanted == "off":
         axis.overlap = Overlap(frozenset())

@@ -35,7 +35,7 @@ logger = logging.getLogger("trine")
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
-    """The user's module; a callable is called under the configured seed.
+    """Returns the user's module; calls a callable under the configured seed.
 
     Raises:
         PlanError: ``source`` is neither a module nor a callable that returns one.
@@ -52,7 +52,7 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the module inside the wrappers of torch that rename every parameter, and a note for each of them.
+    """Returns the module inside the wrappers of torch that rename every parameter, and a note for each of them.
 
     Raises:
         PlanError: the wrapper has changed the parameters themselves.
@@ -78,7 +78,7 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
 ) -> tuple[FlatBucket, ...]:
-    """Reduce the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
+    """Reduces the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
     sizes = WholeSizeAnswers(model, plan.tensor)
     rows = {row.name: row for row in plan.table.held_by(coord.pp)}
@@ -137,7 +137,7 @@ def _shard(
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Keep the moments of the buckets that the host updates in a folder of this rank; nothing with other devices.
+    """Stores the moments of the buckets that the host updates in a folder of this rank; nothing with other devices.
 
     Collective, so that all ranks refuse if one does.
 
@@ -178,7 +178,7 @@ def _ownership(plan: Plan, coord: Coord) -> Ownership:
 
 
 def _codes(rows: Iterable[ShardRow], tp: int) -> dict[str, QuantizedShape]:
-    """The codes and scales that this rank holds in place of weights."""
+    """Returns the codes and scales that this rank stores in place of weights."""
     found = {row.name: row.quantized_shape(tp) for row in rows}
     return {name: form for name, form in found.items() if form is not None}
 
@@ -192,7 +192,8 @@ def _frozen_dtype(row: ShardRow, plan: Plan) -> torch.dtype:
 
 
 def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:
-    """Drop what the user's own forwards and backwards have left on parameters; True if there was a gradient.
+    """Drops the gradients and graphs that the user's own forwards and backwards have left on parameters; returns True
+    if there was a gradient.
 
     An output that is still alive holds the node that accumulates a parameter's gradient, which expects the full shape.
     torch makes another node after the data has had another dtype.

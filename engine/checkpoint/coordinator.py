@@ -239,11 +239,14 @@ class CheckpointCoordinator:
         """See :meth:`engine.Engine.save_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
-            raise EngineError("save_checkpoint() got no folder, and checkpoint.folder is null; set one of the two.")
+            raise EngineError(
+                "save_checkpoint() got no folder, and checkpoint.folder is null; pass a folder, or set "
+                "checkpoint.folder."
+            )
         if isinstance(client_state, str):
             raise EngineError(
                 f"save_checkpoint(folder, {client_state!r:.80}): the second argument is client_state, because "
-                "checkpoints are named by their step, not by a tag; leave it out, or pass client_state={...}."
+                "checkpoints are named by their step, not by a tag; leave the tag out, or pass client_state={...}."
             )
         self.control.refuse_spoiled()
         checkpoints, run = self._writer("save_checkpoint")
@@ -264,7 +267,10 @@ class CheckpointCoordinator:
         """See :meth:`engine.Engine.load_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
-            raise EngineError("load_checkpoint() got no folder, and checkpoint.folder is null; set one of the two.")
+            raise EngineError(
+                "load_checkpoint() got no folder, and checkpoint.folder is null; pass a folder, or set "
+                "checkpoint.folder."
+            )
         self._renew_group()
         request = self._find(path, options, missing_ok)
         if request is None:

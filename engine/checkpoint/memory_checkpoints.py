@@ -108,7 +108,7 @@ def memory_identity(shared: Path) -> str:
     except OSError as error:
         raise CheckpointError(
             f"checkpoint.memory_every keeps copies in {shared}, which is not there ({error.strerror}); mount a tmpfs "
-            "there, or leave it out."
+            "there, or leave checkpoint.memory_every out."
         ) from error
 
 

@@ -113,11 +113,13 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             EngineError: ``reduce_output`` is not "avg", or ``num_micro_batches`` is not the accumulation.
         """
         if reduce_output != "avg":
-            raise EngineError(f"eval_batch(reduce_output={reduce_output!r}): the loss is always a mean; leave it out.")
+            raise EngineError(
+                f"eval_batch(reduce_output={reduce_output!r}): the loss is always a mean; leave reduce_output out."
+            )
         if num_micro_batches not in (None, steps := self.gradient_accumulation_steps()):
             raise EngineError(
                 f"eval_batch(num_micro_batches={num_micro_batches}): a call reads the {steps} microbatches of a step; "
-                "leave it out, and call eval_batch as often as needed."
+                "leave num_micro_batches out, and call eval_batch as often as needed."
             )
         if not return_logits and compute_loss:
             return torch.tensor(self.engine.eval_batch(self._given(data_iter)).loss, device=self.device)

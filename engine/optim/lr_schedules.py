@@ -282,7 +282,7 @@ def _made(kind: str, make: Callable[[], LRScheduler]) -> LRScheduler:
         return make()
     except ValueError as error:
         raise ConfigError(
-            f"scheduler: torch's {kind} refuses this optimizer or these params: {str(error).rstrip('.')}; give others."
+            f"scheduler: torch's {kind} refuses this optimizer or these params: {str(error).rstrip('.')}; change them."
         ) from error
 
 

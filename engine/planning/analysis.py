@@ -174,7 +174,7 @@ def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanE
     if config.pp == 1 and isinstance(problem, UncutPathError):
         raise PlanError(
             f"{problem.what}, and the gradients of layers that tensor ranks share through views, or under "
-            "sequence_parallel, are planned by such a forward; move that code into a block, leave sequence_parallel "
+            "sequence_parallel, need a trace of the forward; move that code into a block, leave sequence_parallel "
             "out, or write a parallel.tensor_plan without view."
         ) from problem
     raise problem
@@ -205,9 +205,9 @@ def _find_wrong_part(config: Config, request: PlanRequest, tensor: TensorPlan, e
     trace_example(request.program, request.example, 1)  # raises what the model raises without the plan
     names = wrong_outside_blocks(tensor, request.program.model, partial(_failure, config, request), config.tp)
     return _WrongPlanError(
-        f"with the layers of parallel.tensor_plan on {config.tp} tensor ranks the forward raises: {first_line(error)}; "
-        f"no block is wrong by itself, so correct the styles outside blocks, here of {', '.join(names)}, or let all "
-        'be found with "auto".'
+        f"with the layers of parallel.tensor_plan on {config.tp} tensor ranks the forward raises: "
+        f"{first_line(error)}; no block is wrong by itself, so correct the styles outside blocks, here of "
+        f'{", ".join(names)}, or set parallel.tensor_plan to "auto".'
     )
 
 

@@ -58,7 +58,7 @@ def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError
     kinds = ", ".join(f"{kind} {count / 2**30:.3g}" for kind, count in state.items() if count)
     return PlanError(
         f"zero_optimization.offload_optimizer.memory_limit {limit:g} GiB: with all optimizer state on the host, rank "
-        f"{rank} still holds {sum(state.values()) / 2**30:.3g} GiB on its device ({kinds}); raise the limit, take more "
+        f"{rank} still has {sum(state.values()) / 2**30:.3g} GiB on its device ({kinds}); raise the limit, take more "
         "data ranks or a higher stage, or put parameters on the host too (offload_param)."
     )
 

@@ -263,7 +263,10 @@ def copy_block(
     unit = model.get_submodule(name)
     for path, module in unit.named_modules():
         if isinstance(vars(module).get("forward"), FunctionType):
-            raise PlanError(f"the forward of {path or name!r} is a closure, which computes with the model itself.")
+            raise PlanError(
+                f"the forward of {path or name!r} is a closure, which computes with the model itself and cannot run in "
+                "a copy of the block; assign a method of the module's class."
+            )
     # deepcopy would follow references out of the unit, to its parent or to shared tensors, and copy those too. With
     # all parameters of the model in the memo it copies none of them; parameters outside of the unit become meta.
     parameters = (parameter for local, parameter in unit.named_parameters() if local not in left_out)

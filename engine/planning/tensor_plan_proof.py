@@ -91,8 +91,8 @@ def _prove_styles(
         if not verdict.holds:
             listed = ", ".join(f"{name or names[0]} {style.text!r}" for name, style in inner.items())
             raise PlanError(
-                f"{_SETTING} is wrong in {names[0]}: {verdict.problem}; correct its styles ({listed}), or "
-                'let them be found with "auto".'
+                f"{_SETTING} is wrong in {names[0]}: {verdict.problem}; correct its styles ({listed}), or set "
+                'parallel.tensor_plan to "auto".'
             )
 
 

@@ -315,7 +315,9 @@ def _nothing_fits(found: SearchResult, asked: PlanAsked) -> str:
 
 def _write(path: Any, settings: dict[str, Any]) -> None:
     if not settings:
-        raise ConfigError(f"--out {path} with a given configuration: there is nothing to write; leave one of them out.")
+        raise ConfigError(
+            f"--out {path} with a given configuration: there is nothing to write; leave --out or the configuration out."
+        )
     try:
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

@@ -124,7 +124,7 @@ def read_request(options: Namespace) -> PlanAsked:
     world, node = _sizes(options.world, options.nodes, known or int(gpu.gpus_per_node))
     for flag in ("batch", "price", "top"):
         if (value := getattr(options, flag)) is not None and value <= 0:
-            raise ConfigError(f"--{flag} {value:g} is not above 0; give a number above 0, or leave it out.")
+            raise ConfigError(f"--{flag} {value:g} is not above 0; give a number above 0, or leave --{flag} out.")
     return PlanAsked(
         model=_model(model, options),
         world=world,
@@ -194,7 +194,9 @@ def _model(name: str | None, options: Namespace) -> ModelSource:
         )
         return ModelSource(decoder=shape, shape=shape, context=shape.context)
     if odd := [f"--{size}" for size in _SIZES if size != "context" and given[size] is not None]:
-        raise ConfigError(f"{', '.join(odd)} is for the built-in decoder, but MODEL is {name}; leave one of them out.")
+        raise ConfigError(
+            f"{', '.join(odd)} is for the built-in decoder, but MODEL is {name}; leave {', '.join(odd)} or MODEL out."
+        )
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
         return _from_folder(path, given["context"])

@@ -448,9 +448,11 @@ def three_calls(grid: str) -> list[str]:
 def test_calls_that_come_too_early_or_cannot_be(run_ranks: RunRanks, grid: str) -> None:
     (first, second) = run_ranks(three_calls, 2, grid)
     assert first == second
-    early = "the plan needs a batch, but none has been passed yet; pass example_batch=... to engine.initialize, or"
+    early = "the model cannot be placed on the grid before a batch is passed; pass example_batch=... to"
     assert all(text.startswith(early) for text in first[:4])
-    assert first[-1] == "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
+    assert first[-1] == (
+        "train_batch was called under torch.no_grad, which records no gradients; call it outside of no_grad."
+    )
     if grid == "pp2":
         assert first[4].startswith(
             "backward(loss) with parallel.pipeline 2: forwards and backwards of all stages are one"
@@ -491,10 +493,10 @@ def test_a_model_of_which_a_rank_holds_a_part_does_not_save_itself(
 ) -> None:
     one, other = run_thread_ranks(2, partial(saves, grid, stage, str(tmp_path)))
     assert load_file(tmp_path / "model.safetensors").keys() == models.llama().state_dict().keys()
-    assert one == other and "save_pretrained was called on a model that has on each rank a part" in one
+    assert one == other and "save_pretrained of the model would write only the part" in one
 
 
 def test_full_tensors_do_not_load_into_a_cut_model(run_ranks: RunRanks) -> None:
     (one, left), other = run_ranks(unfit, 2)
     assert (one, left) == other and not left
-    assert one.startswith("load_state_dict of full tensors on a model that has") and "eng.load_checkpoint" in one
+    assert one.startswith("load_state_dict takes full tensors, but each rank") and "eng.load_checkpoint" in one

@@ -15,7 +15,7 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_some_words_find_an_error_with_its_remedy_and_place(capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, "page-locked", "memory", "offload_states")
     first = text.split("\n\n")[0]
-    assert first.startswith("error   EngineError: offload_states: the host gives no {")
+    assert first.startswith("error   EngineError: offload_states: the host cannot allocate {")
     assert "\nremedy  " in first and "\nraised  engine/zero/offload/offloaded_states.py:" in first
     assert "\ncontext " in first
 

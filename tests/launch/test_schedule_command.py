@@ -177,7 +177,7 @@ def test_a_kind_has_its_usual_stages(capsys: pytest.CaptureFixture[str]) -> None
     (["--world", "4"], "--world completes the sizes of a configuration; give --config too, or leave --world out."),
     (["gpipe", "--virtual-stages", "2"], "it holds one stage on each rank; set virtual_stages to 1."),
     (["zb-h9"], "schedule 'zb-h9' does not exist; choose "),
-    (["--config", "no.json"], "no.json: no such file;"),
+    (["--config", "no.json"], "no.json: this file does not exist;"),
 ])  # fmt: skip
 def test_mistakes_are_sentences(
     capsys: pytest.CaptureFixture[str], words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,7 +189,7 @@ def test_mistakes_are_sentences(
 def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "no" / "x.svg"
     assert main(["schedule", "--svg", str(path)]) == 1
-    expected = f"{path}: No such file or directory; name a file in an existing folder.\n"
+    expected = f"{path} cannot be written (No such file or directory); name a file in an existing folder.\n"
     assert capsys.readouterr().err == expected
 
 

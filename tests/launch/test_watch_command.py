@@ -88,4 +88,4 @@ def test_a_folder_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{tmp_path} has no watchdog_report.json, so no job that reports there has hung" in capsys.readouterr().err
     (tmp_path / "watchdog_report.json").write_text("{}")
     assert main(["watch", str(tmp_path)]) == 1
-    assert "cannot be read (KeyError: 'views'); it may be damaged." in capsys.readouterr().err
+    assert "cannot be read (KeyError: 'views'); it may be damaged; remove it, and" in capsys.readouterr().err

@@ -212,8 +212,8 @@ def check_holders(
     for name, column in zip(shared, table.T.tolist(), strict=True):
         if len({held for held in column if held != absent}) > 1:
             raise EngineError(
-                f"{call}: {name!r} lies on several stages or tensor ranks, which have written different values into "
-                "it, and the engine drops them all; write the same values on every rank that holds it."
+                f"{call}: {name!r} is on several stages or tensor ranks, which have written different values into it, "
+                "and the engine drops them all; write the same values on each of these ranks."
             )
 
 

@@ -59,7 +59,7 @@ class DelayedUpdate:
             return None
         if (error := self._update.exception()) is not None:
             return EngineError(
-                f"the update on the host failed beside the step after it ({type(error).__name__}: {error}), so weights "
+                f"the update on the host failed during the next step ({type(error).__name__}: {error}), so weights "
                 "and moments are not those of any step; load the last checkpoint into a new engine."
             )
         changed = (self._sums() != self._given).tolist()
@@ -67,8 +67,9 @@ class DelayedUpdate:
             if written:
                 return EngineError(
                     f"weights of {flat.bucket.slots[0].name!r}, or of parameters in its bucket, were written while "
-                    "their update runs beside the step (offload_optimizer.delayed_update), which would overwrite them; "
-                    "write inside `with eng.masters(...):` or `with eng.full_parameters(...):`, which finish it first."
+                    "their update runs during the next step (offload_optimizer.delayed_update), which would "
+                    "overwrite them; write inside `with eng.masters(...):` or `with eng.full_parameters(...):`, "
+                    "which finish the update first."
                 )
         return None
 

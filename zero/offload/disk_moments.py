@@ -310,7 +310,9 @@ class DiskMoments:
             EngineError: the disk has failed before.
         """
         if self._lost is not None:
-            raise EngineError(f"an update was broken off halfway: {self._lost}")
+            raise EngineError(
+                f"an update has failed midway, so load the last checkpoint into a new engine: {self._lost}"
+            )
 
     def close(self) -> None:
         """End the threads and delete the files."""
@@ -350,7 +352,10 @@ class DiskMoments:
                 f"and all have the state before it; save a checkpoint on another disk: {says}"
             )
         self._lost = EngineError(says)
-        raise EngineError(f"rank {rank} has lost optimizer state, so no rank makes this step: {says}")
+        raise EngineError(
+            f"rank {rank} has lost optimizer state, so no rank makes this step; load the last checkpoint into a new "
+            f"engine: {says}"
+        )
 
     def _found(self, number: int) -> list[FoundMoment]:
         return [(weights, *each) for weights in self._sets[number] for each in self._state.get(weights, {}).items()]

@@ -115,7 +115,7 @@ class OffloadedStates:
         except RuntimeError as error:
             size = sum(whole.nbytes for found in moved.values() for whole in found)
             raise EngineError(
-                f"offload_states: the host gives no {size} bytes of {'page-locked ' * pinned}memory "
+                f"offload_states: the host cannot allocate {size} bytes of {'page-locked ' * pinned}memory "
                 f"({str(error).splitlines()[0]}); {'pass pin_memory=False' if pinned else 'include fewer kinds'}."
             ) from error
         if PARAMETERS in moved:
@@ -211,7 +211,9 @@ def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
     for name in names:
         if name not in KINDS and name not in _SAME:
             known = ", ".join((*KINDS, *_SAME))
-            raise EngineError(f"offload_states was given {name!r}, but the kinds of state are {known}; pass these.")
+            raise EngineError(
+                f"offload_states was given {name!r}, but the kinds of state are {known}; pass some of these."
+            )
     return frozenset(_SAME.get(name, name) for name in names)
 
 

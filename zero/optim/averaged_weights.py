@@ -144,6 +144,6 @@ class AveragedWeights:
         """
         if self.inside and call not in _READERS:
             raise EngineError(
-                f"{call} inside averaged_weights, where the model has the average and not the weights that are "
-                "trained; leave the block first."
+                f"{call} was called inside averaged_weights, where the model has the average and not the trained "
+                "weights; leave the `with` block first."
             )

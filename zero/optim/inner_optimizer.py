@@ -53,7 +53,7 @@ def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimi
     if not isinstance(inner, FlatOptimizer):
         raise ConfigError(
             f"{key} was given optimizer {type(inner).__name__}, but only the built-in optimizers {ability}; choose "
-            "AdamW, Adam, SGD or Lion in the config, or leave it out."
+            f"AdamW, Adam, SGD or Lion in the config, or leave {key} out."
         )
     return inner
 
@@ -70,8 +70,8 @@ def refuse_own_step(*_: object) -> None:
         EngineError: always.
     """
     raise EngineError(
-        "step() on the engine's optimizer, which would update from gradients that are not reduced and leave "
-        "the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
+        "step() was called on the engine's optimizer, which would update from gradients that are not reduced and "
+        "leave the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
     )
 
 
@@ -85,7 +85,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
     if not known and not getattr(kind, "elementwise", False):
         raise ConfigError(
-            f"optimizer {kind.__name__} is given parts of parameters by {by}, which needs an optimizer that works "
-            "element by element: choose another optimizer, set `elementwise = True` on its class if it does, or "
+            f"optimizer {kind.__name__} is given shards of parameters by {by}, which needs an optimizer that updates "
+            "element by element; choose such an optimizer, set `elementwise = True` on its class if it does, or "
             "`whole_parameters = True` if it updates each parameter as a whole."
         )

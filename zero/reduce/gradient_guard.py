@@ -96,8 +96,9 @@ def set_plain_grad(parameter: Tensor, grad: Tensor | None) -> None:
 
 def _refuse(parameter: Tensor, *_: object) -> NoReturn:
     raise EngineError(
-        f"the gradient of this parameter (shape {list(parameter.shape)}) is with the engine, which sums and clips it; "
-        "read and write it with eng.gradients(), drop it with eng.zero_grad(), and clip with gradient_clipping."
+        f"param.grad was read or written (shape {list(parameter.shape)}), but the engine stores, sums and clips the "
+        "gradient; read and write it with eng.gradients(), drop it with eng.zero_grad(), and clip with "
+        "gradient_clipping."
     )
 
 

@@ -63,9 +63,9 @@ class ReplicaCheck:
         if not differing:
             return None
         return PlanError(
-            f"parameter {places[differing[0]][0]!r} is held by all tensor ranks, but its gradients differ between "
-            'them: the model uses it on cut activations; give its module the style "partial" in parallel.tensor_plan, '
-            'or the style "replicate" to the layers before it.'
+            f"parameter {places[differing[0]][0]!r} is on all tensor ranks, but its gradients differ between them, "
+            'because the model uses it on sharded activations; give its module the style "partial" in '
+            'parallel.tensor_plan, or the style "replicate" to the layers before it.'
         )
 
 

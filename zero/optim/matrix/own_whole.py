@@ -95,8 +95,8 @@ class OwnWholeRule:
         state = {str(name): value for name, value in kept.items() if value is not None}
         if changed := [name for name, value in _attributes(optimizer).items() if before.get(name) != value]:
             raise ConfigError(
-                f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} beside self.state, which "
-                "is lost after an update; keep it in self.state[parameter]."
+                f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} outside of self.state, which "
+                "is lost after an update; store it in self.state[parameter]."
             )
         if others := [name for name, value in state.items() if not isinstance(value, Tensor | bool | int | float)]:
             raise ConfigError(
