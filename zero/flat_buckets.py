@@ -82,7 +82,7 @@ class FlatBucket:
         return self.codec is not None and self.wide is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
-        """Return the gradients of elements ``part`` of the bucket, which must be held."""
+        """Returns the gradients of elements ``part`` of the bucket, which must be allocated."""
         return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
@@ -96,7 +96,7 @@ class FlatBucket:
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Copy the values of a parameter into the bucket; the weights receive them exactly."""
+        """Copies the values of a parameter into the bucket; the weights receive them exactly."""
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
         if start < stop:
@@ -108,11 +108,11 @@ class FlatBucket:
             self.params[slot.start : slot.stop].copy_(flat)
 
     def reserve(self) -> None:
-        """Allocate the memory of a sharded ``params``, whose content is then arbitrary."""
+        """Allocates the memory of a sharded ``params``, with arbitrary content."""
         self.params.untyped_storage().resize_(self.params.numel() * self.params.element_size())
 
     def release(self) -> None:
-        """Free the memory of a sharded ``params``; views of it stay, and are valid again after ``reserve``.
+        """Frees the memory of a sharded ``params``; views of it remain, and are valid again after ``reserve``.
 
         Memory whose size is fixed, because NumPy or another process has it, stays with its holders (``move``), and so
         does memory over which a parameter has a storage of its own.
@@ -130,7 +130,8 @@ class FlatBucket:
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Move ``params`` and its views to other memory, without content; whoever else holds the old one keeps it."""
+        """Moves ``params`` and its views to other memory, without content; other references to the old memory keep
+        it."""
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
             with torch._C.DisableTorchFunctionSubclass():
@@ -139,7 +140,8 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Put ``tensor`` into a storage of its own bytes alone, over the memory that it has, which pickles and copies take.
+    """Moves ``tensor`` into a storage with only its own bytes, over the same memory, so that pickles and copies take
+    nothing else.
 
     Tensors over the same bytes get one storage, as long as ``storages`` has it. Nothing is copied.
     """
@@ -174,7 +176,7 @@ def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
-    """Return the part of a bucket's [elements] that belongs to one parameter, in the parameter's shape."""
+    """Returns the part of a bucket's [elements] that belongs to one parameter, in the parameter's shape."""
     return flat[slot.start : slot.stop].view(slot.shape)
 
 
@@ -213,13 +215,13 @@ class Ownership:
 def reserve(
     layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
 ) -> tuple[FlatBucket, ...]:
-    """Allocate zeros for the buckets of ``layout`` on ``device``: trained buckets first, then frozen ones."""
+    """Allocates zeros for the buckets of ``layout`` on ``device``: trained buckets first, then frozen ones."""
     trained = [_reserve(bucket, parameters, who, device, trainable=True) for bucket in layout.buckets]
     return (*trained, *(_reserve(bucket, parameters, who, device, trainable=False) for bucket in layout.frozen))
 
 
 def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
-    """Move the parameters of a bucket into it, except those in ``placed``, whose values are there already.
+    """Moves the parameters of a bucket into it, except parameters in ``placed``, which have their values there already.
 
     Each one is pickled alone afterwards, where torch would write the whole bucket.
     """
@@ -232,7 +234,7 @@ def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
 
 
 def leave(flat: FlatBucket) -> None:
-    """Leave full parameters their values when the engine is over: each one in a storage of its own bytes."""
+    """Gives each full parameter a storage of its own bytes with its values, when the engine closes."""
     for parameter in flat.parameters if not flat.sharded else ():
         vars(parameter).pop("__reduce_ex__", None)
         lay_apart(parameter, flat.apart)
@@ -308,7 +310,8 @@ def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.dev
 
 
 def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: Callable[[FlatBucket], float]) -> Tensor:
-    """Sum of squares [names] of the gradients that this rank counts in its shards, fp64; others count the rest."""
+    """Returns sums of squares [names] of the gradients that this rank counts in its shards, fp64; other ranks count the
+    rest."""
     found: dict[str, Tensor] = {}
     for flat in buckets:
         for part in flat.bucket.counted(flat.shard) if flat.counts else ():
@@ -322,7 +325,8 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
 
 
 def norm_parts(buckets: Sequence[FlatBucket]) -> list[tuple[Tensor, bool]]:
-    """Return the gradients in this rank's shards, whose padding is zero, and whether it counts them in the norm.
+    """Returns the gradients in this rank's shards, with zeros as padding, and True for each that this rank counts in
+    the norm.
 
     Copies that other ranks count add 0; if such a copy has a non-finite value, the norm is NaN.
     """
@@ -370,7 +374,7 @@ class Attachment:
         self._members = self._count()
 
     def check(self) -> None:
-        """Refuse parameters that would not be trained: added, replaced, moved or thawed since the engine was built.
+        """Refuses parameters that the engine would not train: added, replaced, moved or unfrozen since it was built.
 
         A trained parameter may be frozen and thawed again: it then has no gradient, as one that forward does not use.
 
@@ -396,7 +400,7 @@ class Attachment:
                 )
 
     def _count(self) -> int:
-        """Number of parameters and children of all modules, which grows with whatever is added to one of them."""
+        """Returns the number of parameters and children of all modules, which grows with each addition to a module."""
         return sum(len(module._parameters) + len(module._modules) for module in self._modules)
 
     def _refuse_added(self) -> None:
@@ -414,5 +418,5 @@ class Attachment:
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return (storage, offset), which stay the same when the storage is freed and allocated again."""
+    """Returns (storage, offset), which do not change when the storage is freed and allocated again."""
     return parameter.untyped_storage()._cdata, int(parameter.storage_offset())

@@ -133,24 +133,24 @@ class Bucket:
         return bool(self.ties) or self.partial
 
     def shard(self, index: int) -> slice:
-        """Return the slice that rank ``index`` along ``spread.sharding`` owns."""
+        """Returns the slice that rank ``index`` along ``spread.sharding`` owns."""
         size = self.elements // self.spread.ranks
         return slice(index * size, (index + 1) * size)
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
-        """Return the part of ``within`` that each optimizer group covers, padding included, in order."""
+        """Returns the part of ``within`` that each optimizer group covers, with padding, in order."""
         return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
 
     def counted(self, within: slice) -> tuple[slice, ...]:
-        """Return the parts of ``within`` that this rank counts in the gradient norm; they may include padding."""
+        """Returns the parts of ``within`` that this rank counts in the gradient norm; they may include padding."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
-        """Return the other parts of ``within``: copies of elements that another rank counts."""
+        """Returns the other parts of ``within``: copies of elements that another rank counts."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
 
     def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:
-        """Yield (whether this rank counts it, start, stop)."""
+        """Yields (True if this rank counts it, start, stop)."""
         copies = sorted((slot.start + start, slot.start + stop) for slot in self.slots for start, stop in slot.copies)
         for yes, start, stop in self._runs(within, lambda slot: slot.counted):
             for first, last in copies if yes else ():
@@ -164,7 +164,7 @@ class Bucket:
                 yield yes, start, stop
 
     def _runs(self, within: slice, key: Callable[[Slot], _Key]) -> Iterator[tuple[_Key, int, int]]:
-        """Yield (key, start, stop) of consecutive slots with the same key, clipped to ``within``."""
+        """Yields (key, start, stop) of consecutive slots with the same key, clipped to ``within``."""
         firsts = [(value, next(slots).start) for value, slots in groupby(self.slots, key=key)]
         stops = [start for _, start in firsts[1:]] + [self.elements]
         for (value, start), stop in zip(firsts, stops, strict=True):
@@ -192,7 +192,7 @@ class FlatLayout:
 def build_layout(
     items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT, spread: Spread | None = None
 ) -> FlatLayout:
-    """Lay out ``items`` (in model order) for ``ranks`` data ranks.
+    """Lays out ``items`` (in model order) for ``ranks`` data ranks.
 
     A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a larger parameter gets a
     bucket of its own. Inside a bucket slots are ordered by optimizer group, and within a group the slots that the norm
@@ -212,7 +212,7 @@ def build_layout(
 
 
 def _fill(items: Sequence[Item], bucket_elements: int, alignment: int) -> list[list[Item]]:
-    """Distribute the items to buckets; return the members of each."""
+    """Distributes the items to buckets; returns the members of each."""
     filled: list[list[Item]] = []
     open_buckets: dict[tuple[object, ...], list[Item]] = {}
     for item in sorted(reversed(items), key=lambda item: bool(item.ties) or item.partial):

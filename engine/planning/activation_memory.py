@@ -92,7 +92,7 @@ class _Level:
         self.sent[position] = memory.sent
 
     def rest(self, base: int) -> None:
-        """Between steps nothing lives but the base and the buffers."""
+        """Sets the live bytes to those between steps: the base and the buffers."""
         self.bytes = base + sum(buffer.bytes * count for buffer, count in self.free.items())
 
     def release(self, positions: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ def peak_of_row(
     base: int = 0,
     end_rise: int = 0,
 ) -> LivePeak:
-    """The peak of a step that plays ``actions``.
+    """Returns the peak of a step that plays ``actions``.
 
     Args:
         releases: for each action, positions of earlier ones whose sent tensors are released just before it.
@@ -145,7 +145,7 @@ def _memories(actions: Sequence[Action], memory_of: MemoryOf) -> list[ActionMemo
 
 
 def _kinds(action: Action) -> tuple[tuple[int, str], ...]:
-    """Names the counters of a stage: forwards, backwards that begin, and weight gradients that are done."""
+    """Returns (name, unit) of the counters of a stage: forwards, begun backwards, and finished weight gradients."""
     words = {Op.FORWARD: ("F",), Op.BACKWARD: ("begun", "done"), Op.BACKWARD_INPUT: ("begun",)}
     return tuple((action.stage, word) for word in words.get(action.op, ("done",)))
 
@@ -168,16 +168,16 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By the number of the storage, which is its own while it lives."""
 
     def mark(self) -> int:
-        """Begin a new peak; returns the bytes that live now."""
+        """Begins a new peak; returns the bytes that live now."""
         self.peak = self.bytes + self._resized()
         return self.bytes
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor`` no longer."""
+        """Excludes the storage of ``tensor`` from the count."""
         self.bytes -= self._sizes.pop(_number(tensor), 0)
 
     def take_in(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor``, which was left out, or made before."""
+        """Counts the storage of ``tensor``, which was left out, or allocated before."""
         number, storage = _number(tensor), tensor.untyped_storage()
         if number not in self._sizes:
             self._sizes[number] = storage.nbytes()

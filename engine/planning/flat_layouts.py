@@ -34,14 +34,15 @@ class Users:
     """None where parameters are full on every data rank."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """The stages of a rank that use a parameter; empty if the rank has only one stage."""
+        """Returns the stages of a rank that use a parameter; empty if the rank has only one stage."""
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
             return ()
         return tuple(stage for stage in here if row.name in self.partition.stages[stage].parameters)
 
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
-        """The turns (stage, gather group) in which a rank needs a full parameter; empty without sharded parameters."""
+        """Returns the turns (stage, gather group) in which a rank needs a full parameter; empty without sharded
+        parameters."""
         if self.gathers is None:
             return ()
         groups = self.gathers.of_parameter[row.name]
@@ -113,7 +114,7 @@ class FlatLayouts(Mapping[tuple[int, int], FlatLayout]):
 def _items(
     rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, users: Users, encoded: bool
 ) -> list[Item]:
-    """The items of a (pipeline, tensor) coordinate: trained rows and, if parameters are sharded, frozen rows.
+    """Returns the items of a (pipeline, tensor) coordinate: trained rows and, if parameters are sharded, frozen rows.
 
     ``encoded``: traffic of data ranks is, in blocks.
     """
@@ -144,7 +145,8 @@ def _items(
 
 
 def _has_own_and_shared_rows(row: ShardRow) -> bool:
-    """Some tensor rank holds rows with others and rows alone: blocks would mix them, and copies of a row differ."""
+    """Returns True if some tensor rank has shared rows and rows of its own: blocks would mix them, and copies of a row
+    differ."""
     holders = {tp: {part.holders for part in row.ranges if tp in part.holders} for tp in _holders(row)}
     return any(len(kinds) > 1 for kinds in holders.values())
 

@@ -41,7 +41,7 @@ def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]
 
 
 def _products(plan: Plan) -> Iterator[tuple[str, Operation, int, int, str]]:
-    """Layer, operation, columns, depth and dtype of each product that a rank multiplies."""
+    """Yields layers, operation, columns, depth and dtype of each product of a rank."""
     assert plan.tensor is not None
     table, scatters = {row.name: row for row in plan.table}, plan.tensor.sequence
     for layer in plan.tensor.layers.values():

@@ -101,19 +101,19 @@ class Plan:
     """The user's optimizer, if it updates parameters as a whole."""
 
     def grid(self, rank: int) -> Grid:
-        """The grid as ``rank`` sees it."""
+        """Returns the grid from the view of ``rank``."""
         return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:
-        """The flat layout of a position."""
+        """Returns the flat layout of a position."""
         return self.layouts[coord.pp, coord.tp]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
-        """Indices of the trained buckets of a position that the host updates."""
+        """Returns indices of the trained buckets of a position that the host updates."""
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
-        """The pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
+        """Returns the pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
         if self.partition is None or self.trace is None:
             return 0
         return self.schedule.rank_of_stage[self.partition.stage_of_buffer(self.trace, name)]
@@ -124,7 +124,7 @@ class Plan:
         return self.forwards(self.config.accumulation)
 
     def forwards(self, microbatches: int) -> Schedule:
-        """The schedule of forwards only, for any number of microbatches."""
+        """Returns the schedule of forwards only, for any number of microbatches."""
         return forward_only(self.schedule.stages_of_rank, microbatches)
 
     @cached_property
@@ -133,11 +133,11 @@ class Plan:
         return self.schedule.rank_of_stage[-1]
 
     def is_last(self, parameter: str) -> bool:
-        """The last stage, which computes the loss, owns this parameter."""
+        """Returns True if the last stage, which computes the loss, owns this parameter."""
         return self.partition is None or self.schedule.stages - 1 in self.partition.owners.get(parameter, ())
 
     def stages(self, pp: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, ascending."""
+        """Returns the stages of a pipeline rank, ascending."""
         return self.schedule.stages_of_rank[pp]
 
     @property
@@ -163,7 +163,7 @@ class Plan:
         return tuple(sorted(links))
 
     def rank(self, rank: int) -> RankPlan:
-        """State and traffic of ``rank``; pure arithmetic."""
+        """Returns state and traffic of ``rank``, by arithmetic alone."""
         coord = self.grid(rank).coord()
         held = sum(row.local_elements(coord.tp) for row in self.table.held_by(coord.pp))
         state = self.state(coord)
@@ -189,7 +189,7 @@ class Plan:
         return StateBytes(device, state.host, state.disk)
 
     def _feedback_bytes(self, pp: int) -> int:
-        """Bytes of what the messages of a pipeline rank leave out of gradients."""
+        """Returns bytes of the residuals of gradients in the messages of a pipeline rank."""
         if self.partition is None or self.trace is None:
             return 0
         cut, values, ranks = self.partition.stages, self.trace.values, self.schedule.rank_of_stage
@@ -215,17 +215,17 @@ class Plan:
         return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
     def factors(self, coord: Coord) -> FactorRoutes | None:
-        """The sums of Adafactor at a position; None if it updates nothing there."""
+        """Returns the sums of Adafactor at a position; None if it updates nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
         return factor_routes(self.table.held_by(coord.pp), groups, self.config)
 
     def layers(self, coord: Coord) -> LayerRoutes | None:
-        """The norms of LAMB and LARS at a position; None if they update nothing there."""
+        """Returns the norms of LAMB and LARS at a position; None if they update nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.layerwise)
         return layer_routes(self.table.held_by(coord.pp), groups, self.config)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
-        """The gathers of sharded parameters at a position; None if parameters are not sharded."""
+        """Returns the gathers of sharded parameters at a position; None if parameters are not sharded."""
         if self.gather_groups is None:
             return None
         zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
@@ -239,7 +239,8 @@ class Plan:
         return GatherPlan(order, self.schedule.passes(coord.pp), pinned, sizes, wire, within)
 
     def _is_fed(self, stage: int) -> bool:
-        """An earlier stage has trained parameters, so this stage computes gradients of its inputs."""
+        """Returns True if an earlier stage has trained parameters, so that this stage computes gradients of its
+        inputs."""
         if self.partition is None:
             return False
         trained = {row.name for row in self.table if row.trainable}
@@ -269,12 +270,12 @@ class Plan:
 
 
 def stages_wanted(config: Config) -> int:
-    """Number of stages to trace for; "auto", which chooses later, starts with one per pipeline rank."""
+    """Returns the number of stages to trace for; "auto", which chooses later, starts with one per pipeline rank."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 
 def build_plan(config: Config, request: PlanRequest) -> Plan:
-    """Plan a run of ``request.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
+    """Plans a run of ``request.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
@@ -326,7 +327,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
 
 
 def _settled(plan: Plan) -> Plan:
-    """``plan`` with the smallest part of the optimizer state on the host that fits, if the configuration says "auto".
+    """Returns ``plan`` with the smallest part of the optimizer state on the host that fits, if the configuration has
+    "auto".
 
     Raises:
         PlanError: nothing fits, or the state of the optimizer is unknown.
@@ -368,7 +370,7 @@ def _division(
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Refuse, before the first batch, the settings that ``build_plan`` would refuse for any batch."""
+    """Refuses, before the first batch, the settings that ``build_plan`` would refuse for any batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)
@@ -377,14 +379,14 @@ def check_settings(model: nn.Module, config: Config) -> None:
 
 
 def _schedule(config: Config) -> Schedule:
-    """The training schedule; with several pipeline ranks, :func:`analyze` has chosen it for "auto"."""
+    """Returns the training schedule; with several pipeline ranks, :func:`analyze` has chosen it for "auto"."""
     parallel, given = config.parallel, config.parallel.schedule_costs
     cost = None if given is None else Cost.of_parts(given.forward, given.input, given.weight, given.transfer)
     return training_schedule(parallel.schedule, config.pp, config.accumulation, parallel.virtual_stages, cost)
 
 
 def _made(config: Config, kind: str, cost: Cost) -> Schedule:
-    """The schedule of a kind in the order that suits the ``cost`` of a stage, checked."""
+    """Returns the schedule of a kind in the order that suits the ``cost`` of a stage, checked."""
     schedule = make_schedule(kind, config.pp, config.accumulation, config.parallel.virtual_stages, cost)
     check(schedule)
     return schedule

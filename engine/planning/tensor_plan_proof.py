@@ -35,7 +35,7 @@ _Styles = Mapping[str, Style]
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
-    """Prove a plan that the user has written, block by block.
+    """Proves a plan that the user has written, block by block.
 
     ``low_rank``: large matrices are products of two thin random ones.
 
@@ -60,7 +60,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_
 def _prove_unit(
     program: Program, unit: Unit, styles: _Styles, plan: TensorPlan, tp: int, low_rank: bool
 ) -> Iterator[str]:
-    """Prove the styles of all blocks of one kind; yields a note if a block of this kind cannot be proven."""
+    """Proves the styles of all blocks of one kind; yields a note if a block of this kind cannot be proven."""
     wanted = _sets_of_styles(unit, styles)
     if not wanted:
         return
@@ -131,7 +131,7 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """The layers outside blocks without whose styles there is no ``failure`` of the forward, else all of them.
+    """Returns the layers outside blocks without whose styles the forward has no ``failure``, or else all of them.
 
     Layers of one region have their styles together.
     """

@@ -27,7 +27,7 @@ ROUND = "gather round"
 
 
 def round_bytes(buckets: int) -> int:
-    """Return the bytes that a rank says in a round: flags, a digest of its calls, a bit for each bucket."""
+    """Returns the bytes that a rank sends in a round: flags, a digest of its calls, a bit for each bucket."""
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
 
@@ -54,7 +54,7 @@ class GatherRounds:
         self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
-        """Return what all ranks say in this round."""
+        """Returns the messages of all ranks in this round."""
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
         return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]
@@ -86,22 +86,22 @@ class PassCalls:
         """Data ranks have made different calls in one of the forwards."""
 
     def begin_forward(self) -> None:
-        """Forget the calls that a backward has differentiated."""
+        """Forgets the calls that a backward has differentiated."""
         if self._reached:
             self._positions.clear()
             self._reached = self.unequal = False
 
     def begin_backward(self) -> None:
-        """Let the next forward begin anew."""
+        """Makes the next forward begin with an empty record of calls."""
         self._reached = True
 
     def note(self, position: int) -> None:
-        """Note a call; calls of one position in succession are one."""
+        """Notes a call; successive calls of one position count once."""
         if self._positions[-1:] != [position]:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Compare the calls of all ranks, which have ended their forward."""
+        """Compares the calls of all ranks after their forward."""
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property

@@ -36,7 +36,7 @@ class GatherGroups:
 
 
 def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGroups:
-    """Find the groups of ``model``; ``calls`` are names of modules in the order in which a forward calls them."""
+    """Returns the groups of ``model``; ``calls`` are names of modules in the order in which a forward calls them."""
     units = find_units(model, deep=True)
     modules = _grouped(_in_order(list(units.modules), calls), set(units.blocks)) if units.modules else [[""]]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -50,7 +50,8 @@ def find_gather_groups(model: nn.Module, calls: Sequence[str] = ()) -> GatherGro
 
 
 def _in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
-    """Sort units by the first call of the unit, of a module in it or around it; the others follow their neighbour."""
+    """Sorts units by the first call of the unit, or of a module in it or around it; other units follow their
+    neighbour."""
     places: list[int] = []
     for unit in units:
         related = (place for place, call in enumerate(calls) if is_inside(call, unit) or is_inside(unit, call))
@@ -115,13 +116,14 @@ class GatheredModules:
 
 
 def _around(units: Collection[str]) -> set[str]:
-    """Names of the modules that contain units, the model itself among them, if they are no units."""
+    """Returns names of the modules that contain units, with the model itself, except units."""
     parts = (unit.split(".") for unit in units)
     return {".".join(path[:count]) for path in parts for count in range(len(path))} - set(units)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield all tensors of an output, also those in attributes of objects, which may be tensors too (cut logits).
+    """Yields all tensors of an output, also tensors in attributes of objects, which may be tensors too (sharded
+    logits).
 
     Attributes may be records again: the shard that cut logits hold, through which gradients pass them by.
     """

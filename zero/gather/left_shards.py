@@ -27,7 +27,7 @@ class LeftBucket:
 
 
 def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
-    """Let the parameters of ``buckets`` know where their shards are; not where these are parts of a tensor rank's part.
+    """Notes on the parameters of ``buckets`` where their shards are, except shards of a tensor rank's part.
 
     Parameters of other stages have no shards, so a model on tensor or pipeline ranks does not become whole again.
     """
@@ -40,7 +40,7 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
 
 @torch.no_grad()
 def make_whole(model: nn.Module, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Give parameters that a closed engine has left in shards their whole values; nothing without such parameters.
+    """Restores the full values of parameters that a closed engine has left in shards; nothing without such parameters.
 
     Collective: ``gather`` returns the given tensor of every rank of the job.
     """

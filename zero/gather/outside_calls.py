@@ -28,7 +28,7 @@ class OutsideCalls:
 
     @contextmanager
     def call(self, indices: frozenset[int]) -> Iterator[None]:
-        """Context of a call that uses these buckets."""
+        """Opens a call that uses these buckets."""
         if not self._depth:
             self._comm.join("a call of the model outside the engine")
         opened = indices - self._whole.live
@@ -45,7 +45,7 @@ class OutsideCalls:
             self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
 
     def read(self, index: int) -> None:
-        """Gather a bucket that code outside its modules reads; it stays until the outermost call ends."""
+        """Gathers a bucket that code outside its modules reads; it remains until the outermost call ends."""
         if index not in self._whole.live:
             self._read |= {index}
         with torch.no_grad():

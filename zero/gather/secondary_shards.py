@@ -31,7 +31,7 @@ class SecondaryLayout:
     buckets: frozenset[int] = frozenset()
 
     def elements(self, bucket_elements: int) -> int:
-        """Elements of the shard of one bucket."""
+        """Returns elements of the shard of one bucket."""
         return bucket_elements // self.ranks
 
 
@@ -66,19 +66,19 @@ class SecondaryShards:
         return tuple(self._shards.values())
 
     def take(self, index: int) -> None:
-        """Keep this rank's part of a full bucket, which is about to be freed."""
+        """Keeps this rank's part of a full bucket before the bucket is freed."""
         shard = self._shards.get(index)
         if shard is not None and index not in self._valid:
             shard.copy_(self._own(self._buckets[index]))
             self._valid.add(index)
 
     def gather(self, indices: Sequence[int]) -> Pending:
-        """Start the gather of valid buckets from the ranks of the node, in one batch; their memory is reserved."""
+        """Starts the gather of valid buckets from the ranks of the node, in one batch; their memory is allocated."""
         pairs = [(self._buckets[index].params, self._shards[index]) for index in indices]
         return self._comm.gather_parameters(pairs, WITHIN, self._ranks)
 
     def drop(self, indices: Collection[int] | None = None) -> None:
-        """Forget the values of these buckets, or of all, because their parameters have changed or may change."""
+        """Forgets the values of these buckets, or of all, because their parameters have changed or may change."""
         self._valid.difference_update(self._shards if indices is None else indices)
 
     def _own(self, flat: FlatBucket) -> Tensor:

@@ -43,18 +43,19 @@ class DelayedUpdate:
         return self._update is not None
 
     def launch(self, update: Callable[[], None]) -> None:
-        """Start ``update``, which reads and writes host memory only. No other one is pending."""
+        """Starts ``update``, which reads and writes host memory only. No other update is pending."""
         assert self._update is None
         self._given = self._sums()
         self._update = self._thread.submit(update)
 
     def join(self) -> None:
-        """Return when no update runs; it stays pending."""
+        """Waits for the running update; it remains pending."""
         if self._update is not None:
             self._update.exception()
 
     def problem(self) -> EngineError | None:
-        """Why the pending update cannot be brought: it has failed, or weights were written that it would overwrite."""
+        """Returns the reason why the pending update cannot be brought: it has failed, or it would overwrite weights
+        that were written."""
         if self._update is None or self._given is None:
             return None
         if (error := self._update.exception()) is not None:
@@ -74,7 +75,7 @@ class DelayedUpdate:
         return None
 
     def finish(self) -> bool:
-        """Bring the pending update to the device; False if there is none. Collective over dp.
+        """Brings the pending update to the device; returns False if there is none. Collective over dp.
 
         Raises:
             EngineError: see ``problem``.
@@ -88,9 +89,9 @@ class DelayedUpdate:
         return True
 
     def close(self) -> None:
-        """Wait for the update and end its thread."""
+        """Waits for the update and ends its thread."""
         self._thread.shutdown(wait=True)
 
     def _sums(self) -> torch.Tensor:
-        """A sum over the bits of each bucket's owned weights on the device."""
+        """Returns a sum over the bits of each bucket's owned weights on the device."""
         return torch.stack([bit_sum(flat.kept) for flat in self._buckets]) if self._buckets else torch.zeros(0)

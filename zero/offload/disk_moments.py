@@ -47,7 +47,8 @@ class DiskAgreement:
         self._comm, self._device = comm, device
 
     def first(self, own: bool) -> int | None:
-        """The first rank whose ``own`` is true; None if there is none. One all-reduce of 8 bytes, none on one rank."""
+        """Returns the first rank with a true ``own``; None if there is none. One all-reduce of 8 bytes, none on one
+        rank."""
         if self._comm.grid.world_size == 1:
             return 0 if own else None
         return first_rank(own, self._comm, self._device, LABEL)
@@ -82,7 +83,7 @@ class MomentPlace(NamedTuple):
     start: int
 
     def of(self, memory: Tensor) -> Tensor:
-        """The moment in a copy of the slot, uint8 [bytes]."""
+        """Returns the moment in a copy of the slot, uint8 [bytes]."""
         size = self.weights.numel() * self.dtype.itemsize
         return memory[self.start : self.start + size].view(self.dtype).view(self.weights.shape)
 
@@ -131,18 +132,18 @@ class BucketFiles:
         )
 
     def start_read(self, page: Tensor, threads: Executor) -> BlocksUnderWay:
-        """Start to read the valid slot; its blocks are checked, unless the program has written into a view."""
+        """Starts to read the valid slot; its blocks are checked, unless the program has written into a view."""
         assert self.valid is not None
         checked = self._version == self._mapped[self.valid]._version
         return self.slots[self.valid].start_read(page.numpy().data[: self.size], threads, checked)
 
     def lend(self, page: Tensor, state: MomentState) -> None:
-        """Give the optimizer the moments in ``page``."""
+        """Gives the optimizer the moments in ``page``."""
         for place in self.places:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Bring the moments of ``state`` into ``page``, and start to write them into the slot that is not valid."""
+        """Copies the moments of ``state`` into ``page``, and starts to write them into the slot that is not valid."""
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]
         if any(moment.data_ptr() != place.data_ptr() for moment, place in zip(now, there, strict=True)):
@@ -153,16 +154,16 @@ class BucketFiles:
         return self.slots[self._fresh].start_write(page.numpy().data[: self.size], threads)
 
     def commit(self) -> None:
-        """The slot that was written is the valid one from now on."""
+        """Makes the written slot the valid one."""
         self.valid, self._version = self._fresh, self._mapped[self._fresh]._version
 
     def show(self, state: MomentState) -> None:
-        """Give the optimizer views of the valid slot."""
+        """Gives the optimizer views of the valid slot."""
         if self.valid is not None:
             self._show(state, self.valid)
 
     def close(self) -> None:
-        """Delete the files."""
+        """Deletes the files."""
         for slot in self.slots:
             slot.close()
 
@@ -219,7 +220,7 @@ class DiskMoments:
     # ------------------------------------------------------------------ an update of all ranks
 
     def update(self, attempt: Callable[[], None], put_back: Callable[[], None]) -> None:
-        """Make an update on all ranks or on none; one that fails is repeated once. Collective over the world.
+        """Makes an update on all ranks or on none; repeats a failed one once. Collective over the world.
 
         ``attempt`` updates bucket by bucket; ``put_back`` brings weights that were put back to where they are used,
         and undoes what was counted.
@@ -245,7 +246,7 @@ class DiskMoments:
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
-        """Give the optimizer the moments of a set in memory, and start to read those of the next one.
+        """Gives the optimizer the moments of a set in memory, and starts to read the moments of the next one.
 
         False if the disk refuses or has not what was written last, so that the set is not to be updated.
         """
@@ -261,7 +262,7 @@ class DiskMoments:
         return self._failure is None
 
     def end(self, number: int) -> None:
-        """Take the moments of a set, which are updated, and start to write them."""
+        """Takes the updated moments of a set, and starts to write them."""
         if number not in self._pages or self._failure is not None:
             return
         page, found, uses = self._pages.pop(number), self._found(number), self._kept[number][1]
@@ -278,7 +279,7 @@ class DiskMoments:
             self._failure = error
 
     def agree(self) -> int | None:
-        """Wait until everything is written; the first rank of the world that has failed. Collective, once an update."""
+        """Waits for all writes; returns the first rank of the world that has failed. Collective, once an update."""
         if self._agreed is None:
             reads = [read for _, read in self._reads.values()]
             for blocks in (*self._under_way, *reads):
@@ -291,7 +292,7 @@ class DiskMoments:
         return self._agreed[0]
 
     def put_back(self) -> None:
-        """Restore moments and weights of this rank as they were before the update."""
+        """Restores moments and weights of this rank as they were before the update."""
         for number in self._touched:
             replaced, files = self._replaced.pop(number, None), self._files.get(number)
             if files is not None and (replaced is not None or files.valid is None):
@@ -304,7 +305,8 @@ class DiskMoments:
         self._end_update()
 
     def refuse_failed(self) -> None:
-        """Refuse to go on, or to save, after optimizer state was lost: on all ranks, since all know of it.
+        """Refuses to continue, or to save, after optimizer state was lost: on all ranks, because all have learned of
+        it.
 
         Raises:
             EngineError: the disk has failed before.
@@ -315,7 +317,7 @@ class DiskMoments:
             )
 
     def close(self) -> None:
-        """End the threads and delete the files."""
+        """Ends the threads and deletes the files."""
         self._threads.shutdown(wait=True)
         for files in self._files.values():
             files.close()
@@ -364,7 +366,7 @@ class DiskMoments:
         return number in self._files and self._files[number].shown(self._state)
 
     def _take_moments(self, number: int) -> Tensor:
-        """The page of a set, with its moments if it has any."""
+        """Returns the page of a set, with its moments if it has any."""
         if self._on_disk(number):
             self._start_read(number)
             page, read = self._reads.pop(number)
@@ -381,7 +383,7 @@ class DiskMoments:
         return page
 
     def _write_loaded(self, number: int, page: Tensor, found: Sequence[FoundMoment]) -> None:
-        """Bring moments that are no view of a slot, because they were loaded, to disk; if it fails they stay."""
+        """Writes loaded moments, which are no view of a slot, to disk; if that fails they remain in memory."""
         if (before := self._files.pop(number, None)) is not None:
             before.close()
         files = self._make(number, found)
@@ -407,7 +409,7 @@ class DiskMoments:
             self._start_read(following)
 
     def _keep_weights(self, number: int, page: Tensor) -> None:
-        """Start to write the weights from before the update, which lie at the end of the page meanwhile."""
+        """Starts to write the weights from before the update, which are at the end of the page meanwhile."""
         tensors = self._sets[number]
         size = whole_sectors(sum(weights.nbytes for weights in tensors))
         if number not in self._before:
@@ -419,7 +421,7 @@ class DiskMoments:
         self._kept[number] = page, self._under_way[-1]
 
     def _restore_weights(self) -> None:
-        """Bring back the weights of the sets that were begun."""
+        """Restores the weights of the sets that the update has begun."""
         written = []
         for number, (page, write) in self._kept.items():
             try:
@@ -456,7 +458,7 @@ class DiskMoments:
 
 
 def _places(tensors: Sequence[Tensor], memory: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor with its place in ``memory``, uint8 [bytes]."""
+    """Returns each tensor with its place in ``memory``, uint8 [bytes]."""
     places, start = [], 0
     for weights in tensors:
         places.append((weights, memory[start : start + weights.nbytes].view(weights.dtype).view(weights.shape)))

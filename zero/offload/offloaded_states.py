@@ -72,7 +72,7 @@ class OffloadedStates:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context of a block that reads or writes state in place, which stays where it is meanwhile."""
+        """Keeps state in place during a block that reads or writes it."""
         self._blocks += 1
         try:
             yield
@@ -80,7 +80,7 @@ class OffloadedStates:
             self._blocks -= 1
 
     def refuse_held(self) -> None:
-        """Refuse to move state to which an open block refers.
+        """Refuses to move state to which an open block refers.
 
         Raises:
             EngineError: there is one.
@@ -92,13 +92,15 @@ class OffloadedStates:
             )
 
     def expire(self, kinds: Collection[str]) -> None:
-        """End graphs that have saved parameters, if these are to be moved: a backward through them reads memory."""
+        """Ends graphs that have saved parameters before these are moved, because a backward through them reads their
+        memory."""
         if PARAMETERS in kinds and PARAMETERS not in self._moved:
             held = [each for each in self._inventory.model.parameters() if not isinstance(each, AbsentParameter)]
             torch.autograd.graph.increment_version(held)
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
-        """Move these kinds, unless they are away. All memory of the host is taken first, so that it is all or nothing.
+        """Moves these kinds, unless they are in host memory. It allocates all host memory first, so that it moves all
+        or nothing.
 
         ``blocking``: the device has let go of its memory when this returns; else copies may still run.
 
@@ -131,7 +133,7 @@ class OffloadedStates:
             finish(self._device)
 
     def reload(self, kinds: Collection[str] = KINDS, blocking: bool = True) -> None:
-        """Bring these kinds back; those that are not away stay as they are."""
+        """Brings these kinds back; kinds on the device remain as they are."""
         for kind in [kind for kind in KINDS if kind in kinds and kind in self._moved]:
             for each in self._moved[kind]:
                 each.whole.untyped_storage().resize_(each.copy.nbytes)
@@ -145,7 +147,7 @@ class OffloadedStates:
             finish(self._device)
 
     def refuse(self, call: str) -> None:
-        """Refuse ``call`` if it needs something that is away.
+        """Refuses ``call`` if it needs state that is in host memory.
 
         Raises:
             EngineError: it does; the message names what is missing.
@@ -191,7 +193,7 @@ class OffloadedStates:
         return (held for held in found if held.home is Home.DEVICE)
 
     def _conceal(self, wholes: Sequence[Tensor]) -> None:
-        """Guard the parameters that lie in these storages."""
+        """Guards the parameters in these storages against reads."""
         away = {_place(whole) for whole in wholes}
         for name, parameter in self._inventory.model.named_parameters():
             if not isinstance(parameter, AbsentParameter) and _place(parameter) in away:
@@ -200,7 +202,7 @@ class OffloadedStates:
 
 
 def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
-    """The kinds that ``include`` names, strings or members of DeepSpeed's enumeration; None: all.
+    """Returns the kinds that ``include`` names, as strings or members of DeepSpeed's enumeration; None: all.
 
     Raises:
         EngineError: a name is none of DeepSpeed's.
@@ -230,11 +232,11 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _place(tensor: Tensor) -> int:
-    """The number of a tensor's storage, which stays the same when the storage is resized."""
+    """Returns the number of a tensor's storage, which does not change when the storage is resized."""
     return int(_storage(tensor)._cdata)
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All elements of a tensor's storage, in its dtype, as a view whose writes autograd does not count."""
+    """Returns all elements of a tensor's storage, in its dtype, as a view with writes that autograd does not count."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.data.as_strided((_storage(tensor).nbytes() // tensor.element_size(),), (1,), 0)

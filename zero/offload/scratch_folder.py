@@ -52,7 +52,7 @@ class ScratchFolder:
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())  # at the end of the process too
 
     def close(self) -> None:
-        """Delete the folder with all that is in it."""
+        """Deletes the folder and its contents."""
         self._end()
 
 
@@ -63,7 +63,7 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 def delete_left_behind(parent: Path) -> None:
-    """Delete the folders whose engine has ended without doing so; those of engines that live are left."""
+    """Deletes the folders of engines that have ended without deleting them; folders of live engines remain."""
     for folder in sorted(parent.glob(f"{PREFIX}*")):
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -90,7 +90,7 @@ class MappedMemory:
         self._folder = folder
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """``count`` zeros, whose space on the disk is taken.
+        """Returns ``count`` zeros, with their space on the disk reserved.
 
         Raises:
             EngineError: the folder cannot be made or written, or the disk is full.

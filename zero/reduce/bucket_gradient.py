@@ -20,13 +20,14 @@ class ProductSums(Protocol):
     """The sums of a reducer, as products see them."""
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """The sum of a parameter for a product of the running backward; None: it has to deliver a gradient."""
+        """Returns the sum of a parameter for a product of the running backward; None: the backward has to deliver a
+        gradient."""
 
     def added(self, name: str) -> None:
-        """A product has been added to the sum."""
+        """Notes that a product has been added to the sum."""
 
     def complete(self, name: str) -> None:
-        """The running backward adds nothing more to the sum."""
+        """Notes that the running backward adds nothing more to the sum."""
 
 
 class BucketGradient:
@@ -38,11 +39,11 @@ class BucketGradient:
         """True between the first product of a backward and the parameter's node."""
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """The slice of the bucket, if the running backward may write there; see :class:`MainGradient`."""
+        """Returns the slice of the bucket, if the running backward may write there; see :class:`MainGradient`."""
         return self._sums.open_sum(self.name, node)
 
     def end(self, node: Any | None) -> None:
-        """Say that a product has been added, and later, behind the last one, that the sum is complete."""
+        """Notes that a product has been added, and later, after the last one, that the sum is complete."""
         self._sums.added(self.name)
         if node is None:
             self._sums.complete(self.name)
@@ -50,11 +51,12 @@ class BucketGradient:
             self._waits = True
 
     def forget(self) -> None:
-        """Wait for no node any more: its backward has ended, or the reducer takes a gradient beside the products."""
+        """Stops waiting for nodes: their backward has ended, or the reducer takes a gradient in addition to the
+        products."""
         self._waits = False
 
     def all_done(self) -> None:
-        """The node has run: all uses have given what they have, and no gradient is beside the products."""
+        """Notes that the node has run: all uses have added their products, and no other gradient follows."""
         if self._waits:
             self._waits = False
             self._sums.complete(self.name)

@@ -46,7 +46,7 @@ class EncodedReduction:
             self.residuals = tuple(torch.zeros(count, self._size, device=flat.params.device) for count in rows)
 
     def start(self, full: Tensor, out: Tensor) -> Pending:
-        """Start the sum of ``full`` [N*s], which may change at once; the wait leaves this rank's shard in ``out`` [s].
+        """Starts the sum of ``full`` [N*s], which may change at once; the wait leaves this rank's shard in ``out`` [s].
 
         Ranks wait for the sums of their buckets in one order, since the wait of the first hop sends the second one.
         """
@@ -60,7 +60,7 @@ class EncodedReduction:
         return pending.then(partial(self._cross, received_WAm, out))
 
     def _cross(self, received_WAm: Tensor, out: Tensor) -> None:
-        """Add what came from the node, and send it on to the owners on all nodes."""
+        """Adds the messages of the node, and sends the sum on to the owners on all nodes."""
         sums_As = out.new_empty((self._hops[0].shards, self._size), dtype=torch.float32)
         for sums_s, received_Wm in zip(sums_As, received_WAm.transpose(0, 1).contiguous(), strict=True):
             self._codec.add(received_Wm, sums_s)
@@ -79,7 +79,7 @@ class EncodedReduction:
 def encoded_reductions(
     buckets: Sequence[FlatBucket], formats: WireFormats, comm: Comm, kernels: Kernels
 ) -> dict[int, EncodedReduction]:
-    """The reductions of all buckets that are encoded, by index of the bucket."""
+    """Returns the reductions of all buckets that are encoded, by index of the bucket."""
     found: dict[int, EncodedReduction] = {}
     for flat in buckets:
         wire = formats.of_gradients(flat.bucket)
@@ -89,7 +89,7 @@ def encoded_reductions(
 
 
 def connect_hops(formats: WireFormats, comm: Comm) -> None:
-    """Open the groups of all hops. Every rank of the world calls it."""
+    """Opens the groups of all hops. Every rank of the world calls it."""
     ranks = comm.grid.size(comm.grid.shard_line)
     if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == ranks):
         return

@@ -40,7 +40,8 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:
-        """Return the error found, the same on every tensor rank; ``sent`` gets the traffic, which the step leaves out.
+        """Returns the error found, the same on every tensor rank; the traffic, which the step leaves out, goes to
+        ``sent``.
 
         One all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes for each parameter and 8
         more; every rank of a stage takes part, also one whose step has failed.
@@ -70,7 +71,7 @@ class ReplicaCheck:
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """Return the elements of a slot that lie in ``shard``; an empty slice if none do."""
+    """Returns the elements of a slot that are in ``shard``; an empty slice if there are none."""
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
 
@@ -108,7 +109,7 @@ class NonFinite:
 
     @torch.no_grad()
     def find(self, loss: Tensor, weight: float, own: bool, sent: Tally) -> NonFiniteSource:
-        """Return the source of a skipped step, the same on every rank.
+        """Returns the source of a skipped step, the same on every rank.
 
         One all-gather of 24 bytes a rank over the world, label "non-finite". ``sent`` gets this traffic, which the step
         leaves out.

@@ -107,7 +107,7 @@ class StageShare:
 
 
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
-    """The share of the slowest pipeline rank, for seconds of a block and of the head."""
+    """Returns the share of the slowest pipeline rank, for seconds of a block and of the head."""
     outer = work.outer_parameters
     if pp == 1:
         return StageShare(blocks=work.blocks, heads=1.0, outer_parameters=outer)
@@ -129,7 +129,7 @@ def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool =
 
 
 def idle_over_useful(layout: TrainingLayout) -> float:
-    """Idle time of the pipeline for each second that a rank computes."""
+    """Returns the idle time of the pipeline for each second that a rank computes."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if p == 1:
         return 0.0

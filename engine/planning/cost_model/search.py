@@ -34,7 +34,7 @@ class Wish:
 
 
 def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
-    """Every layout that the engine can run: tensor groups within a node, stages of at least one block."""
+    """Yields every layout that the engine can run: tensor groups within a node, stages of at least one block."""
     sizes = [size for size in range(1, wish.world + 1) if wish.world % size == 0]
     for tp, pp in product(sizes, sizes):
         if wish.world % (tp * pp) or pp > work.blocks or tp > wish.node or work.heads % tp or wish.node % tp:
@@ -57,7 +57,7 @@ def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[Traini
 
 
 def _zero(dp: int) -> tuple[tuple[int, Reduction], ...]:
-    """ZeRO 2 that reduces once a step is ZeRO 1."""
+    """Returns the pairs of stage and reduction; ZeRO 2 that reduces once a step is ZeRO 1."""
     return ((0, "step"), (1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch")) if dp > 1 else ((0, "step"),)
 
 
@@ -80,7 +80,7 @@ class SearchResult:
 
 
 def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult:
-    """Rank all layouts by their closed forms.
+    """Ranks all layouts by their closed forms.
 
     Raises:
         PlanError: no grid of so many ranks can run the model with so many rows.
@@ -172,18 +172,18 @@ class LayoutChoice:
         return self
 
     def learn(self, estimate: LayoutEstimate, counted: RankMemory) -> None:
-        """Note what was counted of the layout of ``estimate``."""
+        """Notes the counts of the layout of ``estimate``."""
         self._tried.add(estimate.layout)
         before = self._known(estimate, False)
         if before > 0:
             self._factors[_held_alike(estimate.layout)] = (counted.activations + counted.buffers) / before
 
     def pass_over(self, layout: TrainingLayout) -> None:
-        """Do not give ``layout``, which has been planned."""
+        """Excludes ``layout``, which has been planned."""
         self._tried.add(layout)
 
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
-        """Bytes of a rank, as far as they are known; ``fresh``: with a sample that is taken now, if need be."""
+        """Returns bytes of a rank, as far as they are known; ``fresh``: takes a new sample if needed."""
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 

@@ -32,7 +32,7 @@ class Product(NamedTuple):
         return self.inner * self.outer * self.times
 
     def narrow(self, tp: int) -> float:
-        """The narrower side of what a tensor rank multiplies."""
+        """Returns the narrower side of a tensor rank's product."""
         inner = self.inner / tp if self.cut == "inner" else self.inner
         outer = self.outer / tp if self.cut == "outer" else self.outer
         return min(inner, outer)
@@ -83,12 +83,12 @@ class Workload:
         return self.blocks * self.block_parameters + self.outer_parameters
 
     def flops_of_token(self) -> float:
-        """Model FLOPs of training one token: three times the forward; attention counts all pairs."""
+        """Returns the model FLOPs of training one token: three times the forward; attention counts all pairs."""
         block = sum(2 * product.weights for product in self.products) + 4 * self.attention * self.context
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
 
     def keeps(self, recomputation: Recomputation) -> CutAmount:
-        """Bytes a token and block."""
+        """Returns bytes for each token and block."""
         return self.kept[("none", "selective", "full").index(recomputation)]
 
 
@@ -123,7 +123,7 @@ class DecoderShape:
     tied: bool = False
 
     def workload(self) -> Workload:
-        """The workload of training it on full rows."""
+        """Returns the workload of training it on full rows."""
         h = self.width
         head = self.head_width or h // self.heads
         q, kv = self.heads * head, (self.kv_heads or self.heads) * head
@@ -161,12 +161,12 @@ class DecoderShape:
 
 
 def is_model_config(raw: object) -> bool:
-    """A JSON object that describes a model, not a run of this engine."""
+    """Returns True if a JSON object describes a model, not a run of this engine."""
     return isinstance(raw, Mapping) and any(key in raw for key in ("model_type", "architectures", *SIZES["width"]))
 
 
 def decoder_shape_of(raw: Mapping[str, Any]) -> DecoderShape | None:
-    """The decoder that a configuration describes; None for families whose blocks are of other kinds."""
+    """Returns the decoder that a configuration describes; None for families with other kinds of blocks."""
     family = raw.get("model_type")
     found = {name: next((raw[key] for key in keys if raw.get(key)), None) for name, keys in SIZES.items()}
     found["context"] = found["context"] or 2048

@@ -157,7 +157,7 @@ def ties() -> tuple[str, bool]:
 
 def test_holders_of_a_tied_parameter_write_alike(run_ranks: RunRanks) -> None:
     for told, kept in run_ranks(ties, 4):
-        assert told.startswith("full_parameters: 'embed.weight' lies on several stages or tensor ranks, which have")
+        assert told.startswith("full_parameters: 'embed.weight' is on several stages or tensor ranks, which have")
         assert kept
 
 

@@ -240,7 +240,9 @@ def test_bad_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("the system has no such memory\nfrom a stack")
 
         monkeypatch.setattr("engine.zero.offload.offloaded_states.host_bytes", refuses)
-        with pytest.raises(engine.EngineError, match=r"gives no \d+ bytes of memory .the system has no such memory.;"):
+        with pytest.raises(
+            engine.EngineError, match=r"cannot allocate \d+ bytes of memory .the system has no such memory.;"
+        ):
             eng.offload_states()
         eng.train_batch(batch(eng, 1))
 

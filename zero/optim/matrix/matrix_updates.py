@@ -125,11 +125,11 @@ class MatrixUpdates:
         return all(len(each.data.members) == 1 for each in self._routes.rounds)
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._routes.rows)
 
     def forget(self) -> None:
-        """Begin anew at the next update."""
+        """Begins anew at the next update."""
         self.state.clear()
         self._begun.clear()
 
@@ -143,7 +143,7 @@ class MatrixUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Update every matrix from the directions of the step, and yield the names of those whose weights are made.
+        """Updates every matrix from the directions of the step, and yields the names of matrices with new weights.
 
         Those without a gradient, ``unused``, stay. ``missed``: updates that others have had no gradient for.
         """
@@ -195,13 +195,13 @@ class MatrixUpdates:
                 rule.apply_(step.weights[name], update, self._routes.rows[name].shape, self._number(name, step))
 
     def _join_and_cut(self, kinds: Sequence[Sequence[Tensor]], name: str, step: "_Step") -> list[Tensor]:
-        """Put the parts of all tensor ranks together, update, and cut the update as the matrix is cut."""
+        """Joins the shards of all tensor ranks, updates, and cuts the update as the matrix is sharded."""
         row = self._routes.rows[name]
         update = self._update([_whole(parts, row) for parts in kinds], name, step).view(row.shape)
         return [_joined(_ranges(update, row, tp), update, row) for tp in range(len(kinds[0]))]
 
     def _update(self, kinds: Sequence[Tensor], name: str, step: "_Step") -> Tensor:
-        """The update of a whole matrix, flat; zeros without a gradient, whose state stays."""
+        """Returns the update of a full matrix, flat; zeros without a gradient, with unchanged state."""
         if name in step.unused:
             return torch.zeros_like(kinds[0]).reshape(-1)
         views = [each.view(self._shape(name)) for each in kinds]
@@ -218,7 +218,7 @@ class MatrixUpdates:
         return self._routes.rows[name].shape
 
     def _number(self, name: str, step: "_Step") -> int:
-        """The number of this update of a matrix."""
+        """Returns the number of this update of a matrix."""
         group = self._inner.param_groups[self._routes.rows[name].group]
         return int(group["step"]) - step.missed.get(name, 0)
 
@@ -257,7 +257,7 @@ class _Step:
 
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
-    """Begin a round in every turn, then go on with those before it, the newest first; yields what they yield."""
+    """Begins a round in every turn, then continues the rounds before it, the newest first; yields their results."""
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:
         new = next(waiting, None)
@@ -273,12 +273,12 @@ def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
 
 
 def state_dtype(row: ShardRow) -> torch.dtype:
-    """The dtype of what is kept of a matrix, and of the decompositions of it: fp32, or fp64 where it was given so."""
+    """Returns the dtype of a matrix's state and of its decompositions: fp32, or fp64 for a parameter in fp64."""
     return torch.float64 if row.dtype == torch.float64 else torch.float32
 
 
 def _whole(parts: Sequence[Tensor], row: ShardRow) -> Tensor:
-    """The full matrix, from the parts of all tensor ranks."""
+    """Returns the full matrix, from the shards of all tensor ranks."""
     whole = parts[0].new_empty(row.shape)
     for tp, part in enumerate(parts):
         for view, own in zip(_ranges(whole, row, tp), _ranges_of(part, row, tp), strict=True):
@@ -297,7 +297,7 @@ def _ranges(whole: Tensor, row: ShardRow, tp: int) -> list[Tensor]:
 
 
 def _ranges_of(part: Tensor, row: ShardRow, tp: int) -> tuple[Tensor, ...]:
-    """The same ranges in what the tensor rank holds, flat."""
+    """Returns the same ranges in the shard of the tensor rank, flat."""
     sizes = [each.stop - each.start for each in row.ranges if tp in each.holders]
     return torch.split(part.view(row.local_shape(tp)), sizes, _dim(row)) if sizes else ()
 

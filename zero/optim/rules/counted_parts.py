@@ -65,7 +65,7 @@ class CountedPart:
         return kept
 
     def square(self, values_n: Tensor) -> Tensor:
-        """The sum of squares, fp64 0-dim, of those elements that this rank adds."""
+        """Returns the sum of squares, fp64 0-dim, of the elements that this rank adds."""
         found = values_n.new_zeros((), dtype=torch.float64)
         for part in (slice(None),) if self.counted is None else self.counted:
             found += torch.linalg.vector_norm(values_n[part], dtype=torch.float64).square()
@@ -75,7 +75,7 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], rows: Sequence[ShardRow], tp: int
 ) -> Iterator[CountedPart]:
-    """Yield the parts of those tensors that are ``due``; ``tp``: the tensor coordinate of this rank."""
+    """Yields the parts of the tensors that are ``due``; ``tp``: the tensor coordinate of this rank."""
     numbers = {row.name: number for number, row in enumerate(rows)}
     for place in places:
         for slot, part in place.slots() if place.parameter in due else ():

@@ -38,7 +38,7 @@ class FlatLayerwise(FlatOptimizer):
     """Tensors are parts of parameters, or runs of several."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
-        """``options``: all params of the configuration."""
+        """Takes ``options``: all params of the configuration."""
         super().__init__(params, options)
         self.due: set[Tensor] = set()
         """Tensors whose update is to be made."""
@@ -51,7 +51,7 @@ class FlatLayerwise(FlatOptimizer):
         return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         raise NotImplementedError
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
@@ -78,7 +78,7 @@ class FlatLamb(FlatLayerwise):
     """LAMB; both averages of Adam an element."""
 
     def rule(self, group: Mapping[str, Any]) -> LambRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         return LambRule.of(group)
 
 
@@ -86,7 +86,7 @@ class FlatLARS(FlatLayerwise):
     """LARS; one momentum an element, of steps."""
 
     def rule(self, group: Mapping[str, Any]) -> LarsRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         return LarsRule.of(group)
 
 
@@ -95,7 +95,7 @@ class LayerRoutes(SumRoutes):
     """Whose norms are summed, and over which axes."""
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """The sum of a step."""
+        """Returns the all-reduce of a step."""
         size = 2 * len(self.rows) * _SUM.itemsize
         return tuple(Traffic(axis, LABEL, 1, sent_bytes("all_reduce", size, ranks)) for axis, ranks in self.axes)
 
@@ -127,19 +127,19 @@ class LayerwiseUpdates:
         self.shapes: WholeShapes = {}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
         return frozenset(slot.name for slot in flat.bucket.slots) & self._names
 
     def forget(self) -> None:
-        """Nothing: there is no state of whole parameters."""
+        """Does nothing: there is no state of full parameters."""
 
     def prepare(self) -> WholeState:
-        """Nothing."""
+        """Returns nothing."""
         return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Update every parameter of the step at once; ``unused`` ones have no gradient, and stay with their count."""
+        """Updates every parameter of the step at once; ``unused`` ones have no gradient, and keep their count."""
         due = {weight: maker for maker in self._makers for weight in maker.due}
         parts = counted_parts(self._places, due.keys(), self._routes.rows, self._tp)
         used = [(part, *self._of(part, due, missed)) for part in parts if part.row.name not in unused]
@@ -160,7 +160,7 @@ class LayerwiseUpdates:
     def _of(
         self, part: CountedPart, makers: Mapping[Tensor, FlatLayerwise], missed: Mapping[str, int]
     ) -> tuple[LayerRule, Moments, int]:
-        """The rule of a part, its moments and the number of its update."""
+        """Returns the rule of a part, its moments and the number of its update."""
         group, weight = self._inner.param_groups[part.row.group], part.place.parameter
         maker = makers[weight]
         moments = [each.view(-1)[part.part] for each in maker.moments(weight, group)]
