@@ -48,11 +48,11 @@ class FlatBucket:
     grads: Tensor
     """Gradients [held] in the dtype of accumulation; empty for a frozen bucket."""
     held: slice
-    """Elements whose gradients this rank keeps: all of them, or its shard."""
+    """Elements of the gradients on this rank: all of them, or its shard."""
     owned: slice
     """Elements that this rank updates: its shard, or all of them at ZeRO stage 0."""
     shard: slice
-    """Elements whose gradients this rank counts in the norm: always its 1/N of the bucket."""
+    """Elements of the gradients that this rank counts in the norm: always its 1/N of the bucket."""
     master: Tensor | None
     """Weights [owned] that the optimizer updates: fp32 if ``params`` are narrower, in any dtype on the host; None if
     it updates ``kept``.
@@ -70,9 +70,9 @@ class FlatBucket:
     counts: bool = True
     """This rank counts its shard in the norm; False: the same shard of another group does."""
     host_sums: Tensor | None = None
-    """Gradients [owned] in host memory, where the master then lies too and the update is made; else None."""
+    """Gradients [owned] in host memory, with the master and the update; else None."""
     kept_on_host: bool = False
-    """``kept`` lies in host memory."""
+    """True if ``kept`` is in host memory."""
     apart: WeakValueDictionary[tuple[int, int], torch.UntypedStorage] = field(default_factory=WeakValueDictionary)
     """Storages of single parameters over the memory of ``params``, which pickles and state dicts have."""
 
@@ -114,8 +114,8 @@ class FlatBucket:
     def release(self) -> None:
         """Frees the memory of a sharded ``params``; views of it remain, and are valid again after ``reserve``.
 
-        Memory whose size is fixed, because NumPy or another process has it, stays with its holders (``move``), and so
-        does memory over which a parameter has a storage of its own.
+        Memory of a fixed size, because NumPy or another process uses it, is left to its users (``move``), and so
+        is memory over which a parameter has a storage of its own.
         """
         if self.apart or not self.params.untyped_storage().resizable():
             self.move()
@@ -123,7 +123,7 @@ class FlatBucket:
 
     @property
     def escaped(self) -> bool:
-        """True if a tensor beside those of the bucket lies in the memory of ``params``."""
+        """True if a tensor outside of the bucket uses the memory of ``params``."""
         storage = self.params.untyped_storage()
         parameters = sum(p.untyped_storage()._cdata == storage._cdata for p in self.parameters)
         own = 2 + len(self.views) + parameters  # ``params`` and ``storage``
@@ -158,7 +158,7 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Storages over single parameters of the bucket in which ``parameter`` lies; None if it lies in none."""
+    """Storages over single parameters of the bucket of ``parameter``; None if it is in no bucket."""
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
     return storages
@@ -182,7 +182,7 @@ def slot_view(flat: Tensor, slot: Slot) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Place of this process among the data ranks that share buckets, and what it keeps sharded."""
+    """Place of this process among the data ranks that share buckets, and the kinds of state that it shards."""
 
     index: int
     ranks: int
@@ -190,7 +190,7 @@ class Ownership:
     """True updates the shard only (ZeRO 1)."""
     sharded_gradients: bool = False
     """True keeps the shard of the gradients only (ZeRO 2 with ``reduce: microbatch``). Gradients that are partial over
-    tensor ranks stay full, because they must be summed over those ranks first.
+    tensor ranks stay full, because they must be summed over tensor ranks first.
     """
     sharded_parameters: bool = False
     """True keeps the shard of the parameters only (ZeRO 3)."""
@@ -209,7 +209,7 @@ class Ownership:
     pinned_parameters: bool = True
     """Page-lock that memory."""
     delayed: bool = False
-    """Updates run beside steps that still compute with the weights from before them."""
+    """True if updates overlap with steps that still compute with the weights from before them."""
 
 
 def reserve(
@@ -293,7 +293,7 @@ def _reserve(
 
 
 def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.device, section: str) -> Tensor:
-    """Zeros [owned] in host memory, for a copy of what ``device`` holds, as a section of ``zero_optimization`` asks."""
+    """Zeros [owned] in host memory, for a copy of memory of ``device``, as a section of ``zero_optimization`` asks."""
     count = owned.stop - owned.start
     if who.mapped is not None:
         return who.mapped(count, dtype)
@@ -346,7 +346,7 @@ class _Tie:
     """Name of the parameter in ``module``."""
     parameter: nn.Parameter
     flat: FlatBucket | None
-    """The bucket that it lies in; None for a parameter outside the buckets, or without elements."""
+    """The bucket of the parameter; None for a parameter outside the buckets, or without elements."""
     offset: int
     """Offset in the bucket's storage."""
 

@@ -1,7 +1,7 @@
-"""Flat layout: which rank owns which element of which bucket. Pure arithmetic, no torch.
+"""Flat layout: the owner of each element of each bucket. Pure arithmetic, no torch.
 
 Parameters are laid out in buckets, in the order in which the backward produces their gradients, one dtype to a bucket.
-A bucket is what one collective moves. Every data rank owns an equal slice of every bucket, so that reducing and
+One collective moves one bucket. Every data rank owns an equal slice of every bucket, so that reducing and
 gathering need no bookkeeping at run time:
 
     bucket 0   | head.weight ........ | norm.bias | norm.weight |pad|     S0 elements
@@ -9,21 +9,21 @@ gathering need no bookkeeping at run time:
     bucket 1   | blocks.7.down.weight ............ | ...      |pad|     S1 elements
                |  rank 0      |  rank 1     |  rank 2     |  rank 3     |
 
-Parameters whose gradient needs other ranks too have buckets of their own at the end: parameters tied over pipeline
-ranks, and parameters whose gradient is partial over tensor ranks. Such a bucket has the same layout on all ranks that
-share it, and its reduction is deferred to the end of the step.
+Parameters with gradients from other ranks too have buckets of their own at the end: parameters tied over pipeline
+ranks, and parameters with gradients that are partial over tensor ranks. Such a bucket has the same layout on all ranks
+that share it, and its reduction is deferred to the end of the step.
 
 If a rank has several stages, a bucket holds parameters that the same stages use, so that it can be reduced after the
-last backward of those stages.
+last backward of these stages.
 
 If parameters are sharded (ZeRO 3), a bucket holds the parameters that the same gather groups use (``gather_schedule``),
-whatever its size, and frozen parameters have buckets too.
+of any size, and frozen parameters have buckets too.
 
 Slots start at multiples of ALIGNMENT elements, and a bucket is padded to a multiple of N times that. The budget
 formulas count this padding as part of the layout (its total size is Psi in the papers). Where traffic is encoded in
 blocks with a scale each, slots start at blocks: which elements share a scale then depends on the parameter alone, so
-that tensor ranks and stages with copies of it encode them alike, however they lay out the rest. Parameters of which a
-tensor rank holds own and shared rows have buckets of their own, which are sent as they are.
+that tensor ranks and stages with copies of it encode them equally, independent of the layout of the rest. Parameters of
+which a tensor rank holds own and shared rows have buckets of their own, which are sent as they are.
 """
 
 import math
@@ -75,7 +75,7 @@ class Item:
     exact: bool = False
     """True if it is sent as it is where other parameters are encoded."""
     spread: Spread | None = None
-    """Axes over which it is spread; None: those of the layout."""
+    """Axes over which it is spread; None: the axes of the layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Bucket:
     gathers: tuple[Turn, ...] = ()
     """Turns that use it; empty where parameters are full on every rank."""
     stages: tuple[int, ...] = ()
-    """Stages of this rank whose backwards give it gradients; empty if all of them do."""
+    """Stages of this rank with gradients for this bucket; empty: all of them."""
     exact: bool = False
     """True if it is sent as it is where other buckets are encoded."""
 

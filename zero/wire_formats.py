@@ -39,12 +39,12 @@ class WireFormats:
     ranks: int = 1
     """Data ranks of a shard group."""
     within: int = 1
-    """Those of them that share a node; ``ranks`` if all do or nobody knows."""
+    """Number of these ranks on one node; ``ranks`` if all are, or if it is unknown."""
     axis: Axis = ""
     """That of a shard group."""
     weights: BlockFormat | None = None
     weight_dtypes: frozenset[str] = _ENCODED
-    """Dtypes of the buckets whose weights are encoded."""
+    """Dtypes of the buckets with encoded weights."""
     gradients: BlockFormat | None = None
     feedback: bool = False
     """Adds the rounding error of encoded gradients to the next ones."""
@@ -56,7 +56,7 @@ class WireFormats:
 
     @property
     def alignment(self) -> int:
-        """Elements at whose multiples slots start."""
+        """Slots start at multiples of this number of elements."""
         return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
 
     def of_weights(self, bucket: Bucket) -> BlockFormat | None:

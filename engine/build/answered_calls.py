@@ -14,7 +14,7 @@ from inspect import signature
 from typing import Any, ParamSpec, TypeVar, cast
 
 Answer = Callable[[Mapping[str, Any]], Any]
-"""Called with all arguments by name; what it returns is what the caller gets."""
+"""Function of all arguments by name; the caller receives its result."""
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
 _P = ParamSpec("_P")

@@ -1,6 +1,6 @@
 """Assembles the runtime of this rank from a plan; the only module that knows all parts.
 
-How products of tensor ranks overlap with communication: what the configuration asks for, and what is possible here.
+Choice of the overlap of products with communication on tensor ranks, from the configuration and the hardware.
 
 auto      chunks on GPUs from a size on; kernels that communicate where they were measured to win on this GPU with as
           many ranks (``kernels/overlap.json``)
@@ -106,7 +106,7 @@ def plan_run(
 ) -> Plan:
     """Returns the plan of this run; see :func:`engine.planning.plan.build_plan` for its errors.
 
-    ``costs``, ``found``: what rank 0 has measured and searched, if this run needs it.
+    ``costs``, ``found``: results of measuring and searching on rank 0, if this run needs them.
     """
     wish = _plan_request(model, config, request, example)
     return build_plan(config, replace(wish, costs=costs, found=found))

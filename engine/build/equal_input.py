@@ -26,7 +26,7 @@ from engine.planning.plan import Plan
 _AT_ONCE = 1 << 26
 """Bytes of one all-reduce of weights."""
 _SETUP, _CONFIG, _MODEL = "setup ", "config ", "model "
-"""First words of the keys of a description, which tell what kind of mistake a difference is."""
+"""First words of the keys of a description: the kind of mistake of a difference."""
 
 
 def describe_input(model: nn.Module, config: Config, device: torch.device) -> dict[str, str]:
@@ -103,7 +103,7 @@ def _words(name: str) -> set[str]:
 def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
     """Refuses ranks with different weights, or with different plans.
 
-    With ``initial_weights`` rank0 the ranks take those of rank 0, which are then all that is compared.
+    With ``initial_weights`` rank0 the ranks take the weights of rank 0, and only these are compared.
     One all-reduce of three hashes, label "equal weights"; only if they differ, all-gathers find who has others, and the
     first parameter that differs.
     """

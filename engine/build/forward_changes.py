@@ -39,7 +39,7 @@ class ForwardChanges:
     kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
     heads: tuple[str, ...] = ()
-    """Names of heads whose logits are lazy: computed when the loss reads them."""
+    """Names of heads with lazy logits: computed when the loss reads them."""
 
 
 def _check_kernels(config: Config, device: torch.device) -> None:
@@ -58,7 +58,7 @@ def change_forwards(
     Nothing is communicated; all ranks make the same changes.
 
     Args:
-        planned: choices for a device that is not here, in place of those that ``config`` names for ``device``.
+        planned: choices for a device that is not here, in place of the choices of ``config`` for ``device``.
 
     Raises:
         ConfigError: kernels "triton" on a device that cannot run them; ``compile`` for a model without blocks.
@@ -82,7 +82,7 @@ def change_forwards(
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
     """Makes all ranks choose kernels by the GPU of rank 0.
 
-    All ranks must run the same kernels, because some kernels decide what is sent. Collective for "auto" on GPUs.
+    All ranks must run the same kernels, because some kernels change the communication. Collective for "auto" on GPUs.
 
     Raises:
         ConfigError: rank 0 can run Triton and another rank cannot; raised on all ranks.
@@ -136,7 +136,7 @@ def _is_plain_embedding(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AddedRows:
-    """The forward of an embedding whose gradient is added to a main gradient."""
+    """Forward of an embedding that adds its gradient to a main gradient."""
 
     module: nn.Module
     kernels: Kernels

@@ -4,7 +4,7 @@ load_state_dict        where this rank holds a part of the module, which full te
 save_pretrained        where this rank holds a part of the module, which it would write alone
 pickle, torch.save     hooks and forwards belong to the engine: pickle would end at one of them
 
-An entry of ``state_dict()`` is pickled: it has a storage of its own bytes, where the parameter lies in a bucket.
+An entry of ``state_dict()`` is pickled: it has a storage of its own bytes, while the parameter is in a bucket.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Arguments of ``initialize`` beside the model and the configuration."""
+"""Arguments of ``initialize``, except the model and the configuration."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

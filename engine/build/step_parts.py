@@ -1,4 +1,4 @@
-"""The table of features that take part in steps: what makes each, or None where it is off."""
+"""Table of features that take part in steps: the function that makes each, or None if it is off."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ silently wrong if the shapes fit, or leave another rank waiting in a receive.
 The same exchange tells that attributes of the model have changed on a rank. The ranks of a pipeline then compare the
 paths that they have traced: a forward counts its calls only where it runs, and each rank would take a path of its own.
 
-The buffer check, once: data ranks see different rows, so what a forward writes into buffers may differ between them.
+The buffer check, once: data ranks see different rows, so buffers that a forward writes may differ between them.
 """
 
 import zlib

@@ -15,7 +15,7 @@ _BYTES = 384
 
 
 class OtherRankError(EngineError):
-    """A problem that this rank has because another rank has failed, whose own error tells more."""
+    """Problem of this rank because another rank has failed; see the error of that rank."""
 
 
 def problem_of_any(problem: BaseException | None, comm: Comm) -> BaseException | None:
@@ -58,8 +58,8 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
 def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
     """Notes that ``call`` has failed on this rank while other ranks may be in it.
 
-    ``alike``: the engine goes on if all ranks fail at this place, see :class:`FailedCalls`. Returns what the rank that
-    failed first says, if this rank has only lost it; None: ``error`` is this rank's own.
+    ``alike``: the engine goes on if all ranks fail at this place, see :class:`FailedCalls`. Returns the error of the
+    rank that failed first, if this rank has only lost it; None: ``error`` is this rank's own.
     """
     comm.failed(call, error, alike)
     return comm.failures.sentence(error)

@@ -1,4 +1,4 @@
-"""Text generation with the sharded model: Hugging Face's ``generate``, whose forwards are the engine's predictions.
+"""Text generation with the sharded model: Hugging Face's ``generate``, with predictions of the engine as its forwards.
 
 generate   on a shell: an object of the model's class, with its attributes and another forward
   forward    -> StepRunner.predict: every grid, full logits on every rank of a replica
@@ -47,7 +47,7 @@ class Generation:
 
     @property
     def _generating(self) -> nn.Module:
-        """The model whose ``generate`` runs: of a ``PeftModel`` the one that holds its adapters."""
+        """The model that runs ``generate``: of a ``PeftModel`` the one with its adapters."""
         found: Any = getattr(self._model, "get_base_model", None)
         return found() if callable(found) else self._model
 

@@ -78,7 +78,7 @@ class MicrobatchRunner:
         return list(self._traced.values())
 
     def trace_again(self) -> None:
-        """Traces one microbatch of each traced forward again, after a step whose loss is NaN.
+        """Traces one microbatch of each traced forward again, after a step with a NaN loss.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -177,7 +177,7 @@ def microbatch_copy(microbatch: Batch, device: torch.device) -> Batch:
     """Returns a copy of a microbatch for a forward of a pipeline, into which the model may write.
 
     Microbatches cut from one batch share a version counter, and the forwards of several stages the memory: a write
-    would spoil what another forward has kept for its backward, or what it reads.
+    would spoil saved tensors or inputs of another forward.
     """
     return map_tensors(microbatch, lambda tensor: tensor.clone() if tensor.device == device else tensor)
 

@@ -1,4 +1,4 @@
-"""Features that take part in steps, each as one object: what it does around a step, its state, its end.
+"""Features that take part in steps, each as one object with its actions around a step, its state and its end.
 
     begin_step       before the first forward of a step that trains
     counts           makes the sums to which its forwards add
@@ -28,21 +28,21 @@ class PartOrder(IntEnum):
     """The order in which parts are called, the same in every phase."""
 
     DELAYED_UPDATE = auto()
-    """Ends the update that runs beside the step, before others read weights."""
+    """Ends the update that overlaps with the step, before other parts read weights."""
     DISK = auto()
     """Refuses to save moments that a disk has lost."""
     OFFLOADED = auto()
     """Hides weights and state from the parts below while they wait in host memory."""
     INTEGRITY = auto()
-    """Compares what the update reads with what the last one has left."""
+    """Compares the state that the update reads with the state that the last one has left."""
     REPLICAS = auto()
     """Compares gradients that several ranks compute."""
     COPIES = auto()
     """Compares weights that several ranks hold."""
     BUFFERS = auto()
-    """Puts back what the forwards of a step without update have written."""
+    """Restores buffers that the forwards of a step without update have written."""
     RESIDUALS = auto()
-    """Scales what encodings have left out of gradients."""
+    """Scales the residuals of encoded gradients."""
     AVERAGE = auto()
     """Takes the weights of an update into their average."""
     EXPERTS = auto()

@@ -94,7 +94,7 @@ def check_joins(trace: ModelTrace, part: Arguments) -> None:
 
 
 def joined_parts(outputs: Sequence[Any]) -> Any:
-    """Joins the outputs of the parts: tensors along dim 0; all other values are those of the first part."""
+    """Joins the outputs of the parts: tensors along dim 0; all other values come from the first part."""
     if len(outputs) == 1:
         return outputs[0]
     spec = pytree.tree_structure(outputs[0])
@@ -124,7 +124,7 @@ def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> T
     """Returns a 0-dim root whose backward continues from ``tensors`` with the content of ``gradients``, and empties
     ``gradients``.
 
-    Empty gradients are those of a loss that reads none of the tensors.
+    Gradients are empty if the loss reads none of the tensors.
     """
     root: Tensor = _Root.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return root
@@ -169,7 +169,7 @@ _KIND = "call"
 
 @dataclass(slots=True)
 class _Arrivals:
-    """Calls whose outputs have got gradients in the backward that runs."""
+    """Calls with gradients of their outputs in the running backward."""
 
     open: bool = False
     """A backward of the engine's runs."""
@@ -185,7 +185,7 @@ class PipelineCalls:
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
         self._arrivals, self._count = _Arrivals(), 0
         self.compares_paths = False
-        """An attribute of the model has changed on a rank, so the ranks compare what they trace of the next call."""
+        """An attribute of the model has changed on a rank, so the ranks compare their traces of the next call."""
         self._newest: Arguments | None = None
         """Arguments of the newest call that may be differentiated."""
         self._rows: dict[int, RankSchedule] = {}
@@ -198,7 +198,7 @@ class PipelineCalls:
         Collective over the pipeline; values go over pp as in a step, outputs too.
 
         Args:
-            key: what the random numbers of the forward follow from.
+            key: seed of the random numbers of the forward.
             rows: of the parts that go through the stages one after the other; None: the batch is one part.
 
         Raises:
@@ -243,7 +243,7 @@ class PipelineCalls:
         self._arrivals.updates += 1
 
     def check_trace(self) -> None:
-        """Traces the newest call again, after a step whose loss is NaN.
+        """Traces the newest call again, after a step with a NaN loss.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -365,7 +365,7 @@ class PipelineCall:
         return output
 
     def _graded(self, trace: ModelTrace) -> list[int]:
-        """Places of the outputs through which a gradient flows back, alike on every rank."""
+        """Places of the outputs through which a gradient flows back, equal on every rank."""
         if not torch.is_grad_enabled():
             return []
         parameters = dict(self._runtime.program.model.named_parameters())

@@ -1,4 +1,4 @@
-"""Parts of a step that act on what this rank holds: gradients and weights of several ranks, averages, residuals.
+"""Parts of a step that act on state of this rank: gradients and weights of several ranks, averages, residuals.
 
 Rollback of buffers that a forward writes (running statistics, counters), for steps that are skipped.
 """
@@ -27,7 +27,7 @@ from engine.zero.reduce.weight_copies import WeightCopies
 
 
 class DelayedUpdates(StepPart):
-    """Brings the update that has run beside a step."""
+    """Brings the weights of an update that has overlapped with a step."""
 
     order = PartOrder.DELAYED_UPDATE
 
@@ -95,7 +95,7 @@ class StatesOnHost(StepPart):
     """Moves state to host memory between two phases of a run.
 
     Args:
-        states: what waits there.
+        states: the offloaded state.
     """
 
     order = PartOrder.OFFLOADED
@@ -139,7 +139,7 @@ class CountedExperts(StepPart):
 
 
 class EqualGradients(StepPart):
-    """Compares, in the first step, the gradients that all tensor ranks should compute alike."""
+    """Compares, in the first step, the gradients that should be equal on all tensor ranks."""
 
     order = PartOrder.REPLICAS
 
@@ -153,7 +153,7 @@ class EqualGradients(StepPart):
 
 
 _OFTEN = 64
-"""Steps between two comparisons of weights, once a run goes on; before, those whose number is a power of two."""
+"""Steps between two comparisons of weights; the first comparisons follow steps 1, 2, 4 and so on."""
 
 
 class EqualWeights(StepPart):
@@ -178,7 +178,7 @@ class EqualWeights(StepPart):
 
 
 class EncodingResiduals(StepPart):
-    """Keeps what encodings have left out of gradients in the scale of the next step."""
+    """Keeps the residuals of encoded gradients in the scale of the next step."""
 
     order = PartOrder.RESIDUALS
 
@@ -242,7 +242,7 @@ class WrittenBuffers(StepPart):
     """Copies of the buffers that a step may write.
 
     The first step in each combination of train and eval modes copies and compares all buffers; later steps copy only
-    the buffers that some step has written, and those that have come since. Between steps no copy is held.
+    the buffers that some step has written, and new buffers. Between steps there is no copy.
 
     A forward may register a buffer in any step, so a model that begins without one is watched too. The step that
     registers a buffer keeps it, since nothing was there before.

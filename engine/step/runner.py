@@ -216,7 +216,7 @@ class StepRunner:
         step.problem, step.reduced = step.problem or again.problem, True
 
     def _begin_again(self) -> None:
-        """Puts back what forwards have written, for a second run from the same state."""
+        """Restores the state that forwards have changed, for a second run."""
         if (buffers := self._runtime.parts.find(WrittenBuffers)) is not None:
             buffers.undo_step()
             buffers.begin_step()

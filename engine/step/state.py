@@ -69,7 +69,7 @@ class StepState:
     scale: float = 1.0
     """Loss scale: backward multiplies the loss by it, and the update divides by it."""
     added_ranks: int = 1
-    """Data ranks whose gradients are added instead of averaged; 1: they are averaged."""
+    """Data ranks with gradients that are added instead of averaged; 1: they are averaged."""
     max_norm: float | None = None
     """Norm to which this step clips gradients; None: ``gradient_clipping`` of the configuration."""
     seconds: float = 0.0
@@ -78,12 +78,12 @@ class StepState:
     """``tokens`` counts tokens, not rows."""
     microbatches: int = 0
     unseen: bool = False
-    """A backward of the user's own has run whose loss the engine was not given."""
+    """True after a backward of the user's own with a loss that the engine did not receive."""
     reduced: bool = False
     """Gradients are reduced already, because the user has read them."""
     problem: BaseException | None = None
     compares_paths: bool = False
-    """An attribute of the model has changed on a rank of the replica, so its ranks compare what they have traced."""
+    """An attribute of the model has changed on a rank of the replica, so its ranks compare their traces."""
     digest: int = 0
     """Small digest of the batch, from 1; 0: not compared in this step."""
     copies: Tensor | float | None = None
@@ -123,7 +123,7 @@ class StepState:
 
     @property
     def counted(self) -> int:
-        """Number of experts whose rows are counted."""
+        """Number of experts with counted rows."""
         return 0 if self.experts is None else self.experts.numel()
 
     def again(self) -> "StepState":

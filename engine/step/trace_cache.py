@@ -51,7 +51,7 @@ class UserHooks(NamedTuple):
     forward: tuple[tuple[str, int], ...] = ()
     """Module and number of each hook that runs in the forward, which is traced with it."""
     backward: tuple[str, ...] = ()
-    """Modules with backward hooks, but not the model itself, whose inputs have no gradient."""
+    """Modules with backward hooks, except the model itself, because its inputs have no gradient."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "UserHooks":

@@ -62,7 +62,7 @@ class Condition:
     """Conditions of an update, in addition to: no rank has a problem, and the weight is not 0."""
 
     scale: float
-    """Summed gradients are divided by weight times this: the loss scale, less what adds data ranks."""
+    """Summed gradients are divided by weight times this: the loss scale, divided by the data ranks that are added."""
     max_norm: float
     """Norm to which gradients are clipped; 0: no clipping."""
     finite: bool
@@ -131,7 +131,7 @@ class Update:
         self.samples = 0
         """Rows of all steps."""
         self.used_factor: Callable[[FlatBucket], float] | None = None
-        """Makes of the gradients in a bucket those that the last update used; None while a step runs."""
+        """Factor from the gradients in a bucket to the gradients of the last update; None while a step runs."""
         self.used_clipping = 1.0
         """The factor of clipping in ``used_factor``."""
         self.scale = make_loss_scale(config.fp16)

@@ -4,7 +4,7 @@
     eng.backward(loss)                  or loss.backward(), or eng.scale(loss).backward(): any number of them
     eng.step()                          ends the microbatch, and after the last microbatch the step
 
-A microbatch is what lies between two calls of ``step``: its gradient is that of the sum of all its losses, as in torch.
+A microbatch is the work between two calls of ``step``: its gradient is that of the sum of all its losses, as in torch.
 With ``gradient_accumulation_steps`` above 1, a backward after a further forward begins a microbatch too, so that a loop
 may also call ``step`` once, after all microbatches. The step averages over microbatches and data ranks.
 
@@ -53,7 +53,7 @@ class LoopState(Enum):
     FORWARDED = auto()
     """A forward that records gradients came after the last backward."""
     RUNNING = auto()
-    """A backward runs, whose gradients the engine takes."""
+    """True during a backward with gradients for the engine."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class UserLoop:
         self._losses = 0
         """Backwards since the last call of ``step``."""
         self._pairs = False
-        """Those were given (sum, weight)."""
+        """True if these losses are pairs (sum, weight)."""
         self._was_last = False
         """The backward before was taken for the last one of the step."""
         self._counted: Tensor | None = None
@@ -226,13 +226,13 @@ class UserLoop:
 
     @property
     def unfinished(self) -> int:
-        """Microbatches whose gradients are summed and wait for an update."""
+        """Microbatches with summed gradients that wait for an update."""
         return self._step.microbatches if self._step else 0
 
     def reduce_gradients(self) -> float:
         """Reduces the gradients of the step so far; returns the divisor that makes them an average. Collective.
 
-        Inside an accumulation they are divided by all of its microbatches, also those to come.
+        Inside an accumulation they are divided by all of its microbatches, including later ones.
 
         Raises:
             EngineError: a backward without the loss scale.

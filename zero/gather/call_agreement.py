@@ -1,7 +1,7 @@
 """Agreement of data ranks on gathers outside the common order, and on the calls that a backward will reach (ZeRO 3).
 
-A data rank cannot know that another one calls a module once more (a vision tower for images and for videos, a loop
-whose length depends on the data). So every forward ends with a round in which the ranks tell each other that they have
+A data rank cannot know that another one calls a module once more (a vision tower for images and for videos, a loop with
+a length that depends on the data). So every forward ends with a round in which the ranks tell each other that they have
 ended it, and a rank that needs something out of order asks for it in such a round:
 
     rank 0   gathers 0 1 2 3 in order | needs 1: round      | needs 2: round      | end: round
@@ -9,7 +9,7 @@ ended it, and a rank that needs something out of order asks for it in such a rou
 
 A rank begins its first round after it has started all gathers of the order, so nobody waits for it in one. The last
 round compares the calls. A backward after equal calls asks in equal order on all ranks. After unequal calls a rank
-keeps in its backward what it will reach again, and asks for nothing out of order.
+keeps the buckets that its backward will reach again, and requests nothing out of order.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,9 +3,9 @@
     ZeRO 3        kept [s] -> message [m] -> gathered [N, m] -> params [N*s]      whenever the bucket is gathered
     ZeRO 1 and 2  master [s] -> the same                                          after each update
 
-So all data ranks compute with the same values, bit for bit, while what the optimizer updates stays exact: the shard
-that is kept at ZeRO 3, the master below. Parameters without a master (fp32) would be overwritten by what they were
-rounded to, and are gathered as they are at ZeRO 1 and 2.
+So all data ranks compute with the same values, bit for bit, while the weights of the optimizer remain exact: the shard
+at ZeRO 3, the master below. Parameters without a master (fp32) would be overwritten by their rounded values, and are
+gathered as they are at ZeRO 1 and 2.
 """
 
 from collections.abc import Sequence

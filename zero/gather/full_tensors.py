@@ -1,10 +1,10 @@
-"""Tensors that lie in shards as parameters do, by parameter name: gradients, masters, moments; to read and to write.
+"""Tensors that are sharded as parameters are, by parameter name: gradients, masters, moments; to read and to write.
 
     pieces                [ shard 1 ]                        what this rank holds of a bucket
     whole     [ shard 0 | shard 1 | shard 2 | shard 3 ]      gathered over axis dp; given out as views by name
 
-Afterwards each rank takes the elements of its pieces back that differ from what was given out, so that reading changes
-no bit.
+Afterwards each rank copies back the elements of its pieces that differ from the gathered values, so that reading
+changes no bit.
 
 Full access to sharded parameters between steps, for reading and writing (ZeRO 3).
 """
@@ -118,7 +118,7 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Digests of what was written; 0 where nothing was."""
+    """Digests of the written values; 0 without a write."""
     return {name: now - before[name] for name, now in _digests(tensors).items()}
 
 
@@ -225,7 +225,7 @@ class ShardedModel:
     model: nn.Module
     table: ShardTable
     buckets: Sequence[FlatBucket]
-    """All buckets of this rank, including those of frozen parameters."""
+    """All buckets of this rank, including buckets of frozen parameters."""
     gatherer: ParameterGatherer | None
     """Gatherer of the parameters; None if they are not sharded."""
     comm: Comm

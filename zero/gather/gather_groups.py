@@ -1,4 +1,4 @@
-"""Gather groups: modules whose sharded parameters are gathered together (ZeRO 3).
+"""Gather groups: modules with sharded parameters that are gathered together (ZeRO 3).
 
     before     embed, position        all modules before the first block
     blocks     layers.0 ... layers.7  one group each; modules between two chains of blocks join the block before them
@@ -7,7 +7,8 @@
 A model without blocks has one group for each of its modules. Modules are taken in the order of their first calls where
 it is known, else in the order of their definition; a module that runs before its turn is gathered twice.
 
-:class:`GatheredModules` intercepts the calls of these modules, which tell the gatherer what is about to be used.
+:class:`GatheredModules` intercepts the calls of these modules, to announce to the gatherer the groups that are about to
+run.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -89,7 +89,7 @@ class Gathers:
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
     """Returns the order of the rank with these ``stages``.
 
-    ``fed`` are those stages that come after trained parameters, so that their backward reaches their first position.
+    ``fed`` are the stages that come after trained parameters, so that their backward reaches their first position.
     """
     buckets = (*layout.buckets, *layout.frozen)
     called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}

@@ -7,11 +7,12 @@ Autograd walks the graph from the newest operation to the oldest, so everything 
 gradient of the call's output arrives. Recomputed forwards run inside a backward; the groups they enter are gathered
 too.
 
-Every rank gathers the groups in their order, whatever the model does (a module that one rank skips is gathered there
-all the same), through communicators of their own, so that no reduction comes between. In a forward, a rank that needs
-something outside that order (for a module that runs again or before its turn, or a weight that other code reads) asks
-for it in a round of all data ranks (``call_agreement``). In a backward after equal calls all ranks ask alike, and
-compare their requests before such a gather; after unequal calls a rank keeps what it will reach again.
+Every rank gathers the groups in their order, independent of the model's calls (a module that one rank skips is gathered
+there all the same), through communicators of their own, so that no reduction comes between. In a forward, a rank that
+needs something outside that order (for a module that runs again or before its turn, or a weight that other code reads)
+asks for it in a round of all data ranks (``call_agreement``). In a backward after equal calls all ranks send equal
+requests, and compare their requests before such a gather; after unequal calls a rank keeps the buckets that it will
+reach again.
 """
 
 from collections import defaultdict, deque
@@ -48,15 +49,15 @@ class _Walk:
         self.kept = kept
         """Buckets that are not freed when they are only passed over."""
         self.stays = kept & (order.members[self.positions[-1]] | pinned) if self.positions else kept
-        """Buckets that stay gathered after the pass, on all ranks alike, whatever each of them has called."""
+        """Buckets that remain gathered after the pass, equal on all ranks, independent of their calls."""
         self.held: frozenset[int] = frozenset()
         """In a backward after unequal calls: buckets that stay gathered to its end, because it reaches them again."""
         self.pinned = pinned
         """Buckets that are not freed before their turn in this pass has come."""
         self.asked = 0
-        """Number of positions whose gathers have been started."""
+        """Number of positions with started gathers."""
         self.oldest: int | None = None
-        """In a backward: the oldest call whose gradient has arrived."""
+        """Oldest call with a gradient that has arrived, in a backward."""
         self.again: set[int] = set()
         """In a backward: positions that the running recomputation has entered."""
 
@@ -74,7 +75,7 @@ class ParameterGatherer:
         pinned: buckets that stay gathered over all passes of a step.
         comm: communication; label "parameters" on axis dp, one batch for each group and pass.
         start: called when a gradient arrives while no pass runs, to begin the backward that it belongs to.
-        within: what nodes keep of gathered buckets; these are gathered once over dp, then within the nodes.
+        within: secondary shards of gathered buckets on nodes; these are gathered once over dp, then within the nodes.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ParameterGatherer:
         self._closed = False
         self._reads_shapes = False
         self._openings = 0
-        """Number of open `with` blocks of full_parameters, also of those that open nothing on this rank."""
+        """Number of open `with` blocks of full_parameters, also of blocks that open nothing on this rank."""
         self._differentiated = False
         """A backward of this step has recorded its own operations, which a later one goes through."""
         self._silent: set[int] = set()
@@ -108,7 +109,7 @@ class ParameterGatherer:
     def start(self, passes: Sequence[Action]) -> None:
         """Announces the passes of a step, so that buckets that the next pass needs first are not freed before it.
 
-        What nodes have kept from forwards before it is forgotten, so that the step sends what the plan says.
+        Secondary shards from earlier forwards are dropped, so that the step sends the planned traffic.
         """
         self._refuse_opened()
         self._whole.drop_secondary()
@@ -423,7 +424,7 @@ class ParameterGatherer:
 
     @property
     def secondary(self) -> tuple[Tensor, ...]:
-        """The memory of what the node keeps of gathered parameters."""
+        """Memory of the secondary shards on this node."""
         return self._whole.secondary.memory if self._whole.secondary is not None else ()
 
     @contextmanager

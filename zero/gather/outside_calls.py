@@ -1,7 +1,7 @@
-"""Calls of a model's modules while no pass runs: a forward that the user starts himself, or another of its methods.
+"""Calls of a model's modules while no pass runs: a forward that the user calls, or another method.
 
-Each module of a gather group gathers what it uses and frees it when it returns; nothing is gathered ahead, since nobody
-knows what comes next. Every data rank makes the same calls. A backward through them is a pass as any other.
+Each module of a gather group gathers its buckets and frees them when it returns; nothing is gathered ahead, because the
+next call is unknown. Every data rank makes the same calls. A backward through them is a pass as any other.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Secondary shards: what the data ranks of a node keep of parameters that they have gathered, for the next gathers.
+"""Secondary shards: parts of gathered parameters that the data ranks of a node store for the next gathers.
 
     node 0: ranks 0 1   node 1: ranks 2 3
     kept       [ 0 | 1 | 2 | 3 ]         each rank a quarter; the first gather of a step goes over all of dp
@@ -6,8 +6,8 @@
                  first   second     first   second half, in both nodes; all other gathers of the step stay in the node
 
 A secondary shard is taken when a full bucket is freed for the first time, and lasts to the end of the step or the
-evaluation, or until a user's write or a load. It holds the values that were computed with: those that codes decode to,
-if weights are gathered in fewer bits. (Wang et al. 2023, ZeRO++, hierarchical partitioning.)
+evaluation, or until a user's write or a load. It has the values of the computation: decoded ones, if weights are
+gathered in fewer bits. (Wang et al. 2023, ZeRO++, hierarchical partitioning.)
 """
 
 from collections.abc import Collection, Sequence

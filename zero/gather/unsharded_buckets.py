@@ -3,14 +3,14 @@
 FREE   --ask-->   UNDER_WAY           --show-->   SHOWN                --free-->   FREE
        allocate, start the gather      wait; parameters look as usual
 
-Brings shards of parameters that lie in host memory to the device, just before their buckets are gathered (ZeRO 3).
+Copies shards of parameters from host memory to the device, just before their buckets are gathered (ZeRO 3).
 
     compute       [ group k - 1 ]     [ group k          ]    [ group k + 1 ]
     link                              shard k + 1
     gather                                   k + 1 ------>
 
-A shard is copied into its own place in the full bucket, from where it is gathered, so that it takes no memory of the
-device besides. The copy goes beside the computation, on a stream of its own, one group ahead of it as gathers do, and
+A shard is copied into its own place in the full bucket, from where it is gathered, so that it needs no more memory of
+the device. The copy overlaps with the computation, on a stream of its own, one group ahead of it as gathers do, and
 ends with the bucket: weights are written by the host, or into its memory, and never back from a gathered bucket.
 """
 
@@ -56,8 +56,8 @@ class ShardSource:
     def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
         """Copies the shards of these buckets to the device; their memory is allocated, and gathers start inside.
 
-        ``beside``: copies and gathers go beside the computation. Codes are made on its own stream instead, whose
-        memory they take.
+        ``beside``: copies and gathers overlap with the computation. Codes are computed on the stream of the
+        computation, because they use its memory.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -96,8 +96,8 @@ class BucketState(Enum):
 class UnshardedBuckets:
     """State of the buckets of a stage; indices count ``buckets``.
 
-    ``read(index, name)`` is called when code reads a parameter that is not gathered. ``within``: what nodes keep of
-    gathered buckets, by default nothing.
+    ``read(index, name)`` is called when code reads a parameter that is not gathered. ``within``: secondary shards of
+    gathered buckets, by default none.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class UnshardedBuckets:
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
         """Allocates memory for the buckets and starts their gather, in one batch; ``exact``: no weight is encoded.
 
-        What the node has a secondary shard of is gathered in a batch of its own, within the node.
+        Buckets with a secondary shard are gathered in a batch of their own, within the node.
         """
         missing = sorted(indices - self._gathers.keys())
         if self.secondary is not None and not exact:
@@ -177,7 +177,7 @@ class UnshardedBuckets:
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
         """Gathers buckets again, also ones that are gathered here: all data ranks call it with equal ``indices``.
 
-        Afterwards those are shown that were, and what is ``wanted`` here.
+        Afterwards the buckets shown before and the ``wanted`` ones are shown.
         """
         live, shown = indices & self._gathers.keys(), self._shown(indices)
         self.refuse_written(indices)

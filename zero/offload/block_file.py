@@ -1,10 +1,10 @@
-"""A file of one size that is written and read as a whole, in blocks whose hashes stay in memory.
+"""File of one size that is written and read as a whole, in blocks with hashes in memory.
 
     file      | block 0 | block 1 | block 2 | ...        threads take one block each: ``DEPTH`` are under way
-    hashes         h0        h1        h2                of what was written last
+    hashes         h0        h1        h2                of the last write
 
 The process that wrote a block is the only one that reads it, so the hashes need no place on disk: a block that the disk
-has lost, changed or kept from an older write differs from what was written last. A block that fails is moved once more.
+has lost, changed or kept from an older write differs from the last write. A block that fails is moved once more.
 
 Calls of the system that move blocks past the page cache, and the memory that they move them from and to.
 
@@ -111,7 +111,7 @@ class BlocksUnderWay:
 
 
 class BlockFile:
-    """One file of ``size`` bytes, whose space is taken when it is made.
+    """One file of ``size`` bytes, with its space reserved at its creation.
 
     Raises:
         EngineError: the file cannot be made, or the disk is full.
@@ -154,7 +154,7 @@ class BlockFile:
     def read(self, into: memoryview, checked: bool = True) -> None:
         """Reads all of the file.
 
-        ``checked``: the file has to hold what ``write`` wrote last; else somebody has written to it by other ways.
+        ``checked``: the file must have the bytes of the last ``write``; else other code may have written to it.
 
         Raises:
             EngineError: the disk refuses, the file ends early, or a block is not the one that was written last.

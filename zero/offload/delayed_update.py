@@ -5,11 +5,12 @@
 
 w(t) has the updates 0 to t-1. A step ends by bringing the weights of the update before it to the device, and then
 starts its own. So each gradient but the first is computed with weights that lack the newest update; nothing else
-changes: norm, clipping and the decision to skip are those of the step's own gradients, and every update is made, in
+changes: norm, clipping and the decision to skip follow from the step's own gradients, and every update is made, in
 order, on the newest weights. A step that is skipped starts no update, and brings the one before it all the same.
 
-What reads or writes state between steps (a save, a load, ``masters``, ``full_parameters``, a whole state dict) first
-finishes the update and brings it; the step after it has no delay. An evaluation uses the weights that the device has.
+A call that reads or writes state between steps (a save, a load, ``masters``, ``full_parameters``, a full state dict)
+first finishes the update and brings it; the step after it has no delay. An evaluation uses the weights that the device
+has.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ class DelayedUpdate:
     """The update of one rank that may be under way; it is pending until its weights are on the device.
 
     Args:
-        buckets: those that are updated, all of them by the host.
+        buckets: updated buckets, all of them by the host.
         give: copies masters to the device and gathers them over dp. Collective over dp; the update has ended.
     """
 
@@ -39,7 +40,7 @@ class DelayedUpdate:
 
     @property
     def pending(self) -> bool:
-        """An update was started whose weights are not on the device."""
+        """True if the weights of a started update are not on the device."""
         return self._update is not None
 
     def launch(self, update: Callable[[], None]) -> None:

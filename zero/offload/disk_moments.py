@@ -1,4 +1,4 @@
-"""Moments on disk: read into buffers of the host for the update of their bucket, and written back behind it.
+"""Moments on disk: read into buffers of the host for the update of their bucket, and written back afterwards.
 
     disk    | read 0 | read 1 | before 0 | read 2 | write 0 | before 1 ...      threads
     host             | update 0          | update 1         | update 2 ...
@@ -16,10 +16,10 @@ The files of one bucket: two slots of moments, of which one is valid while the o
 A step that fails on any rank leaves all ranks with the slots of the step before. Between updates the optimizer's state
 is a view of the valid slot, which is mapped, so that whoever reads it gets the values without a copy that would last.
 
-Whether all ranks have updated from their disks: an update of which one rank has lost a part is none on any rank.
+Agreement on updates from disk: an update that fails on one rank is undone on all ranks.
 
-The ranks ask each other once an update, when their last bucket on disk is written. Only where one has failed do they
-say more.
+The ranks ask each other once an update, when their last bucket on disk is written. Only after a failure do they
+exchange more.
 """
 
 import logging
@@ -198,7 +198,7 @@ class DiskMoments:
         self._last = max((number for number, tensors in enumerate(sets) if tensors), default=-1)
         self._files: dict[int, BucketFiles] = {}
         self._replaced: dict[int, BucketFiles] = {}
-        """Files whose state no longer fits, until the update that has replaced them is agreed on."""
+        """Files with state that no longer fits, until all ranks agree on the update that has replaced them."""
         self._before: dict[int, BlockFile] = {}
         """The weights from before the last update of each bucket."""
         self._made = 0
@@ -223,7 +223,7 @@ class DiskMoments:
         """Makes an update on all ranks or on none; repeats a failed one once. Collective over the world.
 
         ``attempt`` updates bucket by bucket; ``put_back`` brings weights that were put back to where they are used,
-        and undoes what was counted.
+        and undoes the counts.
 
         Raises:
             EngineError: a disk has failed twice; the same on all ranks.
@@ -248,7 +248,7 @@ class DiskMoments:
     def begin(self, number: int) -> bool:
         """Gives the optimizer the moments of a set in memory, and starts to read the moments of the next one.
 
-        False if the disk refuses or has not what was written last, so that the set is not to be updated.
+        Returns False if the disk fails or does not have the last write, so that the set is not to be updated.
         """
         if not self._sets[number] or not self._buffers.size:
             return True

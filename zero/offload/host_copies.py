@@ -1,4 +1,4 @@
-"""Buckets whose optimizer state lies in host memory, and what is copied between host and device in a step.
+"""Buckets with optimizer state in host memory, and the copies between host and device in a step.
 
     device   backward            | reduced 0 | reduced 1 | norm |        kept 0  gather 0 ------>
                                      |           |                         ^          kept 1  gather 1 ------>
@@ -7,8 +7,8 @@
     host                                 host_sums                 update 0 | update 1  |  update 2 ...
                                                                    master, moments
 
-Sums of gradients follow their reduction, on a stream of their own, so they travel while backward goes on. The norm is
-computed where the sums are. Each bucket is copied back and gathered while the host updates the next one.
+Sums of gradients follow their reduction, on a stream of their own, so they overlap with the backward. The norm is
+computed on the device of the sums. Each bucket is copied back and gathered while the host updates the next one.
 """
 
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
 class HostCopies:
     """Copies of one rank between the device and the host shards of its buckets; other buckets are passed over.
 
-    Whoever writes reduced sums on the device says so with ``changed``. ``wait`` copies what has changed since the last
-    copy, so a copy that began too early costs time and is never used.
+    A writer of reduced sums on the device calls ``changed``. ``wait`` copies the changed sums, so a copy that began too
+    early costs time and is never used.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
@@ -51,13 +51,13 @@ class HostCopies:
         self.any = bool(hosted) or any(flat.kept_on_host for flat in buckets)
         """The host updates some of the buckets, or has their parameters."""
         self.late = False
-        """Sums are copied by ``wait`` only, because an update may still read those of the step before."""
+        """Sums are copied by ``wait`` only, because an update may still read the sums of the step before."""
         self._device = hosted[0].grads.device if hosted else torch.device("cpu")
         self._side = SideStream(self._device)
         self._reduced: torch.Event | None = None
         """After the last reduction that the side stream waits for."""
         self._brought: dict[int, torch.Event | None] = {}
-        """Buckets whose sums are copied, or under way until the event."""
+        """Buckets with copied sums, or with sums on their way until the event."""
 
     def changed(self, flat: FlatBucket) -> None:
         """Marks the copy as stale after a write to the sums on the device, or to the copy's memory."""

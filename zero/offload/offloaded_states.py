@@ -4,9 +4,9 @@
     device     all state         what was not offloaded                     all state
     host                         copies of the storages
 
-Only storages are emptied and filled again. The tensors that lie in them stay the same objects, so nothing that refers
-to them has to be told: optimizer, views of the model's parameters, digests, checkpoints. While parameters are away,
-code that reads them is told so. What the configuration keeps on the host or on disk is there already.
+Only storages are emptied and filled again. Their tensors remain the same objects, so that no reference to them changes:
+optimizer, views of the model's parameters, digests, checkpoints. While parameters are on the host, reading them raises.
+State that the configuration keeps on the host or on disk does not move.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from engine.zero.state_inventory import Home, StateInventory, StateTensor
 
 MOMENTS, MASTERS, PARAMETERS, GRADIENTS = "optim_states", "hp_params", "lp_params", "lp_grads"
 KINDS = (MOMENTS, MASTERS, PARAMETERS, GRADIENTS)
-"""DeepSpeed's names of what can be offloaded; its "contiguous_grad_buffer" is the memory of "lp_grads" here."""
+"""DeepSpeed's names of the kinds of state; its "contiguous_grad_buffer" is the memory of "lp_grads" here."""
 _SAME = MappingProxyType({"contiguous_grad_buffer": GRADIENTS})
 
 _FORWARD = frozenset({PARAMETERS})
@@ -38,7 +38,7 @@ _NEEDS: Mapping[str, frozenset[str]] = MappingProxyType({
     "timeline": frozenset(), "register_for_checkpointing": frozenset(), "offload_states": frozenset(),
     "reload_states": frozenset(),
 })  # fmt: skip
-"""What the calls of an engine read or write; those that are not listed: everything."""
+"""State that the calls of an engine read or write; unlisted calls: everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class OffloadedStates:
         """Refuses ``call`` if it needs state that is in host memory.
 
         Raises:
-            EngineError: it does; the message names what is missing.
+            EngineError: it does; the message names the missing state.
         """
         needs = _NEEDS.get(call, frozenset(KINDS))
         if call == "eng(batch)" and torch.is_grad_enabled():
@@ -165,8 +165,7 @@ class OffloadedStates:
     def _wholes(self, kind: str) -> list[Tensor]:
         """Views of the storages of a kind, each once.
 
-        Those whose size is fixed (of NumPy, of a mapped file) stay, and those over which entries of a state dict have
-        storages.
+        Storages of a fixed size (of NumPy, of a mapped file) remain, and storages under entries of a state dict.
         """
         taken = {_place(each.whole) for away in self._moved.values() for each in away}
         taken |= {_place(flat.params) for flat in self._inventory.buckets if flat.apart}

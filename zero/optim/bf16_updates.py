@@ -5,7 +5,7 @@
 
 The random bits are keyed by (seed, update, rounded quantity, parameter) and by the element's index in the full
 parameter. So all ranks that hold an element (data ranks at ZeRO 0, tensor ranks with copies, stages that share a tied
-parameter) round it alike, and the result is independent of how parameters are sharded or cut.
+parameter) round it equally, and the result is independent of the sharding of parameters.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
 """Several optimizers as one: each group of parameters is updated by the rule of its own optimizer.
 
-The groups and the state are those of the parts, so that schedules, checkpoints and the sharded update see one
-optimizer whose groups differ in more than their options.
+The groups and the state belong to the parts, so that schedules, checkpoints and the sharded update see one optimizer
+with groups that differ in more than their options.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ class CompositeOptimizer(FlatOptimizer):
     """Flat optimizers that update the groups named by ``group["entry"]``.
 
     Args:
-        groups: torch parameter groups; those of parameters that other ranks hold have none.
+        groups: torch parameter groups; groups of other ranks' parameters are empty.
         makers: makes the optimizer of each entry from its groups.
         kind: name for checkpoints and messages.
     """
@@ -49,7 +49,7 @@ class CompositeOptimizer(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Those of all entries, sorted."""
+        """Names of all entries, sorted."""
         return tuple(sorted({name for part in self.parts.values() for name in part.moment_names}))
 
     def moment_dtype(self, weight: Tensor) -> torch.dtype:

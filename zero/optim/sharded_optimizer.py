@@ -96,7 +96,7 @@ class ShardedOptimizer:
         self.decides_on_device = False
         """``launch`` can be called: Adam or AdamW, a kernel fits some bucket, and the host updates none.
 
-        The same on all ranks of axis dp, whose shards have equal sizes.
+        The same on all ranks of axis dp, because their shards have equal sizes.
         """
         self.copies = HostCopies(buckets)
         """Copies to and from the buckets that the host updates."""
@@ -105,7 +105,7 @@ class ShardedOptimizer:
         self.whole: list[WholeUpdates] = []
         """Updates of parameters as a whole."""
         self.delayed: DelayedUpdate | None = None
-        """The update that runs beside the next step, if updates do."""
+        """The update that overlaps with the next step, if updates are delayed."""
         self._make = partial(make_inner, factory, groups, members)
         self.inner = self._make()
         self.configured = tuple(own_options(group) for group in self.inner.param_groups)

@@ -4,7 +4,7 @@
     its weight's node      the bucket is complete: its reduction is launched directly behind that kernel
     autograd               the layer below
 
-That a sum is complete is told by the node of autograd that accumulates the weight: it waits for all uses, whether
+The node of autograd that accumulates the weight marks a sum as complete: it waits for all uses, whether
 products have added them or a gradient arrives, and runs before the layer below. The reducer's own hook of the parameter
 hears of it, also where no gradient has come: a hook for each backward would take 3 us a weight.
 """

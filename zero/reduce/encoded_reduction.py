@@ -6,9 +6,9 @@ On several nodes the sum is first made within the node, for all shards that rank
 encoded again and sent across (``zero/wire_formats``; Wang et al. 2023, ZeRO++). Every contribution is encoded, this
 rank's own too, so that the sum is the same whoever owns the shard.
 
-Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what an encoding leaves out, the residual, is added to what
-is encoded next. The sum over steps of what was sent then differs from that of the true gradients by one residual, at
-most half a scale, however many steps there are.
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the rounding error of an encoding, the residual, is added
+to the next gradients. The sum of the messages over steps then differs from the sum of the true gradients by one
+residual, at most half a scale, however many steps there are.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class EncodedReduction:
         self._line = comm.grid.shard_line
         self._members = [formats.members(hop, comm.grid.index(self._line)) for hop in range(len(self._hops))]
         self.residuals: tuple[Tensor, ...] = ()
-        """What the last encoding of each hop has left out, fp32 [rows, s]; empty without error feedback."""
+        """Residuals of the last encoding of each hop, fp32 [rows, s]; empty without error feedback."""
         if formats.feedback:
             rows = [hop.ranks * hop.shards for hop in self._hops]
             self.residuals = tuple(torch.zeros(count, self._size, device=flat.params.device) for count in rows)

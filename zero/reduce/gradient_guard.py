@@ -1,10 +1,10 @@
-"""Says where a gradient is to code that looks for it on its parameter.
+"""Guard of gradients: an error in place of None for code that reads a gradient on its parameter.
 
     forward            | backward                      | until step(), zero_grad() or the next forward
     plain parameters   | gradients move into buckets,  | guarded: to read, write or delete ``p.grad`` raises,
                        | p.grad is None again          | since None would let clipping find nothing
 
-A parameter whose values are elsewhere (a shard under ZeRO 3, another stage's) is guarded alike, so that every rank
+A parameter with values elsewhere (a shard under ZeRO 3, another stage's) is guarded too, so that every rank
 refuses the same code. The objects stay the user's; only their class changes and changes back, so that nothing stands
 between torch and a parameter while the model runs.
 
@@ -49,7 +49,7 @@ class UserBackward:
         """Calls ``enter``, a method, for the context of every backward from now on, as long as its object lives.
 
         Hooks on parameters refer to this object, and the garbage collector does not look into all of them: through a
-        strong reference they would keep a dropped engine alive, whose loss may refer to it.
+        strong reference they would keep a dropped engine alive if the loss refers to it.
         """
         self._enter = weakref.WeakMethod(enter)
 
@@ -119,13 +119,13 @@ class _TakenGradient(nn.Parameter):
 
 
 class _TakenGradientElsewhere(AbsentParameter):
-    """Parameter whose gradient the engine has taken, and whose values this rank does not hold either."""
+    """Parameter with its gradient in the engine, and without values on this rank."""
 
     grad = property(_refuse, _refuse, _refuse)
 
 
 class _TakenPart(WholeSizes, _TakenGradient):
-    """Parameter whose gradient the engine has taken, and of which this rank holds a part."""
+    """Parameter with its gradient in the engine, and a part of its values on this rank."""
 
 
 _TAKEN: Mapping[type, type] = MappingProxyType(

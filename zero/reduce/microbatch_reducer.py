@@ -7,7 +7,7 @@
 
 A bucket borrows a buffer when its first gradient arrives and returns it when its sum has been added to the shard. Two
 buffers are enough while gradients arrive in the order of the buckets. Every backward reduces every bucket of its stage,
-in order, on every rank, whatever gradients it produced: (m + 1) Psi (N-1)/N elements a step, including the gather.
+in order, on every rank, with any gradients: (m + 1) Psi (N-1)/N elements a step, including the gather.
 Of a split backward (``pipeline/runtime/split_backward``) the second part reduces; gradients of the first part are kept
 until then.
 """
@@ -40,7 +40,7 @@ class _Filling:
     summed: set[str] = field(default_factory=set)
     """Parameters of which the buffer holds gradients."""
     arrived: set[str] = field(default_factory=set)
-    """Those to which the running backward adds nothing more."""
+    """Buckets to which the running backward adds nothing more."""
     reduced: bool = False
     repeats: bool = False
     """True once a parameter gave a gradient after its bucket was reduced (re-entrant checkpointing); from then on the
@@ -61,7 +61,7 @@ class _Flight:
     last: bool
     """Of the last backward of the step, as far as that is known."""
     buffer: Tensor | None = None
-    """The full bucket that it lies in, to be used again."""
+    """The buffer of the full bucket, to be used again."""
 
 
 class MicrobatchReducer(SharedReduction):
@@ -212,7 +212,7 @@ class MicrobatchReducer(SharedReduction):
         self._next = 0
 
     def _end_round(self, stage: int | None) -> None:
-        """Reduces the remaining buckets in order, then those with gradients that arrived after their reduction."""
+        """Reduces the remaining buckets in order, then buckets with gradients that arrived after their reduction."""
         again = [f for f in self._round[: self._next] if not f.reduced and f.summed]
         for filling in (*self._round[self._next :], *again):
             self._launch(filling)

@@ -56,10 +56,10 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
 class GradientHooks:
     """Passes gradients to ``take`` while ``backward`` is open, so that none stays on a parameter.
 
-    ``products`` hear of the nodes of their parameters, behind which nothing is added to their sums.
+    ``products`` receive the nodes of their parameters, after which nothing is added to the sums.
 
     A gradient that arrives at another time is announced by ``start``, which may open ``backward``. Else it changes no
-    weight; if ``warns``, the log says so once.
+    weight; if ``warns``, a warning is logged once.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GradientHooks:
         self._parameters, self._products = parameters, products
         self._take, self._start, self._warns = take, start, warns
         self.open = False
-        """True while a backward runs whose gradients are taken."""
+        """True during a backward with gradients for the engine."""
         self._told = not warns
         self._handles = []
         for name, parameter in parameters.items():
@@ -225,15 +225,15 @@ class Reducer(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the parameters of this rank whose gradients are reduced."""
+        """Names of this rank's parameters with reduced gradients."""
 
     @property
     def unused(self) -> frozenset[str]:
-        """Those without a gradient in the finished step."""
+        """Parameters without a gradient in the finished step."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Those that are frozen now: the user may freeze a trained parameter and thaw it again."""
+        """Parameters that are frozen now: the user may freeze a trained parameter and unfreeze it again."""
 
     def reset(self) -> None:
         """Forgets the gradients of an unfinished step."""
@@ -274,7 +274,7 @@ class ReducerSetup:
     main: MainGradients | None = None
     """Where products of a backward find the sums that they add to; None: every gradient is made."""
     encoded: Mapping[int, EncodedReduction] = field(default_factory=dict)
-    """Reductions of the buckets whose gradients are sent in fewer bits, by index of the bucket."""
+    """Reductions of buckets in fewer bits, by index of the bucket."""
     copies: HostCopies = field(default_factory=lambda: HostCopies(()))
     """Copies of reduced sums to the host, for the buckets that it updates."""
 

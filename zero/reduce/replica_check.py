@@ -44,7 +44,7 @@ class ReplicaCheck:
         ``sent``.
 
         One all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes for each parameter and 8
-        more; every rank of a stage takes part, also one whose step has failed.
+        more; every rank of a stage takes part, also after a failed step.
         """
         places = self.places
         before = self._comm.tally.copy()
@@ -84,19 +84,19 @@ class NonFiniteSource:
     """Source of a value that was not finite in a step; the same on every rank."""
 
     name: str
-    """"the loss", "the weight", the first parameter whose gradient is not finite, or "the gradient norm"."""
+    """"the loss", "the weight", the first parameter with a gradient that is not finite, or "the gradient norm"."""
     ranks: tuple[int, ...]
     """Ranks on which it arose; empty where the sum over data ranks has hidden them."""
 
     @property
     def subject(self) -> str:
-        """Subject of a sentence: what was not finite, and on which ranks."""
+        """Subject of a sentence: the source of the number, and its ranks."""
         what = self.name if self.name.startswith("the ") else f"the gradient of {self.name!r}"
         return f"{what} on rank{'s' * (len(self.ranks) > 1)} {_listed(self.ranks)}" if self.ranks else what
 
 
 class NonFinite:
-    """Finds what was not finite: the loss, or the first parameter in the order of the plan's table."""
+    """Finds the source of a non-finite number: the loss, or the first parameter in the order of the plan's table."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
         self._names = [row.name for row in table]

@@ -16,7 +16,7 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.grid import Axis
 
 OnWire = Callable[[Tensor], Tensor]
-"""Makes of gradients what is sent: themselves, or a copy in the dtype of the wire."""
+"""Returns the message of gradients: themselves, or a copy in the dtype of the wire."""
 
 
 class ReplicaSum:

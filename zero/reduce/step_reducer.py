@@ -5,8 +5,8 @@
     bucket 1 complete                                  | reduce-scatter 1 ------>
     finish                                                                  | the rest | wait
 
-Collectives are issued in the order of the buckets on every rank, whatever the order of the hooks, so that they match
-even on ranks whose backward differs (an unused parameter, another branch).
+Collectives are issued in the order of the buckets on every rank, independent of the order of the hooks, so that they
+match even on ranks with different backwards (an unused parameter, another branch).
 
 Deferred buckets come last and wait for ``finish``: gradients that are partial over tensor ranks are summed before their
 reduction, gradients of parameters tied over pipeline ranks after it, on the shard.
@@ -60,7 +60,7 @@ class _Progress:
     reduction: Pending | None = None
     received: Callable[[], object] | None = None
     sums: Tensor | None = None
-    """What the backwards before a further one have given, reduced already."""
+    """Reduced sums of the backwards before a further one."""
 
     @property
     def slots(self) -> tuple[Slot, ...]:

@@ -24,7 +24,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
     reads_weights = False
     """An update of a whole matrix needs its weights too."""
     families = frozenset[str]()
-    """Names of what it may keep of whole matrices."""
+    """Names of the state that it may keep of full matrices."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         """Takes ``options``: all params of the configuration."""
@@ -61,7 +61,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
 
 class FlatMuon(FlatMatrixOptimizer):
-    """Muon; one momentum an element, whose direction is that of the update."""
+    """Muon; one momentum an element, with the direction of the update."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:

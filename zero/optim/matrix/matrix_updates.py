@@ -1,4 +1,4 @@
-"""Updates of whole matrices whose parts lie on data and tensor ranks (Muon, SOAP, Shampoo under ZeRO and tp).
+"""Updates of full matrices that are sharded over data and tensor ranks (Muon, SOAP, Shampoo under ZeRO and tp).
 
     directions of the own parts, made by the step of the optimizer
         -> over the data ranks to the owner of each matrix: its part of a tensor rank, whole
@@ -6,21 +6,21 @@
         -> the update, from what the owner alone keeps of the matrix
         -> the same two ways back, to the weights that each rank owns
 
-A matrix that tensor ranks hold in full is made by each of them, from equal bits, and not sent over that axis; what is
-kept of it is then on each of them too.
+A matrix that tensor ranks hold in full is made by each of them, from equal bits, and not sent over that axis; its state
+is then on each of them too.
 
-Matrices go in rounds, one behind the other, so that what is sent of one travels while another is computed:
+Matrices go in rounds, so that the messages of one overlap with the computation of another:
 
     round 0   | gather | update, scatter | apply |
     round 1            | gather | update, scatter | apply |
     round 2                     | gather | update, scatter | apply |
 
-In every column the newest round begins first, so that its gather is under way while the one before it is computed,
-and the way back of that one while the next is. All ranks make all calls in this order, whatever they own. With tensor
-ranks a round has two columns more, for the way over them and back.
+In every column the newest round begins first, so that its gather is under way while the one before it is computed, and
+the way back of that one while the next is. All ranks make all calls in this order, also without matrices of their own.
+With tensor ranks a round has two columns more, for the way over them and back.
 
 Updates do not ride on the gather of parameters that follows. That one brings every rank the weights of whole buckets,
-rounded, from the shards whose owners keep the fp32 masters, and a shard is an equal slice of a bucket, which cuts
+rounded, from the shards of the owners of fp32 masters, and a shard is an equal slice of a bucket, which cuts
 through matrices. The owner of a matrix has no master of the other shards' elements, so its update has to reach these
 before anything can be rounded and gathered. The gather of a bucket begins as soon as its last matrix is updated.
 """
@@ -65,7 +65,7 @@ class MatrixRoutes:
     """The matrices, by name."""
     rounds: tuple[MatrixRound, ...]
     dtype: torch.dtype
-    """Of what is sent: the widest of the weights that are updated."""
+    """Dtype of messages: the widest of the updated weights."""
     place: int
     """Of this position among the data ranks that share buckets."""
     tp: int
@@ -74,7 +74,7 @@ class MatrixRoutes:
 
     @cached_property
     def made(self) -> tuple[str, ...]:
-        """The matrices whose update this position makes, and of which it has the state."""
+        """Matrices that this position updates, and whose state it has."""
         found: list[str] = []
         for each in self.rounds:
             cut = each.tensor.owners if each.tensor is not None else {}
@@ -85,7 +85,7 @@ class MatrixRoutes:
 class MatrixUpdates:
     """Makes the updates of all matrices of a rank, once a step.
 
-    Momenta of parts are state of the optimizer; what is kept of a whole matrix is kept here, by its owner.
+    Momenta of shards are state of the optimizer; state of a full matrix is stored here, by its owner.
 
     Args:
         places: the tensors of the optimizer.
@@ -110,13 +110,13 @@ class MatrixUpdates:
         self._blank = torch.empty(0, dtype=routes.dtype, device=places[0].flat.params.device if places else None)
         self.state: dict[str, dict[str, Tensor]] = {}
         self.shapes: WholeShapes = {name: self._rule(name).state_shapes(row.shape) for name, row in routes.rows.items()}
-        """What owners keep of each matrix."""
+        """State of each matrix on its owner."""
         self._begun: set[str] = set()
-        """Matrices whose state is known to be that of earlier updates, or of the first one."""
+        """Matrices with state that is known to be from earlier updates, or from the first one."""
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of what any of the optimizers may keep of whole matrices."""
+        """Names of the state that any of the optimizers may keep of full matrices."""
         return frozenset(family for maker in self._makers for family in maker.families)
 
     @property
@@ -145,7 +145,8 @@ class MatrixUpdates:
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
         """Updates every matrix from the directions of the step, and yields the names of matrices with new weights.
 
-        Those without a gradient, ``unused``, stay. ``missed``: updates that others have had no gradient for.
+        Matrices without a gradient, ``unused``, do not change. ``missed``: updates without a gradient of the other
+        matrices.
         """
         step = _Step(self._places, self._take_directions(), self._routes.dtype, unused, missed)
         self.prepare()

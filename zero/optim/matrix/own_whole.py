@@ -1,7 +1,7 @@
 """An optimizer of the user's that needs whole parameters, at every stage: its owner updates each with an optimizer of
 that class, from the whole gradient and the whole weights.
 
-The class says so by ``whole_parameters = True``. An update of a parameter may then read all of it, its gradient and its
+The class declares ``whole_parameters = True``. An update of a parameter may then read all of it, its gradient and its
 state, and nothing of another parameter; what lasts is in ``self.state`` and in the groups.
 """
 
@@ -144,7 +144,7 @@ class FlatWhole(FlatMatrixOptimizer):
 
     @property
     def families(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of what it keeps of the parameters of this run."""
+        """Names of its state for the parameters of this run."""
         return frozenset(name for state in self._known.values() for name in state)
 
     def rule(self, group: Mapping[str, Any]) -> OwnWholeRule:

@@ -24,11 +24,13 @@ from engine.parallel.grid import Axis
 LABEL = "matrices"
 """Label of both ways."""
 ROUNDS = 4
-"""Rounds of a step, where owners have so many matrices: the first to come and the last to go back hide behind none."""
+"""Rounds of a step, where owners have so many matrices: the first gather and the last scatter overlap with no
+computation."""
 SURPLUS = 1.25
-"""Messages of rounds beside those of a single one, at most: each has the size of the largest of its round."""
+"""Limit of the messages of all rounds, as a factor of a single round's: each message has the size of the largest of its
+round."""
 ROUND_ELEMENTS = 1 << 24
-"""Elements that an owner gathers in a round, which have a place in its memory beside those of the rounds around it."""
+"""Elements that an owner gathers in a round, which it stores together with the elements of the rounds around it."""
 Arrived = TypeVar("Arrived")
 
 
@@ -96,7 +98,8 @@ def rounds_of(
     """Returns the matrices in rounds with about equal shares of the updates of every owner.
 
     There are at most ``ROUNDS``, fewer where owners have fewer matrices, or where messages of one size would be more
-    than ``SURPLUS`` times those of a single round; more where an owner would gather over ``ROUND_ELEMENTS`` in one.
+    than ``SURPLUS`` times the messages of a single round; more where an owner would gather over ``ROUND_ELEMENTS`` in
+    one.
 
     Args:
         held: elements of each rank.
@@ -164,7 +167,7 @@ class OwnerExchange:
     def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
         """Starts the exchange that returns the pieces of all members, flat and in order, of each matrix of this rank.
 
-        ``pieces``: those of this rank. ``blank``: no elements, in the dtype and on the device of the pieces.
+        ``pieces``: pieces of this rank. ``blank``: no elements, in the dtype and on the device of the pieces.
         """
         own = {name: pieces.get(name, blank).reshape(-1) for name in self._route.owners}
         places = range(len(self._route.members))

@@ -1,4 +1,4 @@
-"""Adafactor over flat tensors whose elements are parts of matrices: sums over rows and columns meet, and no matrix.
+"""Adafactor over flat shards of matrices: sums over rows and columns are exchanged, and no matrix.
 
     squares of own gradients, by row and column, and of own weights   -> summed over data, then tensor ranks
     means of all rows and columns, whole on every rank
@@ -45,7 +45,7 @@ class FlatAdafactor(FlatOptimizer):
         """Takes ``options``: all params of the configuration."""
         super().__init__(params, options)
         self.due: set[Tensor] = set()
-        """Tensors whose update is to be made."""
+        """Tensors that wait for their update."""
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         self.due.update(weights)
@@ -53,7 +53,7 @@ class FlatAdafactor(FlatOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class FactorRoutes(SumRoutes):
-    """Whose statistics are summed, and over which axes."""
+    """Parameters with summed statistics, and the axes of the sums."""
 
     @property
     def elements(self) -> int:
@@ -160,7 +160,7 @@ class FactoredUpdates:
         return part.piece.update(part.grads, scales[part.row.name], least)
 
     def _scales(self, row: ShardRow) -> dict[str, Tensor]:
-        """Factors of the mean squares of what this rank holds of a parameter."""
+        """Factors of the mean squares of this rank's part of a parameter."""
         whole = scales_of(self.state[row.name], AdafactorRule.of(self._group(row)).least(self._routes.dtype))
         views = {kind: self._held(values, row, kind) for kind, values in whole.items()}
         return {kind: own[0] if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()}

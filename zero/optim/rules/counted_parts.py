@@ -21,7 +21,7 @@ LABEL = "statistics"
 
 @dataclass(frozen=True, slots=True)
 class SumRoutes:
-    """Whose sums are made, and over which axes."""
+    """Parameters with sums, and the axes of the sums."""
 
     rows: tuple[ShardRow, ...]
     """The parameters of a pipeline coordinate."""
@@ -56,7 +56,7 @@ class CountedPart:
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
-        """Squares of its elements, without those that another tensor rank adds."""
+        """Squares of its elements, without squares that another tensor rank adds."""
         if self.counted is None:
             return squares_n
         kept = torch.zeros_like(squares_n)

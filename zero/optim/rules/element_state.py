@@ -1,4 +1,4 @@
-"""Optimizer state of every element, as tensors in the shapes of the parameters, in whatever form it is stored."""
+"""Optimizer state of every element, as tensors in the shapes of the parameters, in any stored form."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,7 +54,7 @@ def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
 def state_names(optimizer: ShardedOptimizer) -> list[str]:
     """Returns names of the states with a value for each element on this rank, such as "exp_avg", sorted.
 
-    Of several optimizers those of all of them, whichever elements this rank has.
+    Several optimizers have the names of all of them, independent of this rank's elements.
     """
     if optimizer.delayed is not None:
         optimizer.delayed.join()

@@ -1,4 +1,4 @@
-"""LAMB and LARS over flat tensors whose elements are parts of parameters: norms meet, and no parameter.
+"""LAMB and LARS over flat shards of parameters: norms are exchanged, and no parameter.
 
     squares of own weights and of own updates (LAMB) or gradients (LARS)    -> summed over data, then tensor ranks
     steps on own weights, by the norms of whole parameters
@@ -28,10 +28,9 @@ _SUM = torch.float64
 
 
 class FlatLayerwise(FlatOptimizer):
-    """An optimizer whose steps depend on norms of parameters.
-
-    Over whole parameters it updates at once. Over parts of them (``apart``) a step notes which tensors are updated, and
-    :class:`LayerwiseUpdates` makes the update of all ranks.
+    """Optimizer with steps that depend on norms of parameters. Over full parameters it updates at once. Over parts of
+    them (``apart``) a step notes which tensors are updated, and :class:`LayerwiseUpdates` makes the update of all
+    ranks.
     """
 
     apart = False
@@ -41,13 +40,13 @@ class FlatLayerwise(FlatOptimizer):
         """Takes ``options``: all params of the configuration."""
         super().__init__(params, options)
         self.due: set[Tensor] = set()
-        """Tensors whose update is to be made."""
+        """Tensors that wait for their update."""
         self._updates: dict[Tensor, int] = {}
         """Whole parameter -> updates that it has had."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Those of any group."""
+        """Options of any group."""
         return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:
@@ -92,7 +91,7 @@ class FlatLARS(FlatLayerwise):
 
 @dataclass(frozen=True, slots=True)
 class LayerRoutes(SumRoutes):
-    """Whose norms are summed, and over which axes."""
+    """Parameters with summed norms, and the axes of the sums."""
 
     def traffic(self) -> tuple[Traffic, ...]:
         """Returns the all-reduce of a step."""
@@ -101,7 +100,8 @@ class LayerRoutes(SumRoutes):
 
 
 class LayerwiseUpdates:
-    """Makes the updates of all parameters of LAMB and LARS on a rank, once a step; what they keep is elements' alone.
+    """Makes the updates of all parameters of LAMB and LARS on a rank, once a step; all state belongs to single
+    elements.
 
     Args:
         places: the tensors of the optimizer.
