@@ -157,7 +157,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Describes a checkpoint in lines like those of a run's banner."""
+    """Describes a checkpoint in lines of the form of a run's banner."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(manifest),

@@ -183,7 +183,7 @@ messages: of all ranks"""
 
 
 def _print_comparison(asked: _Asked, cost: Cost) -> list[Panel]:
-    """Prints all kinds, the least idle first, and returns the panels of those that allow these sizes."""
+    """Prints all kinds, the least idle first, and returns the panels of kinds that allow these sizes."""
     found: list[tuple[Summary, Panel]] = []
     refused: dict[str, str] = {}
     for kind in SCHEDULE_KINDS.values():

@@ -1,4 +1,4 @@
-"""Peak of a rank's live bytes over a step, from what each of its actions does to memory. Pure arithmetic.
+"""Peak of a rank's live bytes over a step, from the memory that each of its actions takes and frees. Pure arithmetic.
 
     level    |            .-- rise --.
              |            |          |  left
@@ -46,9 +46,9 @@ class ActionMemory:
     """Change that one action makes to the live bytes of its rank."""
 
     rise: int
-    """Most bytes inside the action, above those before it. Gathered parameters count as they stand."""
+    """Most bytes inside the action, above the bytes before it. Gathered parameters count as they stand."""
     left: int
-    """Bytes after the action, less those before it, once its sends have completed; negative for most backwards."""
+    """Bytes after the action, less the bytes before it, once its sends have completed; negative for most backwards."""
     sent: int = 0
     """Bytes that only its sends to other ranks hold."""
     taken: tuple[MessageBuffer, ...] = ()
@@ -64,7 +64,7 @@ class LivePeak(NamedTuple):
 
     bytes: int
     action: str
-    """Token of the action; "end" behind the last one."""
+    """Token of the action; "end" after the last one."""
 
 
 MemoryOf = Callable[[Action, int, int], ActionMemory]
@@ -92,7 +92,7 @@ class _Level:
         self.sent[position] = memory.sent
 
     def rest(self, base: int) -> None:
-        """Sets the live bytes to those between steps: the base and the buffers."""
+        """Sets the live bytes between steps: the base and the buffers."""
         self.bytes = base + sum(buffer.bytes * count for buffer, count in self.free.items())
 
     def release(self, positions: Sequence[int]) -> None:
@@ -110,9 +110,9 @@ def peak_of_row(
     """Returns the peak of a step that plays ``actions``.
 
     Args:
-        releases: for each action, positions of earlier ones whose sent tensors are released just before it.
+        releases: for each action, positions of earlier ones with sent tensors that are released just before it.
         base: bytes that live between steps, without buffers of messages.
-        end_rise: most bytes behind the last action, when gradients are reduced, above those after it.
+        end_rise: most bytes after the last action, during the reduction of gradients, above the bytes after it.
     """
     memories = _memories(actions, memory_of)
     level = _Level(base)
@@ -162,7 +162,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.peak = 0
-        """Most bytes behind any operator since :meth:`mark`, with those of ``resized``."""
+        """Most bytes after any operator since :meth:`mark`, with the bytes of ``resized``."""
         self._resized = resized
         self._sizes: dict[int, int] = {}
         """By the number of the storage, which is its own while it lives."""

@@ -55,7 +55,7 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Input of a plan beside the configuration."""
+    """Input of a plan, in addition to the configuration."""
 
     program: Program
     example: Batch = None
@@ -66,9 +66,9 @@ class PlanRequest:
     costs: Costs | None = None
     """Measured costs of the calls; None: FLOPs are counted instead."""
     replacements: tuple[Replacement, ...] = ()
-    """Modules whose forwards run the engine's operators."""
+    """Modules with operators of the engine in their forwards."""
     given: GivenOptimizer | None = None
-    """The user's optimizer, whose groups take the place of the configured ones."""
+    """The user's optimizer, with groups that replace the configured ones."""
     found: FoundStyles | None = None
     """Result of the search for a tensor plan; None: it is searched here."""
     searched: SearchedProgram | None = None
@@ -284,7 +284,7 @@ def _by_stage(trace: ModelTrace, cut: Partition | None, calls: Mapping[int, Tall
 def _cut(
     config: Config, trace: ModelTrace, costs: Costs | None, stages: int
 ) -> tuple[Partition | None, ScheduleDecision | None, tuple[str, ...]]:
-    """Returns the partition into stages, with "auto" the chosen schedule, and notes on the costs behind both."""
+    """Returns the partition into stages, with "auto" the chosen schedule, and notes on the costs of the choice."""
     if config.pp == 1:
         return None, None, ()
     known = costs or flop_costs_only(trace)

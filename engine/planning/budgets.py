@@ -95,8 +95,8 @@ def state_bytes(
 ) -> StateBytes:
     """Returns bytes that a rank stores between steps.
 
-    ``frozen``: those of frozen rows outside of all buckets, which this rank holds. ``kept``: bytes of the optimizer
-    state that it has of a bucket.
+    ``frozen``: bytes of this rank's frozen rows outside of all buckets. ``kept``: bytes of its optimizer state of a
+    bucket.
     """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     formats = wire_formats(config, precision)
@@ -175,7 +175,7 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
 def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
     """Returns indices of the trained buckets that the host updates, as ``zero_optimization.offload_optimizer`` asks.
 
-    Parameters on the host that have no master are updated where they lie, whatever part it asks for.
+    Parameters on the host without a master are always updated there.
     """
     offload = config.zero_optimization.offload_optimizer
     ratio = 1.0 if offload.ratio == "auto" else offload.ratio  # a plan has a number
@@ -188,7 +188,7 @@ def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> 
 def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups: Sequence[GroupState]) -> int:
     """Returns bytes of all weights, masters, moments and averages, each once: a checkpoint without its buffers.
 
-    ``groups``: what the optimizer keeps of each group.
+    ``groups``: the optimizer's state of each group.
     """
     total = factor_bytes(table.rows, groups, precision)
     for row in table:
@@ -296,7 +296,7 @@ def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
     """Gathers of sharded parameters: one batch per gather group and pass, of the buckets not yet gathered.
 
-    Those of which nodes keep a secondary shard go over dp once, and then within the nodes, as they are. The hosts
+    Buckets with a secondary shard on each node go over dp once, and then within the nodes, as they are. The hosts
     exchange one byte before the first forward, and meet in one round at the end of each forward; data ranks that make
     unequal calls meet more often than planned.
     """
@@ -394,7 +394,7 @@ def stage_traffic(
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
     """Returns the traffic of the control sum over the world and of the batch check over each replica.
 
-    ``experts``: experts of all layers whose rows are counted.
+    ``experts``: experts of all layers with counted rows.
     """
     tally, replica = Tally(), config.grid(0).size("replica")
     if world > 1:

@@ -37,7 +37,7 @@ def trace_example(
     the modules that it names are recorded as calls even inside a block.
 
     Raises:
-        PlanError: the model cannot be traced; says what it does and where.
+        PlanError: the model cannot be traced; names the operation and its place.
     """
     microbatch = map_tensors(example, _real)
     there = program.on(torch.device("cpu"))

@@ -55,7 +55,7 @@ class Users:
 
     @cached_property
     def _called(self) -> frozenset[Turn]:
-        """Every turn (stage, gather group) whose stage calls a module of the group."""
+        """Every turn (stage, gather group) of a stage that calls a module of the group."""
         if self.gathers is None:
             return frozenset()
         groups = enumerate(self.gathers.modules)

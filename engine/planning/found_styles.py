@@ -164,9 +164,9 @@ def _sha256(text: str) -> str:
 _SOURCES = ("config", "kernels", "parallel", "planning", "precision", "program")
 """Packages of the engine that a search runs."""
 _VERSIONED = sys.stdlib_module_names | {"torch", "numpy", "engine", "builtins"}
-"""Packages whose version, or whose sources as a whole, are in the digest."""
+"""Packages with their version, or all of their sources, in the digest."""
 _LARGEST = 2**26
-"""Bytes of a tensor whose content is read."""
+"""Most bytes of a tensor that is read for the digest."""
 _PIECE = 2**16
 """Bytes that a hash is given at once."""
 _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | torch.Size
@@ -175,7 +175,7 @@ _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch
 class ProgramDigest:
     """A digest of a program and an example, which searches with other settings share.
 
-    ``known`` is false if code of the model lies in no file, so that a change of it would not be seen.
+    ``known`` is false if code of the model is in no file, so that a change of it would not be noticed.
     """
 
     def __init__(self, program: Program, example: Batch) -> None:
@@ -235,7 +235,7 @@ class _Digest:
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._waiting = bytearray()
-        """What the hash is given next: many short pieces at once."""
+        """Next input of the hash: many short pieces at once."""
         self._seen: dict[int, tuple[int, Any]] = {}
         self._classes: set[type] = set()
         self._packages: set[str] = set()
@@ -257,7 +257,7 @@ class _Digest:
     def take_modules(self) -> bool:
         """Adds the noted modules, modules of functions and classes that they use, and all modules of the user.
 
-        Returns False if one of them lies in no file.
+        Returns False if one of them is in no file.
         """
         self.modules |= _users_modules()
         self._packages = {_top(name) for name in self.modules} - _VERSIONED

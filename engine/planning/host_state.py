@@ -171,7 +171,7 @@ def offload_notes(model: nn.Module, config: Config, precision: Precision) -> lis
 
 
 def rounding_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Notes about everything that bf16 or fp16 rounds beside the parameters that have a master."""
+    """Notes about all tensors that bf16 or fp16 rounds, except parameters with a master."""
     keys = ["cast_forward_inputs"] * config.cast_forward_inputs + ["buffer_dtype"] * (config.buffer_dtype is not None)
     if precision.compute is None:
         words = f"precision: {' and '.join(keys)} cast nothing in a run without bf16.enabled or fp16.enabled"

@@ -1,7 +1,7 @@
 """A block of a model in isolation: a copy with random content, in the dtypes of the run for timing.
 
 A copy has its own memory, on the device and in the dtypes of the run. A call that reads more than its unit's
-parameters and buffers and its own arguments cannot run on a copy; ``reads_elsewhere`` finds those calls.
+parameters and buffers and its own arguments cannot run on a copy; ``reads_elsewhere`` finds such calls.
 """
 
 import copy
@@ -196,8 +196,8 @@ def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Argum
     """Returns one signature per call; calls with equal signatures take equal time.
 
     A signature consists of the classes, tensor shapes and plain attributes of the unit, and of the shapes of its
-    arguments. Attributes that number the layers of a chain are left out: those whose distance to the last number in
-    the unit's name is the same in all units of the class.
+    arguments. Attributes that number the layers of a chain are left out: attributes with an equal distance to the last
+    number in the unit's name in all units of the class.
     """
     settings = {name: _settings(model.get_submodule(name)) for name in units}
     numbering = _numbering(model, settings)

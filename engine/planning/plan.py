@@ -78,7 +78,7 @@ class Plan:
     precision: Precision
     schedule: Schedule
     moments: tuple[GroupState, ...] | None
-    """State of the optimizer by group; None for the user's own optimizer, whose state is unknown."""
+    """State of the optimizer by group; None for the user's own optimizer, because its state is unknown."""
     notes: tuple[str, ...]
     tensor: TensorPlan | None = None
     """Sharding of layers over tp; None without tensor parallelism."""
@@ -94,7 +94,7 @@ class Plan:
     decision: ScheduleDecision | None = None
     """Reasons for the schedule that "auto" chose; None if the configuration names it."""
     replacements: tuple[Replacement, ...] = ()
-    """Modules whose forwards run the engine's operators."""
+    """Modules with operators of the engine in their forwards."""
     experts: tuple[ExpertStack, ...] = ()
     """Modules of experts with counted rows; empty without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def places(self) -> str:
-        """Partition and stage placement as text; two plans place stages alike if and only if it is equal."""
+        """Partition and stage placement as text; two plans have equal stages if and only if it is equal."""
         return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
@@ -279,7 +279,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no trainable parameter, one whose dtype cannot be trained, sizes that tensor ranks cannot
+        PlanError: no trainable parameter, one of a dtype that cannot be trained, sizes that tensor ranks cannot
             share, or a model that cannot be partitioned into stages.
         ScheduleError: the schedule does not exist or does not fit.
     """

@@ -43,7 +43,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_
         One sentence for each part of the plan that is not proven.
 
     Raises:
-        PlanError: a block would compute something else; names it, what differs, and its styles.
+        PlanError: a block would compute something else; names it, the difference, and its styles.
     """
     with search_conditions(program.model):  # the simulated ranks draw random numbers too, which are the user's
         try:
@@ -131,7 +131,7 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Returns the layers outside blocks without whose styles the forward has no ``failure``, or else all of them.
+    """Returns the layers outside blocks that cause the ``failure`` of the forward by their styles, or else all of them.
 
     Layers of one region have their styles together.
     """

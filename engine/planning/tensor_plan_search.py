@@ -67,7 +67,7 @@ class CalledModules:
 
     all: set[int] = field(default_factory=set)
     counting: set[int] = field(default_factory=set)
-    """Ids of embeddings whose input is consecutive positions."""
+    """Ids of embeddings with consecutive positions as input."""
 
     def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Notes the call of ``module``, as its forward pre-hook."""
@@ -252,7 +252,7 @@ def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
 
 
 class _Followed(NamedTuple):
-    """An example, what was traced of it, and why the forward has other paths; empty if it has none."""
+    """An example, its trace, and the reason for other paths of the forward; empty if there are none."""
 
     example: Batch
     trace: ModelTrace
@@ -368,7 +368,7 @@ class _Search:
     styles: dict[str, str] = field(default_factory=dict)
     reasons: list[Reason] = field(default_factory=list)
     known: list[Decided] = field(default_factory=list)
-    """What was decided about the groups of other units."""
+    """Decisions about the groups of other units."""
 
     def take(self, unit: Unit) -> None:
         """Finds the styles of a group of equal units."""

@@ -197,7 +197,7 @@ class Examination:
         return rendezvous, "" if difference is None else str(difference_error(difference))
 
     def _exchange_facts(self, store: KeyStore, problem: str) -> tuple[bool, Hosts]:
-        """Sends the facts to rank 0, which returns those of all ranks, and the decision to start."""
+        """Sends the facts to rank 0, which returns the facts of all ranks, and the decision to start."""
         self._enter("exchanging facts")
         store.set(f"facts/{self.own.rank}", json.dumps(asdict(self.own)))
         if self.own.rank == 0:

@@ -56,7 +56,7 @@ def add_compile_options(command: ArgumentParser) -> None:
 
 
 def run_compile(options: Namespace) -> None:
-    """Notes the kernels of a step, and compiles those that Triton's cache lacks.
+    """Notes the kernels of a step, and compiles the kernels that Triton's cache lacks.
 
     Raises:
         EngineError: the model, the configuration or the GPU is refused; there is no Triton.

@@ -15,7 +15,7 @@ from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
 from engine.planning.cost_model.workload import DecoderShape, decoder_shape_of, is_model_config
 
 STEP_TOKENS = 1 << 22
-"""Tokens of a step whose rows are not given."""
+"""Tokens of a step without given rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

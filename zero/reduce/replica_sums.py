@@ -16,7 +16,7 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.grid import Axis
 
 OnWire = Callable[[Tensor], Tensor]
-"""Returns the message of gradients: themselves, or a copy in the dtype of the wire."""
+"""Function from gradients to their message: the gradients, or a copy in the dtype of the wire."""
 
 
 class ReplicaSum:

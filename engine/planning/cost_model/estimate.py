@@ -110,7 +110,7 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
 
 
 BUCKETS = 8.0
-"""Collectives of a step over data ranks whose latency counts (more hide behind each other)."""
+"""Collectives of a step over data ranks with a latency that counts (more of them overlap with each other)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class LayoutEstimate:
 
 
 class StepModel:
-    """A workload on GPUs of a kind in nodes of a size: what any layout of it would cost."""
+    """A workload on GPUs of a kind in nodes of a size, with the costs of any layout."""
 
     def __init__(self, work: Workload, gpu: GpuSpec, node: int, traits: EngineTraits | None = None) -> None:
         self._work, self._gpu, self._node, self._traits = work, gpu, node, traits or EngineTraits()

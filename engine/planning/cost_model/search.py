@@ -17,7 +17,7 @@ RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2))
 """Kinds and stages a rank that are tried; gpipe and looped-bfs hold more, dualpipe-v waits as long as zb-v."""
 USABLE = 0.94
-"""Part of a GPU's memory that a plan may fill; the rest is for what is not planned."""
+"""Part of a GPU's memory that a plan may fill; the rest is for unplanned memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sequence": ("sequence",),
     }
 )
-"""What a person changes at once: setting -> fields of a layout."""
+"""Settings that a user changes at once: setting -> fields of a layout."""
 
 
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
@@ -135,7 +135,7 @@ def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[ob
 
 
 MOST_COUNTED = 6
-"""Layouts whose plans are made and counted, until one fits."""
+"""Layouts that are planned and counted, until one fits."""
 
 
 Working = Callable[[LayoutEstimate, bool], float | None]
@@ -144,9 +144,9 @@ None: nothing is known but the closed form."""
 
 
 class LayoutChoice:
-    """The fastest layouts in turn, passing over those that cannot fit by what was counted of others.
+    """Fastest layouts in turn, without layouts that cannot fit by the counts of others.
 
-    Samples of blocks take the place of closed forms where there are some. What remains has a factor for each mode of
+    Samples of blocks take the place of closed forms where there are some. The rest has a factor for each mode of
     recomputation, with and without backwards in two parts, which hold more: bytes of activations and buffers that were
     counted of a whole plan, over those by samples or in closed form, of the layout that was counted last; 1 before.
 

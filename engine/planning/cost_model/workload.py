@@ -1,7 +1,7 @@
 """Work of training a model, as data: products, attention, passes over memory, and bytes kept for the backward.
 
     product    a matrix product of each token: inner x outer, and which side tensor ranks cut
-    pass       elementwise code and norms: bytes that a token moves; those of a cut part are shared by tensor ranks
+    pass       elementwise code and norms: bytes that a token moves; tensor ranks share the bytes of a sharded part
     kept       bytes that a token leaves for the backward, by what is recomputed
 
 Widths in bytes are those of a 16-bit model; elements of logits are fp32. Attention counts all pairs of tokens, as torch
@@ -93,7 +93,7 @@ class Workload:
 
 
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "smollm3", "granite", "stablelm")
-"""Model types whose MLP has a gate."""
+"""Model types with a gate in their MLP."""
 PLAIN = ("gpt2", "gpt_neox", "opt", "gpt_neo", "bloom", "gptj", "phi", "starcoder2")
 SIZES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -102,7 +102,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "vocabulary": ("vocab_size",),
     "context": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
 }
-"""Our names -> those of the families."""
+"""Our names -> names of the families."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Costs of a plan on GPUs that are not here: memory of every pipeline rank by kind, and the seconds of a step.
 
-State, gathers, schedule and traffic are the plan's own. What it does not know comes from the cost model: the seconds of
-operators, what a block keeps for its backward, and the speed of links.
+State, gathers, schedule and traffic are the plan's own. The cost model adds the seconds of operators, the bytes that a
+block keeps for its backward, and the speed of links.
 """
 
 from collections.abc import Mapping

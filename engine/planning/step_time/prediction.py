@@ -158,7 +158,7 @@ class Computation:
     backward: float
     """Seconds of a microbatch; with split backwards half of it is W."""
     fixed: float = 0.0
-    """Part of both, from 0 to 1, that stays whatever part of each layer a rank holds: what tensor ranks repeat."""
+    """Part of both, from 0 to 1, that does not depend on a rank's part of each layer: work that tensor ranks repeat."""
     update: float = 0.0
     """Seconds of all that a step computes once: norm, clipping, optimizer."""
 
@@ -366,7 +366,7 @@ class _Prediction:
         return max(free, last.end)
 
     def _replica_sums(self, pp: int) -> float:
-        """Sums of the shards over shard groups; that those before the last one may run beside backward is left out."""
+        """Sums of the shards over shard groups; the overlap of all but the last one with backward is left out."""
         return sum(self._seconds(row, "all_reduce") for row in self._rows(pp, "dp_replicate", "gradients"))
 
     def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:

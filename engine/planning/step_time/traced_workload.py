@@ -1,4 +1,5 @@
-"""The workload of any model, from one forward and its saved tensors on the meta device: FLOPs, bytes, what is kept."""
+"""The workload of any model, from one forward and its saved tensors on the meta device: FLOPs, moved bytes, kept
+bytes."""
 
 from collections.abc import Iterator
 from statistics import median_low
