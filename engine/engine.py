@@ -154,7 +154,7 @@ class Engine(TrainingLoop, NamedState):
         The patches of modules around it come first, then its own and those of modules inside it.
 
         Args:
-            module: its name, as in ``model.named_modules()``; empty: the whole model.
+            module: name of the module, as in ``model.named_modules()``; empty: the whole model.
 
         Raises:
             EngineError: the model has no module of that name.
@@ -311,8 +311,9 @@ class Engine(TrainingLoop, NamedState):
     ) -> PendingSave:
         """Begins a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
 
-        It appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the result
-        blocks until then and raises if the save failed, which is also logged. Weights are sent over a host group.
+        The folder appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the
+        result blocks until then and raises if the save failed, which is also logged. Weights are sent over a host
+        group.
 
         Args:
             folder: folder of the run; None: ``checkpoint.folder``, which keeps the newest ``checkpoint.keep``.
@@ -340,9 +341,9 @@ class Engine(TrainingLoop, NamedState):
     ) -> Any:
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns its client state; a dict refuses iteration, so that a script that unpacks DeepSpeed's pair fails. Every
-        block that is read is checked. With ``load_module_only``, only weights and buffers are loaded; without
-        ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without ``strict``,
+        Returns the checkpoint's client state; a dict refuses iteration, so that a script that unpacks DeepSpeed's pair
+        fails. Every block that is read is checked. With ``load_module_only``, only weights and buffers are loaded;
+        without ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without ``strict``,
         parameters and buffers that the checkpoint lacks keep their values, and parameters that were not trained get
         fresh optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint returns None.
         Without ``load_lr_scheduler_states``, a torch scheduler restarts after the next update, which uses the saved

@@ -263,7 +263,7 @@ class NamedState:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves state of the trained model to host memory, until ``reload_states``; its bytes stay the same.
+        """Moves state of the trained model to host memory, until ``reload_states``; no byte changes.
 
         A call that needs the offloaded state raises. ``non_blocking``: copies may still run when this returns.
 

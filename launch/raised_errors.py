@@ -25,7 +25,7 @@ MOST_CHARACTERS = 110
 
 
 class RaisedError(NamedTuple):
-    """A message with its place in the source."""
+    """Message with its place in the source."""
 
     kind: str
     """Name of the error class."""

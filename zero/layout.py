@@ -43,7 +43,7 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """A gather group in a stage; turns are ordered as a forward through all stages makes them."""
+    """Gather group in a stage; turns are ordered as a forward through all stages makes them."""
 
     stage: int
     group: int
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A parameter to lay out."""
+    """Parameter to lay out."""
 
     name: str
     shape: tuple[int, ...]

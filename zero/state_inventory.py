@@ -68,7 +68,7 @@ class HoldsMoments(Protocol):
 
     @property
     def whole(self) -> Sequence[KeepsWhole]:
-        """Those that keep state of whole parameters."""
+        """Updates with state of full parameters."""
 
 
 class HoldsAverages(Protocol):
@@ -108,7 +108,7 @@ class Home(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A tensor that this rank holds between two steps."""
+    """Tensor that this rank holds between two steps."""
 
     kind: str
     """"weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or a name of the
@@ -153,7 +153,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateInventory:
-    """Everything that a rank holds. The state of the optimizer comes and goes, so it is listed anew each time.
+    """State of a rank. The state of the optimizer changes, so it is listed anew each time.
 
     All data ranks list their tensors in the same order.
     """

@@ -40,7 +40,7 @@ def _lay_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
 
 
 class _Held:
-    """A module in training, as the argument of its reconstruction: ``copy.copy`` reads it, and pickle is refused."""
+    """Module in training, as the argument of its reconstruction: ``copy.copy`` reads it, and pickle is refused."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -251,7 +251,7 @@ class Config:
         return load_config(self, world_size)
 
     def for_accelerators(self) -> "Config":
-        """Return the config with the sizes of GPUs, where it leaves them to the device."""
+        """Returns the config with the sizes of GPUs, where the config leaves sizes to the device."""
         zero = self.zero_optimization
         if zero.reduce_bucket_size is not None:
             return self

@@ -55,7 +55,7 @@ def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
 
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    """Notes keys of a mode that is not chosen, and two ways to choose the recomputed operators."""
+    """Notes keys of a mode that is not chosen, and two choices of the recomputed operators."""
     takes = {
         "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
         "every": given.mode in ("selective", "offload"),
@@ -302,7 +302,7 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Notes settings of formats that are not chosen, and ways to communicate that cannot encode their messages."""
+    """Notes settings of formats that are not chosen, and overlaps that cannot encode their messages."""
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
     if wire.block_size != 256 and not blocks:
         problems.add(

@@ -168,7 +168,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self._batch_fn = fn
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Raises unless the size is that of the run.
+        """Raises unless the size equals the size of the run.
 
         Raises:
             EngineError: another size; a plan is made for one size.
@@ -176,7 +176,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self._refuse_size("train_batch_size", train_batch_size, self.train_batch_size())
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Raises unless the size is that of the run.
+        """Raises unless the size equals the size of the run.
 
         Raises:
             EngineError: another size; a plan is made for one size.
@@ -216,7 +216,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return self.engine.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether the next steps update."""
+        """Marks the next steps as updates, or as parts of an accumulation."""
         self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:

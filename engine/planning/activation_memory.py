@@ -60,7 +60,7 @@ class ActionMemory:
 
 
 class LivePeak(NamedTuple):
-    """The most live bytes, and where."""
+    """Most live bytes, and where."""
 
     bytes: int
     action: str
@@ -72,7 +72,7 @@ MemoryOf = Callable[[Action, int, int], ActionMemory]
 
 
 class _Level:
-    """The live bytes of a rank between two operators."""
+    """Live bytes of a rank between two operators."""
 
     def __init__(self, base: int) -> None:
         self.bytes = base

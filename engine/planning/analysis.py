@@ -195,7 +195,7 @@ def _trace(
 
 
 class _WrongPlanError(PlanError):
-    """The sharded forward raises, and the unsharded one does not."""
+    """Sharded forward raises, and the unsharded one does not."""
 
 
 def _find_wrong_part(config: Config, request: PlanRequest, tensor: TensorPlan, error: Exception) -> _WrongPlanError:

@@ -75,7 +75,7 @@ class Users:
 
 
 class FlatLayouts(Mapping[tuple[int, int], FlatLayout]):
-    """The flat layout of every (pipeline coordinate, tensor coordinate), each made when it is first asked for.
+    """Flat layout of every (pipeline coordinate, tensor coordinate), each computed at its first use.
 
     A rank asks for its own, and a cost model for one of each pipeline rank: of thousands of parameters on hundreds of
     positions all together take minutes.

@@ -93,7 +93,7 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class StylesCache:
-    """The folder of kept plans."""
+    """Folder of kept plans."""
 
     folder: Path
 
@@ -173,7 +173,7 @@ _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch
 
 
 class ProgramDigest:
-    """A digest of a program and an example, which searches with other settings share.
+    """Digest of a program and an example, which searches with other settings share.
 
     ``known`` is false if code of the model is in no file, so that a change of it would not be noticed.
     """

@@ -148,7 +148,7 @@ def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) 
 
 
 def offload_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Notes where ``offload_param`` does another thing than its words say."""
+    """Notes the keys of ``offload_param`` that have another effect here."""
     zero = config.zero_optimization
     if zero.offload_param.device == "none":
         return []

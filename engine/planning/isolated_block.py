@@ -53,7 +53,7 @@ class BlockBytes(NamedTuple):
 
 
 class IsolatedBlock:
-    """A copy of unit ``name``, ready to run with the arguments of its calls.
+    """Copy of unit ``name``, ready to run with the arguments of its calls.
 
     ``selective``: how the unit is recomputed, if the run recomputes it selectively.
 

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class IsolatedRunError(Exception):
-    """A copy of a unit raises outside its model."""
+    """Copy of a unit raises outside its model."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def alone() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class MaterializedBlock:
-    """A float64 copy of a unit with random content."""
+    """Float64 copy of a unit with random content."""
 
     block: nn.Module
     givens: list[Given]
@@ -67,7 +67,7 @@ class MaterializedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaterializedUnit:
-    """The unit that is drawn."""
+    """Unit that is drawn."""
 
     model: nn.Module
     name: str

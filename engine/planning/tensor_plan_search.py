@@ -77,7 +77,7 @@ class CalledModules:
 
 
 class SearchedProgram:
-    """A program and an example, of which searches for several numbers of tensor ranks share traces and a digest."""
+    """Program and an example; searches for several numbers of tensor ranks share their traces and digest."""
 
     def __init__(self, program: Program, example: Batch) -> None:
         self.program, self.example = program, example
@@ -178,7 +178,7 @@ def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozen
 
 @dataclass
 class _InTheOpen:
-    """A checkpoint handler that runs every region without recomputation."""
+    """Checkpoint handler that runs every region without recomputation."""
 
     inside: bool = False
     regions: list[dict[str, Any]] = field(default_factory=list)
@@ -205,7 +205,7 @@ def local_name(unit: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DistinctUnits:
-    """The units that a search or a proof covers."""
+    """Units that a search or a proof covers."""
 
     units: tuple[Unit, ...]
     trace: ModelTrace
@@ -252,7 +252,7 @@ def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
 
 
 class _Followed(NamedTuple):
-    """An example, its trace, and the reason for other paths of the forward; empty if there are none."""
+    """Example, its trace, and the reason for other paths of the forward; empty if there are none."""
 
     example: Batch
     trace: ModelTrace

@@ -25,7 +25,7 @@ from engine.step.state import StepState, StepTotals
 
 
 class PartOrder(IntEnum):
-    """The order in which parts are called, the same in every phase."""
+    """Order in which parts are called, the same in every phase."""
 
     DELAYED_UPDATE = auto()
     """Ends the update that overlaps with the step, before other parts read weights."""
@@ -136,7 +136,7 @@ Part = TypeVar("Part", bound=StepPart)
 
 
 class StepParts:
-    """The parts of one engine on this rank, in their order."""
+    """Parts of one engine on this rank, in their order."""
 
     def __init__(self, parts: Iterable[StepPart]) -> None:
         self._parts = sorted(parts, key=lambda part: part.order)

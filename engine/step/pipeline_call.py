@@ -179,7 +179,7 @@ class _Arrivals:
 
 
 class PipelineCalls:
-    """The calls of one loop on this rank."""
+    """Calls of one loop on this rank."""
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)

@@ -105,7 +105,7 @@ class StatesOnHost(StepPart):
 
     @property
     def hides(self) -> bool:
-        """Some of it waits there."""
+        """True if some state is in host memory."""
         return bool(self.states.kinds)
 
     def changing(self) -> AbstractContextManager[None]:
@@ -157,7 +157,7 @@ _OFTEN = 64
 
 
 class EqualWeights(StepPart):
-    """Compares, in some steps, the weights that several ranks hold; the digest travels in the control sum."""
+    """Comparison, in some steps, of weights with copies on several ranks; the control sum includes the digest."""
 
     order = PartOrder.COPIES
 
@@ -219,7 +219,7 @@ class AverageOfWeights(StepPart):
 
 
 class _Seen(NamedTuple):
-    """A buffer as it was before a step."""
+    """Buffer as it was before a step."""
 
     module: nn.Module
     leaf: str

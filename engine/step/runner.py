@@ -138,7 +138,7 @@ _COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the 
 
 
 class FinishedStep(NamedTuple):
-    """A step that all ranks have agreed on."""
+    """Step that all ranks have agreed on."""
 
     state: StepState
     outcome: UpdateOutcome

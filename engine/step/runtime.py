@@ -39,7 +39,7 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRuntime:
-    """The parts of this rank that only a pipeline has."""
+    """Parts of this rank that only a pipeline has."""
 
     stage: Stage
     traces: TraceCache

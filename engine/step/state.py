@@ -141,7 +141,7 @@ class StepState:
 
 
 class StepTotals(NamedTuple, Generic[Scalar]):
-    """The values that are summed over the world once per step: floats, or 0-dim fp64 tensors until the host reads them.
+    """Values that are summed over the world once per step: floats, or 0-dim fp64 tensors until the host reads them.
 
     ``pack`` and ``unpack`` are the only places that know their order on the wire.
     """

@@ -33,7 +33,7 @@ _STATES = 8
 
 
 class TracedForward(NamedTuple):
-    """The trace of a forward, and its partition into stages."""
+    """Trace of a forward, and its partition into stages."""
 
     trace: ModelTrace
     partition: Partition

@@ -85,7 +85,7 @@ class Condition:
 
 
 class DeviceDecidedUpdate:
-    """An update that the device makes or leaves out by itself; ``read`` waits for the control sums only."""
+    """Update that the device makes or skips by its own decision; ``read`` waits for the control sums only."""
 
     def __init__(self, values: Tensor, condition: Condition, optimizer: ShardedOptimizer) -> None:
         self._optimizer, self._before = optimizer, Bookkeeping.of(optimizer.inner)

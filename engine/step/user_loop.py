@@ -82,7 +82,7 @@ class LoopControl:
 
 
 class UserLoop:
-    """The unfinished step of one engine on this rank."""
+    """Unfinished step of one engine on this rank."""
 
     def __init__(self, runner: StepRunner, runtime: RankRuntime, control: LoopControl) -> None:
         self._control = control

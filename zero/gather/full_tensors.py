@@ -32,7 +32,7 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """The elements ``part`` of a bucket, as this rank holds them."""
+    """Elements ``part`` of a bucket, as this rank holds them."""
 
     flat: FlatBucket
     part: slice

@@ -47,7 +47,7 @@ class GatherOrder:
 
     @property
     def everywhere(self) -> frozenset[int]:
-        """Buckets that stay gathered through every pass."""
+        """Buckets that remain gathered through every pass."""
         return frozenset.intersection(*self.members)
 
     def at_start(self, walk: Action | None) -> frozenset[int]:

@@ -19,7 +19,7 @@ _LEFT = "_left_shards"
 
 @dataclass(frozen=True, slots=True)
 class LeftBucket:
-    """A bucket of a closed engine."""
+    """Bucket of a closed engine."""
 
     flat: FlatBucket
     ranks: tuple[int, ...]

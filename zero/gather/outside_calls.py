@@ -14,7 +14,7 @@ from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 
 class OutsideCalls:
-    """The calls that run at present, one inside the other."""
+    """Calls that run at present, one inside the other."""
 
     def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
         self._whole, self._comm = whole, comm

@@ -39,7 +39,7 @@ NO_SHARDS = SecondaryLayout()
 
 
 class SecondaryShards:
-    """The secondary shards of a rank; indices count ``buckets``.
+    """Secondary shards of a rank; indices count ``buckets``.
 
     Args:
         comm: communication; label "parameters within nodes" on axis dp, between the ranks of a node.

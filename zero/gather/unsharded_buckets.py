@@ -32,7 +32,7 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, Seco
 
 
 class ShardArrival:
-    """The copies of one batch of gathers."""
+    """Copies of one batch of gathers."""
 
     def __init__(self, copied: torch.Event | None) -> None:
         self._copied = copied

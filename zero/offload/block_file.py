@@ -56,7 +56,7 @@ def begins_on_sector(block: memoryview) -> bool:
 
 
 class DiskCalls:
-    """The calls of the system, each as a method; a test has calls in their place that fail."""
+    """Calls of the system, each as a method; a test has calls in their place that fail."""
 
     def open(self, path: Path) -> tuple[int, bool]:
         """Returns the descriptor of a new file, and True if its transfers are direct."""
@@ -255,7 +255,7 @@ class MomentBuffers:
 
     @property
     def spare(self) -> bool:
-        """A page is free, or will be when a write ends."""
+        """True if a page is free, or will be when a write ends."""
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:

@@ -24,7 +24,7 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class DelayedUpdate:
-    """The update of one rank that may be under way; it is pending until its weights are on the device.
+    """Update of one rank that may be under way; it is pending until its weights are on the device.
 
     Args:
         buckets: updated buckets, all of them by the host.

@@ -176,7 +176,7 @@ logger = logging.getLogger("trine")
 
 
 class DiskMoments:
-    """The moments of the sets of an optimizer (``UpdateOrder``) that are kept on disk.
+    """Moments of the sets of an optimizer (``UpdateOrder``) that are kept on disk.
 
     Args:
         sets: the optimizer tensors of each bucket; empty for a bucket that is not on disk.

@@ -43,7 +43,7 @@ _NEEDS: Mapping[str, frozenset[str]] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """A storage that is empty, and the copy of its content."""
+    """Storage that is empty, and the copy of its content."""
 
     whole: Tensor
     """A view of all of it."""
@@ -62,7 +62,7 @@ class OffloadedStates:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds that are away."""
+        """Kinds of state in host memory."""
         return frozenset(self._moved)
 
     @property

@@ -28,7 +28,7 @@ PREFIX = "trine-moments-"
 
 
 class ScratchFolder:
-    """A fresh folder in ``parent``, which is made if it does not exist.
+    """Fresh folder in ``parent``, which is made if it does not exist.
 
     Raises:
         EngineError: the folder cannot be made.

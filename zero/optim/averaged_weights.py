@@ -36,7 +36,7 @@ def average_dtype(weights: torch.dtype) -> torch.dtype:
 
 
 class WeightAverage:
-    """The averages of the weights that this rank updates."""
+    """Averages of the weights that this rank updates."""
 
     def __init__(self, places: Sequence[OptimizerTensor], decay: float) -> None:
         self._places, self._decay = places, decay

@@ -38,7 +38,7 @@ class UpdatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """The tensors of an optimizer in the sets in which they are updated, one set after another."""
+    """Tensors of an optimizer in the sets in which they are updated, one set after another."""
 
     sets: Sequence[Sequence[Tensor]]
     begins: Callable[[int], bool] | None
@@ -72,7 +72,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @property
     def kind(self) -> str:
-        """Name of the rule, by which checkpoints know it."""
+        """Name of the rule in checkpoints."""
         return type(self).__name__.removeprefix("Flat")
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ def families_of(whole: Iterable[WholeUpdates]) -> frozenset[str]:
 
 
 class LateBuckets:
-    """The buckets with parameters that are updated as a whole, each until all of these are updated."""
+    """Buckets with parameters that are updated as a whole, each until all of these are updated."""
 
     def __init__(self, buckets: Sequence[FlatBucket], whole: Sequence[WholeUpdates]) -> None:
         names = {number: {n for each in whole for n in each.names(flat)} for number, flat in enumerate(buckets)}

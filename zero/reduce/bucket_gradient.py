@@ -17,7 +17,7 @@ from engine.kernels.dispatch import OpenSum
 
 
 class ProductSums(Protocol):
-    """The sums of a reducer, as products see them."""
+    """Sums of a reducer, as products see them."""
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
         """Returns the sum of a parameter for a product of the running backward; None: the backward has to deliver a
@@ -31,7 +31,7 @@ class ProductSums(Protocol):
 
 
 class BucketGradient:
-    """The main gradient of one parameter."""
+    """Main gradient of one parameter."""
 
     def __init__(self, name: str, parameter: nn.Parameter, sums: ProductSums) -> None:
         self.name, self.parameter, self._sums = name, parameter, sums

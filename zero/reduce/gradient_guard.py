@@ -39,7 +39,7 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 
 
 class UserBackward:
-    """The backward of the user's own that runs at present."""
+    """Backward of the user's own that runs at present."""
 
     def __init__(self) -> None:
         self._enter: weakref.WeakMethod[Enter] | None = None

@@ -52,7 +52,7 @@ class _Filling:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A reduction under way."""
+    """Reduction under way."""
 
     filling: _Filling
     result: Tensor

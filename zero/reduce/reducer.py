@@ -54,7 +54,7 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
 
 
 class GradientHooks:
-    """Passes gradients to ``take`` while ``backward`` is open, so that none stays on a parameter.
+    """Passes gradients to ``take`` while ``backward`` is open, so that none remains on a parameter.
 
     ``products`` receive the nodes of their parameters, after which nothing is added to the sums.
 
@@ -242,7 +242,7 @@ class Reducer(Protocol):
         """Turns on or off the check that each gradient of this rank is finite before data ranks sum it."""
 
     def observe(self, observer: Take | None) -> None:
-        """Passes each later gradient of this rank to ``observer`` before it is summed; None: to nobody."""
+        """Passes each later gradient of this rank to ``observer`` before it is summed; None: to no observer."""
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
@@ -320,7 +320,7 @@ class SharedReduction:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Those that are frozen now."""
+        """Parameters that are frozen now."""
         return self._hooks.frozen
 
     def _add(self, name: str, grad: Tensor) -> None:

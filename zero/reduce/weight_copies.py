@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class WeightCopies:
-    """The comparison of the weights in ``buckets``, of those that other ranks hold as well."""
+    """Comparison of the weights in ``buckets``, of those that other ranks hold as well."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._told = comm, False

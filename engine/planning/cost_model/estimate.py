@@ -157,7 +157,7 @@ class LayoutEstimate:
 
 
 class StepModel:
-    """A workload on GPUs of a kind in nodes of a size, with the costs of any layout."""
+    """Workload on GPUs of a kind in nodes of a size, with the costs of any layout."""
 
     def __init__(self, work: Workload, gpu: GpuSpec, node: int, traits: EngineTraits | None = None) -> None:
         self._work, self._gpu, self._node, self._traits = work, gpu, node, traits or EngineTraits()

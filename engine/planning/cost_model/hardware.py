@@ -41,7 +41,7 @@ class ReachedShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """A kind of GPU in its usual node."""
+    """Kind of GPU in its usual node."""
 
     name: str
     memory_bytes: float

@@ -17,7 +17,7 @@ Reduction = Literal["step", "microbatch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLayout:
-    """A layout of a training step."""
+    """Layout of a training step."""
 
     dp: int = 1
     tp: int = 1

@@ -69,7 +69,7 @@ class LinkSpeed:
 
 
 class Links:
-    """The links of a layout on nodes of ``node`` GPUs."""
+    """Links of a layout on nodes of ``node`` GPUs."""
 
     def __init__(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> None:
         self._layout, self._gpu, self._node = layout, gpu, node
@@ -127,7 +127,7 @@ class BlockSeconds:
 
 
 class Roofline:
-    """A workload in a layout on a GPU."""
+    """Workload in a layout on a GPU."""
 
     def __init__(self, workload: Workload, layout: TrainingLayout, gpu: GpuSpec, traits: EngineTraits) -> None:
         self._workload, self._layout, self._gpu, self._traits = workload, layout, gpu, traits

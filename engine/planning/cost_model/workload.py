@@ -39,7 +39,7 @@ class Product(NamedTuple):
 
 
 class CutAmount(NamedTuple):
-    """A number with a part that tensor ranks share, and a part that each has whole (or shares along the sequence)."""
+    """Number with a part that tensor ranks share, and a part that each has in full (or shares along the sequence)."""
 
     cut: float
     whole: float
@@ -51,7 +51,7 @@ class CutAmount(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model of equal blocks between an embedding and a head."""
+    """Model of equal blocks between an embedding and a head."""
 
     blocks: int
     context: int

@@ -82,7 +82,7 @@ class HostLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLinks:
-    """The links of one grid."""
+    """Links of one grid."""
 
     collectives: Mapping[tuple[Axis, Pattern], LinkSpeed]
     """By axis, for axes of several ranks: seconds of a call, bytes a second of a rank."""

@@ -13,7 +13,7 @@ from engine.zero.optim.flat_optimizers import FlatOptimizer
 
 
 class FlatMatrixOptimizer(FlatOptimizer):
-    """An optimizer of whole matrices.
+    """Optimizer of whole matrices.
 
     Over whole matrices it updates at once. Over parts of them (``apart``) a step leaves the directions of the update
     in ``directions``, from which ``MatrixUpdates`` makes the update of all ranks.

@@ -49,7 +49,7 @@ _UNDER_WAY = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRound:
-    """The ways of matrices that travel together."""
+    """Exchanges of matrices in the same messages."""
 
     data: OwnerRoute
     """Over the data ranks that share buckets: parts of a tensor rank."""
@@ -59,7 +59,7 @@ class MatrixRound:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRoutes:
-    """The ways of the matrices of one pipeline and tensor coordinate, and of one place among its shard groups."""
+    """Exchanges of the matrices of one pipeline and tensor coordinate, in one of its shard groups."""
 
     rows: Mapping[str, ShardRow]
     """The matrices, by name."""
@@ -231,7 +231,7 @@ class MatrixUpdates:
 
 
 class _Step:
-    """The directions and the weights of this rank's parts in one update."""
+    """Directions and the weights of this rank's parts in one update."""
 
     def __init__(
         self,

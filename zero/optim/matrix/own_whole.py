@@ -37,7 +37,7 @@ def declares_whole(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnWholeRule:
-    """The rule of a group: a step of the user's optimizer over one whole parameter."""
+    """Rule of a group: a step of the user's optimizer over one whole parameter."""
 
     make: OptimizerFactory
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """The user's optimizer over parts of parameters: its groups and options, and the updates of whole parameters."""
+    """User's optimizer over parts of parameters: its groups and options, and the updates of whole parameters."""
 
     reads_weights = True
 

@@ -158,7 +158,8 @@ class Arriving(Generic[Arrived]):
 
 
 class OwnerExchange:
-    """The two ways of one route on this rank; an all-to-all each, label "matrices", which is started and waited for."""
+    """Gather and scatter of one route on this rank: an all-to-all each, label "matrices", that is started and waited
+    for."""
 
     def __init__(self, route: OwnerRoute, comm: Comm) -> None:
         self._route, self._comm = route, comm

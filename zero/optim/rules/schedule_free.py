@@ -62,7 +62,7 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ScheduleFreeAverage:
-    """The averages x of the weights that schedule-free optimizers update; of all others the weights themselves."""
+    """Averages x of the weights that schedule-free optimizers update; of all others the weights themselves."""
 
     def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
         self._places, self._inner = places, inner
