@@ -50,7 +50,7 @@ class CommandParser(ArgumentParser):
 
 
 def make_parser() -> ArgumentParser:
-    """Return the parser of ``trine`` with every command."""
+    """Returns the parser of ``trine`` with every command."""
     parser = CommandParser(prog="trine", description="3D-parallel training of unchanged PyTorch models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -16,13 +16,13 @@ WIDTH = 100
 
 
 def add_explain_options(parser: ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Adds the arguments of the command."""
     parser.add_argument("words", nargs="*", metavar="WORDS", help="words of the error, or all of its text")
     parser.add_argument("--all", action="store_true", help="list every error, or every one that fits the words")
 
 
 def explain(options: Namespace) -> int:
-    """Print the errors that fit the words best; exit status 1 if none does."""
+    """Prints the errors that fit the words best; exit status 1 if none does."""
     given = " ".join(options.words)
     errors = list(dict.fromkeys(raised_errors()))
     if options.all:
@@ -41,7 +41,7 @@ def explain(options: Namespace) -> int:
 
 
 def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
-    """Return the errors that fit ``given`` best; one alone if all of its constant text is in ``given``."""
+    """Returns the errors that fit ``given`` best; one alone if all of its constant text is in ``given``."""
     known = [(share_of_words(error, given), constant(error), error) for error in errors]
     fits = sorted(known, key=lambda one: one[:2], reverse=True)
     whole = [error for share, _, error in fits if share > 1]
@@ -51,7 +51,7 @@ def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
 
 
 def share_of_words(error: RaisedError, given: str) -> float:
-    """Return the share of the words of ``given`` in the error; 2 if its constant pieces are in ``given``, in order."""
+    """Returns the share of the words of ``given`` in the error; 2 if its constant pieces are in ``given``, in order."""
     said = " ".join(given.split())
     if constant(error) >= 12 and re.search(".*?".join(map(re.escape, pieces(error.text))), said, flags=re.DOTALL):
         return 2.0
@@ -61,17 +61,17 @@ def share_of_words(error: RaisedError, given: str) -> float:
 
 
 def pieces(text: str) -> list[str]:
-    """Return the constant pieces of a message between its values."""
+    """Returns the constant pieces of a message between its values."""
     return [piece.strip() for piece in re.split(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text) if piece.strip()]
 
 
 def constant(error: RaisedError) -> int:
-    """Return the number of characters of the constant pieces."""
+    """Returns the number of characters of the constant pieces."""
     return sum(map(len, pieces(error.text)))
 
 
 def described(error: RaisedError) -> str:
-    """Return the error, its cause and its remedy as paragraphs."""
+    """Returns the error, its cause and its remedy as paragraphs."""
     clauses = re.split(r"; (?=[^;]*$)", error.text, maxsplit=1)
     rule, remedy = clauses if len(clauses) == 2 else (error.text, "the sentence has no separate remedy.")
     where = f"engine/{error.file}:{error.line}" + (f", {error.function}()" if error.function else "")

@@ -158,7 +158,7 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Storages over single parameters of the bucket of ``parameter``; None if it is in no bucket."""
+    """Returns storages over single parameters of the bucket of ``parameter``; None if it is in no bucket."""
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
     return storages
@@ -269,7 +269,7 @@ def _reserve(
     master = host_sums = None
     if trainable and bucket.index in who.hosted:
         host_sums = _on_host(owned, wide, who, device, "offload_optimizer")
-        if wide != dtype or not who.hosted_parameters or who.delayed:
+        if wide != dtype or not who.hosted_parameters or who.delayed:  # else the host updates the weights directly
             master = _on_host(owned, wide, who, device, "offload_optimizer")
     elif wide != dtype:
         master = zeros(owned, wide)
@@ -293,7 +293,8 @@ def _reserve(
 
 
 def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.device, section: str) -> Tensor:
-    """Zeros [owned] in host memory, for a copy of memory of ``device``, as a section of ``zero_optimization`` asks."""
+    """Allocates zeros [owned] in host memory, for a copy of memory of ``device``, as a section of ``zero_optimization``
+    asks."""
     count = owned.stop - owned.start
     if who.mapped is not None:
         return who.mapped(count, dtype)

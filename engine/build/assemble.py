@@ -156,6 +156,7 @@ def assemble_rank(
     reducer = _reducer(model, plan, comm, optimizer.copies, user_backward, kernels)
     _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
+    # before the gatherer, whose hooks go around these patches: they run while parameters are gathered
     experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
     average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None

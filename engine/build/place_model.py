@@ -80,7 +80,7 @@ def place_model(
 ) -> tuple[FlatBucket, ...]:
     """Reduces the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
-    sizes = WholeSizeAnswers(model, plan.tensor)
+    sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}
     buckets = reserve(plan.layout(coord), parameters, _ownership(plan, coord), device)
@@ -110,7 +110,7 @@ def place_model(
     if _forget_backward(parameters.values()) and comm.grid.rank == 0:
         logger.warning("the gradients that an earlier backward has left on the model are dropped")
     meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
-    drawn = meta if config.checkpoint.init_from is None else set()
+    drawn = meta if config.checkpoint.init_from is None else set()  # a checkpoint replaces drawn values
     materialize(model, drawn, config.seed, device, keep)
     replace_meta(model, {name: empty(name) for name in meta - drawn})
     for name in codes.keys() - meta:
@@ -120,7 +120,7 @@ def place_model(
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
-    for flat in buckets:
+    for flat in buckets:  # after sharding, which changes the parameters' data
         fill(flat, placed=meta)
     refuse_calls(model, plan.config, bool(codes), patches)
     leave_parts(model, config, bool(cuts), patches)

@@ -25,7 +25,7 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 
 
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
-    """Layers, by pattern, each with the fewest rows of a microbatch from which its forward is fused."""
+    """Returns layers, by pattern, each with the fewest rows of a microbatch from which its forward is fused."""
     if measured is None:
         return ()
     found: dict[str, int] = {}

@@ -127,7 +127,7 @@ class SearchedProgram:
         return whole, note if refused else ""
 
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
-        """Arguments of the units for a shorter text; or the reason why a text has no shorter one."""
+        """Returns arguments of the units for a shorter text, or the reason why a text has no shorter one."""
         lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
         if not lengths:
             return None, ""
@@ -295,7 +295,7 @@ def _shapes(example: Batch) -> list[torch.Size]:
 
 
 def _used(trace: ModelTrace, calls: Sequence[int], everything: bool) -> frozenset[int]:
-    """Outputs of these calls that are read, or ``everything``, since other paths may read others."""
+    """Returns the outputs of these calls that are read, or ``everything``, because other paths may read others."""
     read = {number for value in trace.values for number in value.inputs} | set(trace.result.values())
     read |= {number for call in trace.calls for number in call.inputs}
     outputs = [leaf for index in calls for leaf in enumerate(trace.calls[index].output.leaves)]

@@ -365,7 +365,7 @@ class PipelineCall:
         return output
 
     def _graded(self, trace: ModelTrace) -> list[int]:
-        """Places of the outputs through which a gradient flows back, equal on every rank."""
+        """Returns places of the outputs through which a gradient flows back, equal on every rank."""
         if not torch.is_grad_enabled():
             return []
         parameters = dict(self._runtime.program.model.named_parameters())

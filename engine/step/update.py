@@ -146,7 +146,7 @@ class Update:
 
         ``stop``: this rank was asked to stop after this step.
         """
-        runtime.finish(step.reduced)
+        runtime.finish(step.reduced)  # the norm in the control sum is that of complete gradients
         for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step
             step.problem = part.before_update(step)
         idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused
@@ -154,7 +154,7 @@ class Update:
         for part in runtime.parts.having(StepPart.agreed):
             part.agreed(step, totals)
         self._tell_same_batch(totals, step)
-        if totals.unused:
+        if totals.unused:  # a sum, so that all ranks make the all-reduce of names, or none does
             runtime.optimizer.unused = self._find_unused(idle, runtime)
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
@@ -172,8 +172,10 @@ class Update:
         that decided from its own values could skip where others update, or raise where others wait for it.
         """
         squared_norm = runtime.optimizer.gradient_squared_norm()
+        # a parameter whose use has changed on one rank is one more summand, so that all ranks learn of it here
         surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
         packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
+        # launched before the host reads the sums, so that the device does not wait for the host
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
         sums, made = launched.read() if launched is not None else (packed.tolist(), False)
         self._comm.check_kernels()

@@ -118,7 +118,7 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Digests of the written values; 0 without a write."""
+    """Returns digests of the written values; 0 without a write."""
     return {name: now - before[name] for name, now in _digests(tensors).items()}
 
 

@@ -140,6 +140,7 @@ class UnshardedBuckets:
         """
         missing = sorted(indices - self._gathers.keys())
         if self.secondary is not None and not exact:
+            # equal on all ranks of the node, because all of them have gathered the same buckets before
             near = [index for index in missing if index in self.secondary.valid]
             if near:
                 for index in near:
@@ -151,6 +152,7 @@ class UnshardedBuckets:
         flats = [self._buckets[index] for index in missing]
         for flat in flats:
             flat.reserve()
+        # codes are computed on the stream of the computation, so a side stream serves exact gathers only
         hosted, beside = self._hosted, exact or all(flat.codec is None for flat in flats)
         with hosted.on_device(flats, beside) if hosted is not None else nullcontext(None) as arrival:
             pairs, encoded = [], []

@@ -43,7 +43,7 @@ def whole_sectors(size: int) -> int:
 
 
 def sector_memory(size: int) -> Tensor:
-    """Zeros that begin on a sector, uint8 [size]; their memory goes back to the system with the last view of them."""
+    """Allocates zeros that begin on a sector, uint8 [size]; the last view of them frees their memory."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

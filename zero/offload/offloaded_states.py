@@ -163,7 +163,7 @@ class OffloadedStates:
             )
 
     def _wholes(self, kind: str) -> list[Tensor]:
-        """Views of the storages of a kind, each once.
+        """Returns views of the storages of a kind, each once.
 
         Storages of a fixed size (of NumPy, of a mapped file) remain, and storages under entries of a state dict.
         """

@@ -335,14 +335,14 @@ class ShardedOptimizer:
                 self.disk.end(number)
 
         def end_now(number: int) -> None:
-            if late is None or number not in late:
+            if late is None or number not in late:  # a late bucket has matrices that are updated below
                 end(number)
 
         self.inner.order = UpdateOrder(self._bucket_tensors, None if rounded else begin, end_now)
         try:
             self._call_step()
         finally:
-            self.inner.order = None
+            self.inner.order = None  # its callbacks refer to the gathers of this step
         for made in chain.from_iterable(each.run(self.unused, self.missed) for each in self.whole):
             for number in late.complete(made) if late is not None else ():
                 end(number)

@@ -179,7 +179,7 @@ class MicrobatchReducer(SharedReduction):
             filling.repeats, filling.reduced = True, False  # reduced again in this round, on every rank alike
             filling.summed.clear()
             filling.arrived.clear()
-        if filling.buffer is None:
+        if filling.buffer is None:  # full gradients exist only between here and the reduction of the bucket
             filling.buffer = self._borrow(filling.flat)
         return OpenSum(slot_view(filling.buffer, slot), name in filling.summed)
 

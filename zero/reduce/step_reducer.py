@@ -216,7 +216,7 @@ class GradientReducer(SharedReduction):
     def _launch(self) -> None:
         progress = self._progress[self._next]
         self._next += 1
-        for place in progress.places:
+        for place in progress.places:  # a slot without a gradient has that of an earlier step
             if not place.touched:
                 place.view.zero_()
         grads, shard = progress.flat.grads, progress.flat.shard

@@ -126,7 +126,7 @@ class WeightCopies:
 
 
 def _factor(index: int, count: int) -> int:
-    """Factors of ``count`` copies, whose sum is 0; all are 0 for one copy."""
+    """Returns the factor of copy ``index`` of ``count``; the factors sum to 0, and one copy has the factor 0."""
     return 0 if count == 1 else 1 if index < count - 1 else 1 - count
 
 

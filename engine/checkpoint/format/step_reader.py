@@ -183,6 +183,7 @@ class StepReader:
                     begin = self._place(stored.file, stored.key, tensor.kind, stored.piece)
                     found.setdefault(stored.file, []).extend(copies(shared, begin, tensor.kind.width, want))
                     got += int(shared.length.sum())
+            # pieces cover a tensor once, so a number of elements proves that no element of the request is missing
             if got != want.piece.elements or got * tensor.kind.width != len(want.target):
                 raise CheckpointError(
                     f"{self.step}: {want.tensor!r} is stored as {tensor.kind}, of which {want.piece} is no piece; "

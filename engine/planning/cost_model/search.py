@@ -122,7 +122,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
-    """Settings that differ, each with its values before and after.
+    """Returns the settings that differ, each with its values before and after.
 
     Another number of data ranks means another number of microbatches, which is no setting of its own.
     """
@@ -188,11 +188,11 @@ class LayoutChoice:
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 
     def likely(self) -> tuple[LayoutEstimate, ...]:
-        """Layouts that were not tried and fit as far as is known, the fastest first."""
+        """Returns layouts that were not tried and fit as far as is known, the fastest first."""
         return tuple(one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit)
 
     def _known(self, one: LayoutEstimate, fresh: bool) -> float:
-        """Activations and buffers before the factor."""
+        """Returns activations and buffers before the factor."""
         sampled = self._working(one, fresh)
         return one.memory.activations + one.memory.buffers if sampled is None else sampled
 

@@ -169,7 +169,7 @@ class MatrixUpdates:
         yield _UNDER_WAY
         parts = [{name: torch.cat(found) for name, found in each.wait().items()} for each in gathered]
         meeting = [tensor.gather(each, self._blank) for each in parts] if tensor is not None else []
-        if self._routes.crossed:
+        if self._routes.crossed:  # also on ranks without such a matrix: all ranks make the same rounds
             yield _UNDER_WAY
         cut = [each.wait() for each in meeting]
         whole = [name for name in parts[0] if tensor is None or rows[name].dim is None]
@@ -292,7 +292,7 @@ def _dim(row: ShardRow) -> int:
 
 
 def _ranges(whole: Tensor, row: ShardRow, tp: int) -> list[Tensor]:
-    """Views of the ranges of the full matrix that a tensor rank holds, in order."""
+    """Returns views of the ranges of the full matrix that a tensor rank has, in order."""
     own = [each for each in row.ranges if tp in each.holders]
     return [whole.narrow(_dim(row), each.start, each.stop - each.start) for each in own]
 

@@ -160,7 +160,7 @@ class FactoredUpdates:
         return part.piece.update(part.grads, scales[part.row.name], least)
 
     def _scales(self, row: ShardRow) -> dict[str, Tensor]:
-        """Factors of the mean squares of this rank's part of a parameter."""
+        """Returns factors of the mean squares of this rank's part of a parameter."""
         whole = scales_of(self.state[row.name], AdafactorRule.of(self._group(row)).least(self._routes.dtype))
         views = {kind: self._held(values, row, kind) for kind, values in whole.items()}
         return {kind: own[0] if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()}
@@ -174,7 +174,7 @@ class FactoredUpdates:
             view.add_(own)
 
     def _held(self, whole: Tensor, row: ShardRow, kind: str) -> list[Tensor]:
-        """Views of the ranges of means, or of sums, that this rank's part of a parameter has."""
+        """Returns views of the ranges of means, or of sums, that this rank's part of a parameter has."""
         over = {ROWS: len(row.shape) - 1, COLUMNS: len(row.shape) - 2}.get(kind)
         if row.dim is None or row.dim == over:
             return [whole]
@@ -192,7 +192,7 @@ class FactoredUpdates:
         return {kind: self._zeros(prod(shape)).view(shape) for kind, shape in shapes.items()}
 
     def _views(self, flat: Tensor) -> dict[str, dict[str, Tensor]]:
-        """Views of the sums of all parameters by name, in the shapes of the means."""
+        """Returns views of the sums of all parameters by name, in the shapes of the means."""
         found: dict[str, dict[str, Tensor]] = {}
         start = 0
         for row in self._routes.rows:

@@ -56,7 +56,7 @@ class CountedPart:
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
-        """Squares of its elements, without squares that another tensor rank adds."""
+        """Returns squares of its elements, without squares that another tensor rank adds."""
         if self.counted is None:
             return squares_n
         kept = torch.zeros_like(squares_n)
