@@ -327,7 +327,7 @@ class NamedState:
 
 
 def _pieces(states: Iterable[StateTensor]) -> list[HeldPart]:
-    """The elements of buckets among what this rank holds."""
+    """Returns the elements of buckets on this rank."""
     return [HeldPart(held.flat, held.part, held.tensor.view(-1)) for held in states if held.flat is not None]
 
 

@@ -22,7 +22,7 @@ def _now(*keys: str) -> Callable[[object], Mapping[str, object]]:
 
 
 def _one_timeout(value: object) -> Mapping[str, object]:
-    """Return what makes the watchdog wait ``value`` seconds: it waits half of the time of communication."""
+    """Returns the keys that make the watchdog wait ``value`` seconds: it waits half of the time of communication."""
     if value is None:
         return {"watchdog.enabled": False}
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
