@@ -197,7 +197,7 @@ class Ownership:
     master: bool = True
     """False leaves out the master: narrow parameters are updated themselves, gradients summed in their dtype."""
     hosted: frozenset[int] = frozenset()
-    """Indices of the trained buckets that the host updates: their masters, gradients and moments lie in its memory."""
+    """Indices of the trained buckets that the host updates: their masters, gradients and moments are in its memory."""
     first: bool = True
     """This rank is in the first of the shard groups, which counts shards in the norm; others hold copies of them."""
     pinned: bool = True

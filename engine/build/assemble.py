@@ -368,7 +368,7 @@ def _gatherer(
 
 logger = logging.getLogger("trine")
 _MOST_TILES = 1 << 14
-"""Of a rank's rows in one product: 16384 tiles of 128 x 128 are two million rows of 128 columns."""
+"""Limit of the tiles of a rank's rows in one product: 16384 tiles of 128 x 128 are two million rows of 128 columns."""
 
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:

@@ -55,7 +55,7 @@ from engine.parallel.comm.host_group import HostGroup, Wait, announce, collect, 
 from engine.parallel.comm.launcher import own_address
 
 SHARED = Path("/dev/shm")
-"""The folder of a host that lies in its memory and outlives its processes."""
+"""Folder in the memory of a host, which outlives its processes."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ _NEAREST: Mapping[str, str] = MappingProxyType({
     "checkpoint": "load_checkpoint reads DeepSpeed's folders, and every checkpoint loads on any grid "
                   "(docs/guides/checkpoints.md)",
 })  # fmt: skip
-"""What a module of DeepSpeed is about -> the nearest thing here; the longest beginning decides."""
+"""Beginning of a module name of DeepSpeed -> the nearest feature here; the longest beginning decides."""
 
 
 class MissingModules(MetaPathFinder):

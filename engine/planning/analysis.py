@@ -406,7 +406,7 @@ def choose_schedule(
     The choice is the same on every rank.
 
     Raises:
-        PlanError: the model cannot be partitioned for any number of stages; says why for the smallest.
+        PlanError: the model cannot be partitioned for any number of stages; names the reason for the smallest.
         ScheduleError: no kind stays within ``parallel.activation_limit_bytes``.
     """
     cuts: dict[int, Partition] = {}

@@ -163,7 +163,7 @@ class _Measuring:
     ) -> None:
         self.measured: dict[int, MicrobatchCost] = {}
         self.failed: dict[str, str] = {}
-        """Reason why a unit was not measured, by its name."""
+        """Reason why a unit was not measured, by name of the unit."""
         self.kinds = 0
         self._model, self._trace, self._run, self._ways = model, trace, run, ways
 

@@ -213,7 +213,7 @@ class DistinctUnits:
     notes: tuple[str, ...]
     """One sentence if the units are known for one length of text only."""
     choice: str = ""
-    """How the forward chooses other paths than that of the trace: a part of a sentence; empty if it has no other."""
+    """Words about the choice of other paths than the traced one: a part of a sentence; empty if there is no other."""
 
 
 def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:

@@ -107,7 +107,7 @@ def _joined(column: tuple[Any, ...]) -> Any:
 
 
 Gradients = Sequence[Tensor | None]
-"""Of each tensor; None where the loss does not read it."""
+"""Gradient of each tensor; None if the loss does not read it."""
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
@@ -270,9 +270,9 @@ class PipelineCall:
         self._executor = runtime.executor.apart()
         self._traced: list[TracedForward] = []
         self._results: list[Any] = []
-        """Of each part, on the last stage."""
+        """Outputs of each microbatch, on the last stage."""
         self._gradients: list[list[Tensor | None]] = [[] for _ in parts]
-        """Of the outputs of each part, once they have arrived."""
+        """Gradients of the outputs of each microbatch, once they have arrived."""
         self._which = Backward(last=False)
         self._backwards: Counter[int] = Counter()
         """Backwards that each stage has begun."""

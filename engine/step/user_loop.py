@@ -65,9 +65,9 @@ class LoopControl:
     held: int = 0
     """Number of open ``no_sync`` blocks."""
     piped: bool = False
-    """Forwards run through all stages of a pipeline."""
+    """True if forwards run through all stages of a pipeline."""
     rows: int | None = None
-    """Of the parts in which they do; None: each as one part."""
+    """Rows of a microbatch of such a forward; None: each forward is one microbatch."""
     managed: bool = True
     """Steps are due by themselves; False: each ``step`` is, and divides the sum by ``gradient_accumulation_steps``."""
 

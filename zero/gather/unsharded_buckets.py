@@ -224,8 +224,8 @@ class UnshardedBuckets:
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
         """Releases the memory of the buckets.
 
-        ``leave``: memory that other tensors lie in is left to them, with its values. In a pass autograd has such
-        tensors, and the backward gathers their content again; between steps they are somebody's own.
+        ``leave``: memory that other tensors use is left to them, with its values. In a pass autograd has such
+        tensors, and the backward gathers their content again; between steps they belong to other code.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()

@@ -335,7 +335,8 @@ class ShardedOptimizer:
                 self.disk.end(number)
 
         def end_now(number: int) -> None:
-            if late is None or number not in late:  # a late bucket has matrices that are updated below
+            # a late bucket has matrices that are updated below
+            if late is None or number not in late:
                 end(number)
 
         self.inner.order = UpdateOrder(self._bucket_tensors, None if rounded else begin, end_now)

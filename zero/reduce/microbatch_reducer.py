@@ -59,7 +59,7 @@ class _Flight:
     """The shard of this rank."""
     pending: Pending
     last: bool
-    """Of the last backward of the step, as far as that is known."""
+    """True in the last backward of the step, as far as that is known."""
     buffer: Tensor | None = None
     """The buffer of the full bucket, to be used again."""
 

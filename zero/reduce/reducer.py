@@ -272,7 +272,7 @@ class ReducerSetup:
     start: Callable[[], None] | None = None
     """Function that is called when a gradient arrives while no backward is open, to open it; None: never."""
     main: MainGradients | None = None
-    """Where products of a backward find the sums that they add to; None: every gradient is made."""
+    """Registry from which products of a backward take their sums; None: every gradient is computed."""
     encoded: Mapping[int, EncodedReduction] = field(default_factory=dict)
     """Reductions of buckets in fewer bits, by index of the bucket."""
     copies: HostCopies = field(default_factory=lambda: HostCopies(()))

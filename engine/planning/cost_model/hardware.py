@@ -1,7 +1,7 @@
 """GPUs as data: rates, memory and links of a kind of GPU, and the shares of them that training reaches.
 
 A file is a JSON object; each entry is ``{"value": number, "source": "where it is from"}``. The files of this package
-lie in ``gpus``; any other one is given by its path.
+are in ``gpus``; any other one is given by its path.
 """
 
 import json

@@ -37,7 +37,7 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.attention_flops = 0
         self.pass_bytes = 0
         self.product_bytes = 0
-        """Of the results of products and attention."""
+        """Bytes of the results of products and attention."""
 
     def usual_width(self) -> int:
         """Returns the inner width of most products: the width of a token between blocks."""

@@ -67,7 +67,7 @@ class MatrixRoutes:
     dtype: torch.dtype
     """Dtype of messages: the widest of the updated weights."""
     place: int
-    """Of this position among the data ranks that share buckets."""
+    """Index of this position among the data ranks that share buckets."""
     tp: int
     crossed: bool
     """Tensor ranks cut some matrix of the pipeline coordinate, so that every round has a way over them."""

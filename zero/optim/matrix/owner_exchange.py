@@ -1,4 +1,4 @@
-"""Matrices that lie in pieces on the ranks of an axis are put together by their owners, and taken apart again.
+"""Exchange of matrices in pieces on the ranks of an axis: owners join the pieces, and scatter the results.
 
     rank 0   | a a a b |          owner of a: 0, of b: 1         a a a a
     rank 1   | a b b b |    --->                         --->            b b b b

@@ -37,7 +37,7 @@ class CountedPart:
 
     row: ShardRow
     number: int
-    """Of the row."""
+    """Number of the row."""
     piece: MatrixPiece
     place: OptimizerTensor
     part: slice
