@@ -132,8 +132,7 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
     if offload.ratio != "auto" and offload.memory_limit is not None:
         problems.add(
             "zero_optimization.offload_optimizer.ratio",
-            f'{shown_value(offload.ratio)} with a memory_limit, which applies to "auto" only; set ratio to "auto", or '
-            "leave memory_limit out.",
+            f'{shown_value(offload.ratio)} with memory_limit, which is for "auto"; give "auto", or no memory_limit.',
         )
     if offload.delayed_update and (offload.device != "cpu" or offload.ratio != 1.0):
         other = f'device "{offload.device}"' if offload.device != "cpu" else f"ratio {shown_value(offload.ratio)}"
@@ -145,8 +144,7 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
     if offload.map_memory and offload.device != "nvme":
         problems.add(
             "zero_optimization.offload_optimizer.map_memory",
-            f'true, and device is "{offload.device}": set device to "nvme" and give nvme_path, or leave map_memory '
-            "out.",
+            f'true with device "{offload.device}"; set device to "nvme" and give nvme_path, or leave map_memory out.',
         )
 
 
@@ -350,14 +348,9 @@ def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Pr
         return
     steps = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", given)
     if steps is None or int(steps[1]) > int(steps[2]):
-        problems.add(
-            "monitor.profile", f'{shown_value(given)} is not a range of steps; give "FIRST:LAST", such as "10:12".'
-        )
+        problems.add("monitor.profile", f'{shown_value(given)} is not a range of steps; give one such as "10:12".')
     elif monitor.report is None:
-        problems.add(
-            "monitor.profile",
-            f"{shown_value(given)} without monitor.report, the folder of the profile; give monitor.report too.",
-        )
+        problems.add("monitor.profile", f"{shown_value(given)} without monitor.report, its folder; give both.")
     elif not watchdog.enabled:
         problems.add(
             "monitor.profile",
@@ -390,29 +383,22 @@ def check_optimizer(
         _check_params(entry, f"{at}.params", problems)
         for key in ("update_unused", "include_frozen") if entry is not optimizer else ():
             if getattr(entry, key):
-                problems.add(
-                    f"{at}.{key}",
-                    "given in an entry, but it applies to all parameters of the model; give it in the last entry.",
-                )
+                problems.add(f"{at}.{key}", "applies to all parameters of the model; give it in the last entry.")
     kinds: list[str] = [entry.type for entry in optimizer.entries]
     _check_optimizer_offload(kinds, zero, problems)
     whole = [kind for kind in kinds if kind in MATRIX_OPTIMIZERS]
     if whole and optimizer.update_unused:
         problems.add(
-            "optimizer.update_unused",
-            f"true with {whole[0]}, which makes no update without a gradient; leave update_unused out.",
+            "optimizer.update_unused", f"true with {whole[0]}, which needs a gradient; leave update_unused out."
         )
     exact = [kind for kind in kinds if kind in _NOT_ROUNDED]
     if exact and bf16.bf16_master_weights_and_grads:
         problems.add(
             "bf16.bf16_master_weights_and_grads",
-            f"true with {exact[0]}, which does not round updates stochastically; leave bf16_master_weights_and_grads "
-            "out, or give AdamW.",
+            f"true with {exact[0]}, which rounds to nearest; leave bf16_master_weights_and_grads out, or give AdamW.",
         )
     if "ScheduleFreeAdamW" in kinds and ema is not None:
-        problems.add(
-            "ema", "given with ScheduleFreeAdamW, which averages the weights itself; leave ema out, or give AdamW."
-        )
+        problems.add("ema", "given with ScheduleFreeAdamW, which averages the weights itself; leave ema out.")
 
 
 def _check_optimizer_offload(kinds: list[str], zero: ZeroConfig, problems: Problems) -> None:
@@ -421,10 +407,8 @@ def _check_optimizer_offload(kinds: list[str], zero: ZeroConfig, problems: Probl
         return
     if len(kinds) > 1 and device == "nvme":
         problems.add(
-            _OFFLOAD, (
-                '"nvme" with a list of optimizers, but files on disk store the moments of one optimizer; give one '
-                'optimizer, or set device to "cpu".'
-            ),
+            _OFFLOAD, '"nvme" with a list of optimizers, but files on disk store the moments of one; give one '
+            'optimizer, or "cpu".',
         )  # fmt: skip
     for kind in kinds:
         if kind in MATRIX_OPTIMIZERS:
@@ -432,14 +416,9 @@ def _check_optimizer_offload(kinds: list[str], zero: ZeroConfig, problems: Probl
         elif kind == "Adafactor":
             why = f"{kind}, which has only row and column means as state; leave offload_optimizer out, or give AdamW."
         elif kind in _LAYERWISE:
-            why = (
-                f"{kind}, which reduces norms of parameters on the device; leave offload_optimizer out, or give AdamW."
-            )
+            why = f"{kind}, which reduces norms on the device; leave offload_optimizer out, or give AdamW."
         elif kind in _NOT_ON_DISK and device == "nvme" and len(kinds) == 1:
-            why = (
-                f'{kind}, but files on disk store moments in the dtype of the weights; set device to "cpu", or give '
-                "AdamW."
-            )
+            why = f'{kind}, but files on disk store moments in the dtype of the weights; give "cpu", or AdamW.'
         else:
             continue
         problems.add(_OFFLOAD, f"{shown_value(device)} with {why}")
@@ -450,31 +429,22 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
     params: Mapping[str, Any] = entry.params
     if entry.type == "SGD" and params.get("nesterov") and (not params["momentum"] or params["dampening"]):
         given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
-        problems.add(
-            f"{at}.nesterov",
-            f"true needs momentum above 0 and dampening 0, but {given}; set both, or leave nesterov out.",
-        )
+        problems.add(f"{at}.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both.")
     if entry.type == "Lamb" and params["min_coeff"] > params["max_coeff"]:
         problems.add(
             f"{at}.min_coeff",
-            f"{params['min_coeff']:g} is above max_coeff, {params['max_coeff']:g}; give at most that, or raise "
-            "max_coeff.",
+            f"{params['min_coeff']:g} is above max_coeff, {params['max_coeff']:g}; lower it, or raise max_coeff.",
         )
     if entry.type == "Shampoo" and params["betas"][0] == 1:
-        problems.add(
-            f"{at}.betas",
-            "the first beta is 1, so that momenta would never include a gradient; give a first beta below 1.",
-        )
+        problems.add(f"{at}.betas", "the first beta is 1, so that momenta never include a gradient; give one below 1.")
     if entry.type == "Adafactor" and params["eps"][1] is None:
         problems.add(
-            f"{at}.eps",
-            "[.., null] has no lower bound of the RMS of the weights; give a number as the second eps, such as 1e-3.",
+            f"{at}.eps", "[.., null] has no lower bound of the RMS of the weights; give a number, such as 1e-3."
         )
     if entry.type == "ScheduleFreeAdamW" and not params["betas"][0]:
         problems.add(
             f"{at}.betas",
-            "the first beta is 0, so that gradients would ignore the averaged weights; give a first beta above 0, "
-            "such as 0.9.",
+            "the first beta is 0, so that gradients ignore the averaged weights; give one above 0, such as 0.9.",
         )
 
 
@@ -489,8 +459,7 @@ def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | 
     if params.get("three_phase") and params["pct_start"] > 0.5:
         problems.add(
             f"{at}.pct_start",
-            f"{params['pct_start']} with three_phase, which has two first phases of equal length; give at most 0.5, "
-            "or leave three_phase out.",
+            f"{params['pct_start']} with three_phase, which has two equal phases first; give at most 0.5.",
         )
     if scheduler.type == "OneCycleLR" and params["cycle_momentum"] and optimizer is not None:
         for key in ("betas", "momentum"):

@@ -259,8 +259,7 @@ class UserLoop:
         if not self._due(step):
             raise EngineError(
                 f"clip_gradients was called inside an unfinished accumulation ({step.microbatches} of "
-                f"{self._accumulation} microbatches): the norm needs all gradients of the step; call it after the "
-                "last backward."
+                f"{self._accumulation} microbatches): the norm needs all gradients; call it after the last backward."
             )
         divisor = self.reduce_gradients()
         squared = runtime.optimizer.gradient_squared_norm().to(step.loss.device)
@@ -273,8 +272,7 @@ class UserLoop:
         self._recover()
         if self.unfinished:
             raise EngineError(
-                f"{call} was called inside an unfinished accumulation; call step() first, or zero_grad() to drop its "
-                "gradients."
+                f"{call} was called inside an unfinished accumulation; call step() first, or zero_grad()."
             )
         self._forget()
         self._expire()

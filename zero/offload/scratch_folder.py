@@ -5,8 +5,10 @@ killed.
                                        bucket-0 ...
 
 The files are of no use to another process, since weights and counters that belong to them are gone; runs go on from
-checkpoints. So files of a killed run are removed, and never read. Memory in files of the same folder (``MappedMemory``)
-has no names there: the system keeps it in its page cache while there is room, and writes it out when not.
+checkpoints. So files of a killed run are removed, and never read.
+
+Memory in files of the same folder (``MappedMemory``) has no names there: the system keeps it in its page cache while
+there is room, and writes it out when not.
 """
 
 import fcntl

@@ -49,7 +49,7 @@ class CompositeOptimizer(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of all entries, sorted."""
+        """Names of the moments of all entries, sorted."""
         return tuple(sorted({name for part in self.parts.values() for name in part.moment_names}))
 
     def moment_dtype(self, weight: Tensor) -> torch.dtype:

@@ -135,8 +135,7 @@ def refusal(kind: str, params: dict[str, Any], **sections: Any) -> str:
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 9, "base_momentum": 0.99},
          "scheduler.params.base_momentum: 0.99 is above max_momentum, 0.95; give at most 0.95, or raise max_momentum."),
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 9, "pct_start": 0.7, "three_phase": True},
-         "scheduler.params.pct_start: 0.7 with three_phase, which has two first phases of equal length; give at most "
-         "0.5, or leave three_phase out."),
+         "scheduler.params.pct_start: 0.7 with three_phase, which has two equal phases first; give at most 0.5."),
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 9, "pct_start": 1},
          "scheduler.params.pct_start: 1 is not below 1; give a number of at least 0 and below 1."),
     ],
@@ -231,7 +230,7 @@ NVME = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"
         ([{"match": "*", "type": "Mion"}, {}], {}, 'optimizer[0].type: "Mion" is not built in; '),
         ([{"match": "*", "params": {"lr": -1}}, {}], {}, "optimizer[0].params.lr: -1 is below 0; "),
         ([{"match": "*", "params": {"momentum": 1}}, {}], {}, "optimizer[0].params.momentum: unknown key"),
-        ([{"match": "*", "update_unused": True}, {}], {}, "optimizer[0].update_unused: given in an entry, but"),
+        ([{"match": "*", "update_unused": True}, {}], {}, "optimizer[0].update_unused: applies to all parameters"),
         (
             [{"match": "*", "type": "SGD", "params": {"nesterov": True}}, {}], {},
             "optimizer[0].params.nesterov: true needs momentum above 0",
@@ -260,7 +259,7 @@ NVME = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"
         ({"type": "ScheduleFreeAdamW", "params": {"warmup_steps": 1.5}}, {}, "optimizer.params.warmup_steps: 1.5 is "),
         ({"type": "ScheduleFreeAdamW"}, {"ema": {"decay": 0.9}}, "ema: given with ScheduleFreeAdamW, which averages"),
         *(({"type": kind}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-           f"bf16.bf16_master_weights_and_grads: true with {kind}, which does not round updates")
+           f"bf16.bf16_master_weights_and_grads: true with {kind}, which rounds to nearest")
           for kind in ("AdamW8bit", "Adafactor", "ScheduleFreeAdamW", "SOAP", "Shampoo")),
     ],
 )  # fmt: skip

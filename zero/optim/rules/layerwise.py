@@ -28,9 +28,10 @@ _SUM = torch.float64
 
 
 class FlatLayerwise(FlatOptimizer):
-    """Optimizer with steps that depend on norms of parameters. Over full parameters it updates at once. Over parts of
-    them (``apart``) a step notes which tensors are updated, and :class:`LayerwiseUpdates` makes the update of all
-    ranks.
+    """Optimizer with steps that depend on norms of parameters.
+
+    Over full parameters it updates at once. Over shards of them (``apart``) a step notes which tensors are updated, and
+    :class:`LayerwiseUpdates` makes the update of all ranks.
     """
 
     apart = False
@@ -46,7 +47,7 @@ class FlatLayerwise(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Options of any group."""
+        """Names of the moments of any group."""
         return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:
