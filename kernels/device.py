@@ -100,13 +100,13 @@ _GLOO_LINK = (200e-6, 1e9)
 
 
 def use_device(device: torch.device) -> None:
-    """Make ``device`` the current one of this thread: each thread has its own, and the CPU is always there."""
+    """Makes ``device`` the current one of this thread: each thread has its own, and the CPU is always there."""
     if _is_accelerator(device):
         _module(device.type).set_device(device)
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Give ``device`` the index of the current one of this thread where it has none; the CPU stays as it is."""
+    """Gives ``device`` the index of the current one of this thread where it has none; the CPU stays as it is."""
     if not _is_accelerator(device):
         return device
     index = _module(device.type).current_device() if device.index is None else device.index
@@ -114,7 +114,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until ``device`` has done all that it was given."""
+    """Waits until ``device`` has done all that it was given."""
     if _is_accelerator(device):
         _module(device.type).synchronize(device)
 
@@ -182,7 +182,7 @@ def triton_target(capability: tuple[int, int]) -> Any:
 
 
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Let the current stream of ``device`` go on after ``event`` of another one, and read ``tensors`` from there."""
+    """Lets the current stream of ``device`` continue after ``event`` of another one, and read ``tensors`` there."""
     if event is None:
         return
     event.wait()
@@ -200,7 +200,7 @@ class PostedCopy:
         self._event = record_event(tensor.device)
 
     def read_on(self, device: torch.device) -> torch.Tensor:
-        """Return the copy on ``device``, for its current stream."""
+        """Returns the copy on ``device``, for its current stream."""
         if self._copy.device == device:
             hand_over(device, self._event, (self._copy,))
         return self._copy.to(device)
@@ -216,7 +216,7 @@ class PinnedCopies:
         self._unread: deque[tuple[torch.Event, torch.Tensor]] = deque()
 
     def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return ``tensor`` on ``device``, the current one of this thread; the host does not wait."""
+        """Returns ``tensor`` on ``device``, the current one of this thread; the host does not wait."""
         pageable = _is_accelerator(device) and is_host(tensor.device) and tensor.numel() and not tensor.is_pinned()
         if not pageable:
             return tensor.to(device, non_blocking=True)

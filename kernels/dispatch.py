@@ -133,18 +133,18 @@ class TunedChoice:
 
 
 def read_choices(text: str) -> tuple[TunedChoice, ...]:
-    """Parse a table of choices from JSON."""
+    """Parses a table of choices from JSON."""
     return tuple(TunedChoice(**row) for row in json.loads(text)["winners"])
 
 
 @cache
 def shipped_choices() -> tuple[TunedChoice, ...]:
-    """Return the table that ships with this package."""
+    """Returns the table that ships with this package."""
     return read_choices((Path(__file__).resolve().parent / "tuned.json").read_text(encoding="utf-8"))
 
 
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
-    """Return the row that applies: of this device before "*", then of the largest width up to ``width``.
+    """Returns the row that applies: of this device before "*", then of the largest width up to ``width``.
 
     "*" is any GPU: on CPUs Triton is interpreted, which is for tests of the kernels and takes a hundred times as long.
     """
@@ -161,17 +161,17 @@ def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: 
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton can be imported."""
+    """Returns whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton runs in interpreter mode, which accepts CPU tensors too."""
+    """Returns whether Triton runs in interpreter mode, which accepts CPU tensors too."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Return whether kernels can run on tensors of ``device``."""
+    """Returns whether kernels can run on tensors of ``device``."""
     return has_triton() and (compiles_triton(device) or (is_host(device) and is_interpreted()))
 
 
@@ -189,15 +189,15 @@ class Kernels:
         """Buckets to which products add the gradients of weights."""
 
     def replaces(self, device: torch.device) -> bool:
-        """Return whether modules of a model are given our operators at all; "auto" leaves CPU models unchanged."""
+        """Returns whether modules of a model are given our operators at all; "auto" leaves CPU models unchanged."""
         return self.mode != "auto" or not is_host(device)
 
     def takes(self, operator: str, x: Tensor) -> bool:
-        """Return whether a Triton kernel should run on the rows of ``x``, in a dtype that the kernels support."""
+        """Returns whether a Triton kernel should run on the rows of ``x``, in a dtype that the kernels support."""
         return self.mode != "reference" and is_narrow(x) and self.triton(operator, x, x.shape[-1])
 
     def for_products(self, x: Tensor) -> "Kernels":
-        """Return the kernels of the products of a layer with ``x``: these, or the reference where none has Triton.
+        """Returns the kernels of the products of a layer with ``x``: these, or the reference where none has Triton.
 
         A layer asks once, and its three products ask nothing where the table has no width at which Triton is faster.
         """
@@ -212,7 +212,7 @@ class Kernels:
         return found
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
-        """Return whether a Triton kernel should run on ``x``. Each new choice is logged once."""
+        """Returns whether a Triton kernel should run on ``x``. Each new choice is logged once."""
         if torch.compiler.is_compiling():
             # torch.compile may pass a symbolic width; the length of a range is a concrete int
             return self._known(operator, x.device, x.dtype, len(range(width)))
@@ -249,17 +249,17 @@ _PRODUCTS = ("linear", "linear_backward")
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Return whether autocast is on for the device of ``x``."""
+    """Returns whether autocast is on for the device of ``x``."""
     return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def is_narrow(x: Tensor) -> bool:
-    """Return whether the kernels support ``x``: fp32, fp16 or bf16, with a last dim."""
+    """Returns whether the kernels support ``x``: fp32, fp16 or bf16, with a last dim."""
     return x.dtype in NARROW and x.dim() > 0 and x.shape[-1] > 0
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """View [.., H] as [N, H] with contiguous rows; copies only where the leading dims cannot be merged."""
+    """Views [.., H] as [N, H] with contiguous rows; copies only where the leading dims cannot be merged."""
     x_NH = x.reshape(-1, x.shape[-1])
     return x_NH if x_NH.stride(1) == 1 or x_NH.shape[1] == 1 else x_NH.contiguous()
 
@@ -272,7 +272,7 @@ _has_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrappe
 
 
 def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return the ``apply`` of ``function`` for tensors that no transform of torch.func has wrapped.
+    """Returns the ``apply`` of ``function`` for tensors that no transform of torch.func has wrapped.
 
     ``Function.apply`` looks for transforms in Python before it calls this one, which takes a fifth of its time.
     """
@@ -283,12 +283,12 @@ _APPLY: Any = torch.autograd.Function.__dict__["apply"]
 
 
 def _is_plain() -> bool:
-    """Return whether ``Function.apply`` is torch's own; a trace replaces it meanwhile."""
+    """Returns whether ``Function.apply`` is torch's own; a trace replaces it meanwhile."""
     return torch.autograd.Function.__dict__["apply"] is _APPLY
 
 
 def _is_seen(tensor: Tensor) -> bool:
-    """Return whether ``Function.apply`` has to see a call.
+    """Returns whether ``Function.apply`` has to see a call.
 
     A trace does, a transform of torch.func is at work, or one has left its wrapper on ``tensor``.
     """
@@ -321,7 +321,7 @@ class FusedOperator(Generic[R]):
         self._plain_eager: Callable[..., Any]
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
-        """Register the function that makes outputs without content from inputs without content."""
+        """Registers the function that makes outputs without content from inputs without content."""
 
         def on_shapes(*args: Any) -> R:
             if _LAUNCHES.get():
@@ -333,7 +333,7 @@ class FusedOperator(Generic[R]):
         return fake
 
     def register_autograd(self, gradients: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
-        """Register the backward: ``setup_context(ctx, inputs, output)``, then ``gradients(ctx, *slopes)``."""
+        """Registers the backward: ``setup_context(ctx, inputs, output)``, then ``gradients(ctx, *slopes)``."""
         self.registered.register_autograd(gradients, setup_context=setup_context)
         function: Callable[..., R] = self._function
 
@@ -351,7 +351,7 @@ class FusedOperator(Generic[R]):
         self._eager, self._plain_eager = Eager, _plain_apply(Eager)
 
     def __call__(self, *args: Any) -> R:
-        """Run the function on ``args``."""
+        """Runs the function on ``args``."""
         if torch.compiler.is_compiling() or _is_watched():
             return cast(R, self.registered(*args))
         differentiable = False
@@ -390,10 +390,10 @@ def _without_content(given: Any) -> Any:
 
 
 def fused_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], FusedOperator[R]]:
-    """Register the decorated function as the operator ``name``; ``mutates`` names the arguments that it writes."""
+    """Registers the decorated function as the operator ``name``; ``mutates`` names the arguments that it writes."""
     return lambda function: FusedOperator(name, function, mutates)
 
 
 def _is_watched() -> bool:
-    """Return whether a dispatch mode or a transform of torch.func has to see the call."""
+    """Returns whether a dispatch mode or a transform of torch.func has to see the call."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())

@@ -42,7 +42,7 @@ _BITS = 8
 
 @torch.no_grad()
 def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
-    """Return the messages of ``values_Rs``, uint8 [R, m]; the residual is added before and left behind, as in
+    """Returns the messages of ``values_Rs``, uint8 [R, m]; the residual is added before and left behind, as in
     :func:`~engine.kernels.codecs.block_codec.encode_blocks`."""
     rows, elements = values_Rs.shape
     given = values_Rs.float()
@@ -146,10 +146,10 @@ class Codec(Protocol):
         """Returns the messages, uint8 [R, m], of the values and the residual of earlier ones."""
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decode each message into its row, contiguous, rounded once to its dtype."""
+        """Decodes each message into its row, contiguous, rounded once to its dtype."""
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Decode all messages and add them in fp32, in their order; ``out_s`` gets the sum, rounded once."""
+        """Decodes all messages and adds them in fp32, in their order; ``out_s`` gets the sum, rounded once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class BlockCodec:
         return encode_blocks(values_s.view(1, -1), self.wire, self.kernels).view(-1)
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decode each message into its row."""
+        """Decodes each message into its row."""
         decode_blocks(messages_Rm, out_Rs, self.wire, self.kernels)
 
     def rounded(self, values_s: Tensor, dtype: torch.dtype) -> Tensor:
@@ -199,12 +199,12 @@ class CastCodec:
 
     @torch.no_grad()
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Cast back."""
+        """Casts back."""
         out_Rs.copy_(messages_Rm.view(self.wire.dtype))
 
     @torch.no_grad()
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Add in fp32."""
+        """Adds in fp32."""
         first, *others = messages_Rm.view(self.wire.dtype)
         total = first.float()
         for other in others:
@@ -219,7 +219,7 @@ def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
 
 @torch.no_grad()
 def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
-    """Return the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
+    """Returns the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
 
     With a residual (fp32, contiguous) the sum of values and residual is encoded, and the rounding error of it
     stays in the residual (error feedback, Seide et al. 2014); where the sum is not finite, 0 stays.
@@ -237,7 +237,7 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 
 @torch.no_grad()
 def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decode each message into its row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
+    """Decodes each message into its row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
     if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))
         return
@@ -248,7 +248,7 @@ def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernel
 
 @torch.no_grad()
 def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decode all messages and add them in fp32, in their order; ``out_s`` [s] gets the sum, rounded once."""
+    """Decodes all messages and adds them in fp32, in their order; ``out_s`` [s] gets the sum, rounded once."""
     if wire.bits == 1 or not _fits(out_s, kernels):
         sum_blocks_reference(messages_Rm, out_s, wire)
         return

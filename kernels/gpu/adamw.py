@@ -39,7 +39,7 @@ def mix(x):
 
 @triton.jit
 def rounded(values, index, low, high):
-    """Round fp32 ``values`` to bf16 with random bits from ``index`` (int64) and a key of two words."""
+    """Rounds fp32 ``values`` to bf16 with random bits from ``index`` (int64) and a key of two words."""
     bits = mix((index & 0xFFFFFFFF).to(tl.uint32) ^ low.to(tl.uint32, bitcast=True))
     bits = mix(bits ^ (index >> 32).to(tl.uint32) ^ high.to(tl.uint32, bitcast=True))
     own = values.to(tl.int32, bitcast=True)
@@ -50,7 +50,7 @@ def rounded(values, index, low, high):
 
 @triton.jit
 def whole_index(own, places, held, along, inner):
-    """Map indices ``own`` in a shard to indices in the full parameter; see ``Lines``."""
+    """Maps indices ``own`` in a shard to indices in the full parameter; see ``Lines``."""
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
     return ((line // held).to(tl.int64) * along + place) * inner + own % inner
@@ -68,7 +68,7 @@ def adamw_kernel(
     DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr,
     CUT: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block of BLOCK elements."""
+    """Updates a block of BLOCK elements."""
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
@@ -118,7 +118,7 @@ def adamw(
     step: int,
     rounding: StochasticRounding | None,
 ) -> None:
-    """Launch the update; ``updated``: weights, both moments and narrow weights; ``decision``: factor and go, fp64."""
+    """Launches the update; ``updated``: weights, both moments and narrow weights; ``decision``: factor and go, fp64."""
     weights, first, second, narrow = updated
     count = weights.numel()
     if not count:
@@ -138,7 +138,7 @@ def adamw(
 
 
 def _words(key: int) -> tuple[int, int]:
-    """Split ``key`` into its low and high word, each as the int32 with these bits, so that all keys have one type."""
+    """Splits ``key`` into its low and high word, each as the int32 with these bits, so that all keys have one type."""
     return tuple((word ^ 1 << 31) - (1 << 31) for word in (key % _WORD, key >> 32))  # type: ignore[return-value]
 
 
@@ -183,7 +183,7 @@ def adamw_8bit_kernel(
     decay, first_rest, second_rest, step_size, root_scale, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update ROWS blocks of BLOCK elements."""
+    """Updates ROWS blocks of BLOCK elements."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside, there = place < count, row * BLOCK < count
@@ -209,7 +209,7 @@ def adamw_8bit_kernel(
 def adamw_8bit(
     weights: Tensor, gradient: Tensor, moments: tuple[BlockCodes, BlockCodes], rule: AdamRule, step: int, block: int
 ) -> None:
-    """Launch the update of a flat run, decoupled decay only; ``step`` is that of the bias correction."""
+    """Launches the update of a flat run, decoupled decay only; ``step`` is that of the bias correction."""
     count, (beta1, beta2) = weights.numel(), rule.betas
     if not count:
         return

@@ -27,7 +27,7 @@ _WARPS = 4
 
 @triton.jit
 def round_half_even(x):
-    """Round to the nearest integer, halves to even; |x| is far below 2^22."""
+    """Rounds to the nearest integer, halves to even; |x| is far below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -39,7 +39,7 @@ def is_number(x):
 
 @triton.jit
 def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
-    """Load fp32 values, and add the residual of the last code."""
+    """Loads fp32 values, and adds the residual of the last code."""
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     if FEEDBACK:
         x += tl.load(residual + place, mask=inside, other=0.0)
@@ -75,7 +75,7 @@ def encode_kernel(
     values, residual, codes, scales, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, FEEDBACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Encode ROWS blocks; ``blocks``: of all messages, ``blocks_each``: of one."""
+    """Encodes ROWS blocks; ``blocks``: of all messages, ``blocks_each``: of one."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there, message, number = block < blocks, block // blocks_each, block % blocks_each
@@ -114,7 +114,7 @@ def decode_kernel(
     codes, scales, out, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decode ROWS blocks, each to its own place."""
+    """Decodes ROWS blocks, each to its own place."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -138,7 +138,7 @@ def sum_kernel(
     codes, scales, out, messages, blocks, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decode ROWS blocks of every message and add them in the order of the messages."""
+    """Decodes ROWS blocks of every message and adds them in the order of the messages."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -165,7 +165,7 @@ def sum_kernel(
 
 
 def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, residual: Tensor | None) -> Tensor:
-    """Encode rows [R, s] into messages, uint8 [R, m]."""
+    """Encodes rows [R, s] into messages, uint8 [R, m]."""
     rows, elements = values.shape
     messages = torch.empty(rows, message_bytes, dtype=torch.uint8, device=values.device)
     each, at_once = elements // block, _blocks_at_once(block)
@@ -177,7 +177,7 @@ def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, res
 
 
 def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decode messages [R, m] into rows [R, s]."""
+    """Decodes messages [R, m] into rows [R, s]."""
     rows, elements = out.shape
     each, at_once = elements // block, _blocks_at_once(block)
     decode_kernel[(ceil_div(rows * each, at_once),)](
@@ -187,7 +187,7 @@ def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
 
 
 def launch_sum(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decode messages [R, m] and add them into ``out`` [s]."""
+    """Decodes messages [R, m] and adds them into ``out`` [s]."""
     (elements,), at_once = out.shape, _blocks_at_once(block)
     sum_kernel[(ceil_div(elements // block, at_once),)](
         messages, messages.view(torch.float32), out, messages.shape[0], elements // block, messages.shape[1],
@@ -207,7 +207,7 @@ _WARPS_OF_CODES = 4
 def dequantize_kernel(
     codes, scales, book, out, blocks, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Decode ROWS blocks."""
+    """Decodes ROWS blocks."""
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = block < blocks
@@ -227,7 +227,7 @@ def dequantize_kernel(
 
 
 def launch_dequantize(codes: Tensor, scales: Tensor, book: Tensor, out: Tensor, bits: int) -> None:
-    """Decode codes, uint8, with a scale for each block, fp32 [K], into ``out``, contiguous, of K whole blocks.
+    """Decodes codes, uint8, with a scale for each block, fp32 [K], into ``out``, contiguous, of K whole blocks.
 
     ``book``: the values of 4-bit codes, fp32 [16].
     """

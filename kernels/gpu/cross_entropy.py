@@ -30,7 +30,7 @@ def statistics_kernel(
     logits, target, weight, largest, total, picked, weighted, stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of one row."""
+    """Computes the statistics of one row."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     lane = tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def gradient_kernel(
     logits, target, weight, largest, log_sum, d_log_sum, d_picked, d_weighted, out, stride, out_stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of one row; ``out`` may be ``logits``."""
+    """Computes the gradient of one row; ``out`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     out_base = out + row * out_stride
@@ -130,7 +130,7 @@ class SlopeBuffers(NamedTuple):
 
 
 def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (largest, total, picked, weighted), [N] fp32; the last two may be empty. Rows may have a stride."""
+    """Returns (largest, total, picked, weighted), [N] fp32; the last two may be empty. Rows may have a stride."""
     rows, width = logits_NW.shape
     largest_N = logits_NW.new_empty(rows, dtype=torch.float32)
     total_N = torch.empty_like(largest_N)
@@ -150,7 +150,7 @@ def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor,
 def softmax_gradient(
     logits_NW: Tensor, asked: Asked, softmax: tuple[Tensor, Tensor], slopes: SlopeBuffers, out_NW: Tensor
 ) -> None:
-    """Write the gradient of ``logits_NW`` to ``out_NW``, which may be the same; ``softmax`` is (largest, log_sum)."""
+    """Writes the gradient of ``logits_NW`` to ``out_NW``, which may be the same; ``softmax`` is (largest, log_sum)."""
     rows, width = logits_NW.shape
     block, warps = _shape(width)
     if rows:
@@ -163,7 +163,7 @@ def softmax_gradient(
 
 
 def _dense(values: Tensor | None) -> Tensor | None:
-    """Make ``values`` contiguous, as kernels read them: labels may be a matrix column, gradients an expanded scalar."""
+    """Makes ``values`` contiguous, as kernels read them: labels may be a column, gradients an expanded scalar."""
     return None if values is None else values.contiguous()
 
 

@@ -53,12 +53,12 @@ _COLUMNS = 1024
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of ``device``."""
+    """Returns the number of streaming multiprocessors of ``device``."""
     return (_PLANNED.get() or gpu_shape(device)).processors
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of ``device``; without a GPU, that of an H100."""
+    """Returns the compute capability of ``device``; without a GPU, that of an H100."""
     return (_PLANNED.get() or gpu_shape(device)).capability
 
 
@@ -81,24 +81,24 @@ class RowShape:
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Return ``count / size``, rounded up; ``triton.cdiv`` takes 2 us of the host for it."""
+    """Returns ``count / size``, rounded up; ``triton.cdiv`` takes 2 us of the host for it."""
     return -(-count // size)
 
 
 def power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least ``count``."""
+    """Returns the smallest power of two that is at least ``count``."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 @cache
 def row_shape(width: int, elements_per_thread: int = _ELEMENTS_PER_THREAD) -> RowShape:
-    """Return a shape with enough warps that a thread holds about ``elements_per_thread`` elements."""
+    """Returns a shape with enough warps that a thread holds about ``elements_per_thread`` elements."""
     block = power_of_two(max(width, 16))
     return RowShape(block, min(16, max(1, block // (32 * elements_per_thread))))
 
 
 def column_shape(width: int, elements_per_thread: int = 8) -> RowShape:
-    """Return the shape of a piece of a row, for kernels that need no sums over the row."""
+    """Returns the shape of a piece of a row, for kernels that need no sums over the row."""
     return row_shape(min(width, _COLUMNS), elements_per_thread)
 
 
@@ -145,14 +145,14 @@ _DESCRIBED_FROM = (9, 0)
 
 
 def tiles_for(itemsize: int, tf32: bool, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """Return the candidate tiles for elements of ``itemsize`` bytes."""
+    """Returns the candidate tiles for elements of ``itemsize`` bytes."""
     if itemsize == 4:
         return (TF32 if tf32 else EXACT,)
     return HOPPER if capability >= _DESCRIBED_FROM else AMPERE
 
 
 def choose_tile(rows: int, columns: int, tiles: Sequence[Tile], processors: int) -> Tile:
-    """Return the first tile with the shortest expected time for a product of ``rows`` x ``columns``."""
+    """Returns the first tile with the shortest expected time for a product of ``rows`` x ``columns``."""
 
     def expected(tile: Tile) -> float:
         count = -(-rows // tile.rows) * -(-columns // tile.columns)

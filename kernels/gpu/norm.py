@@ -33,7 +33,7 @@ def norm_forward_kernel(
     x, residual, weight, bias, y, stream, mean, rstd, width, eps,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row."""
+    """Normalizes one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -62,7 +62,7 @@ def norm_backward_kernel(
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of ``rows_each`` consecutive rows and, with WEIGHT and BIAS, their parameter gradients."""
+    """Computes dx of ``rows_each`` consecutive rows and, with WEIGHT and BIAS, their parameter gradients."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -101,7 +101,7 @@ def norm_parameters_kernel(
     dy, stream, mean, rstd, dweight, dbias, rows, width, rows_each,
     CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the parameter gradients alone: ``rows_each`` rows, BLOCK columns."""
+    """Computes the parameter gradients alone: ``rows_each`` rows, BLOCK columns."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -126,7 +126,7 @@ def norm_forward(
     x: Tensor, residual: Tensor | None, affine: tuple[Tensor, Tensor | None], eps: float, offset: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Return (y, stream, mean, rstd); ``stream`` is None without a residual, ``mean`` empty without centering."""
+    """Returns (y, stream, mean, rstd); ``stream`` is None without a residual, ``mean`` empty without centering."""
     width = x.shape[-1]
     rows = x.numel() // width
     weight_H, bias_H = affine
@@ -148,7 +148,7 @@ def norm_backward(
     dy: Tensor, dstream: Tensor | None, stream: Tensor, weight_H: Tensor, statistics: tuple[Tensor, Tensor],
     form: tuple[float, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dx, dweight, dbias), parameter gradients in fp32; ``form`` is (offset, centered, has a bias)."""
+    """Returns (dx, dweight, dbias), parameter gradients in fp32; ``form`` is (offset, centered, has a bias)."""
     width, device = stream.shape[-1], stream.device
     rows = stream.numel() // width
     offset, centered, biased = form
@@ -182,7 +182,7 @@ _PROGRAMS_EACH = 4
 
 @triton.jit(do_not_specialize=["sums", "blocks_each"])
 def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.constexpr):
-    """Add the squares of ``blocks_each`` consecutive blocks."""
+    """Adds the squares of ``blocks_each`` consecutive blocks."""
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float64)
     first = program * blocks_each * BLOCK
@@ -194,7 +194,7 @@ def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.cons
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Return an fp64 scalar; ``parts`` are pairs (values, whether they count) on one device, none of them empty."""
+    """Returns an fp64 scalar; ``parts`` are pairs (values, whether they count) on one device, none of them empty."""
     device = parts[0][0].device
     shapes = [_shape(values.numel(), device) for values, _ in parts]
     sums = torch.empty(sum(programs for programs, _ in shapes), dtype=torch.float64, device=device)
@@ -207,7 +207,7 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
 
 
 def _shape(count: int, device: torch.device) -> tuple[int, int]:
-    """Return (programs, blocks of each program)."""
+    """Returns (programs, blocks of each program)."""
     blocks = ceil_div(count, _BLOCK)
     each = ceil_div(blocks, _PROGRAMS_EACH * processors(device))
     return ceil_div(blocks, each), each

@@ -99,7 +99,7 @@ def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
 
 
 def is_compiled(kernel: NotedKernel) -> bool:
-    """Return whether a launch would find the kernel in Triton's cache."""
+    """Returns whether a launch would find the kernel in Triton's cache."""
 
     def stop(*args: Any) -> Any:
         raise LookupError
@@ -115,7 +115,7 @@ def is_compiled(kernel: NotedKernel) -> bool:
 
 
 def compile_kernel(kernel: NotedKernel) -> CompiledKernel:
-    """Compile a kernel into Triton's cache."""
+    """Compiles a kernel into Triton's cache."""
     began = time.perf_counter()
     with _standing_in(kernel.gpu):
         _compile(*_source(kernel))
@@ -129,7 +129,7 @@ def _compile(source: Any, target: Any, options: Any) -> None:
 
 
 def _source(kernel: NotedKernel) -> tuple[Any, Any, Any]:
-    """Return what Triton's preload gives to its compiler: source, target, options."""
+    """Returns what Triton's preload gives to its compiler: source, target, options."""
     given: list[tuple[Any, Any, Any]] = []
     function = _function(kernel)
     _ = function.device_caches[_DEVICE]  # which sets the compiler
@@ -146,7 +146,7 @@ def _function(kernel: NotedKernel) -> Any:
 
 
 def _placed(value: Any) -> Any:
-    """Return a tensor without content as a place; others have an address."""
+    """Returns a tensor without content as a place; others have an address."""
     without = isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
     return _Place(value) if without else value
 

@@ -35,7 +35,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def identity(x: Tensor) -> Tensor:
-    """Return ``x`` unchanged: the activation named "none"."""
+    """Returns ``x`` unchanged: the activation named "none"."""
     return x
 
 
@@ -86,7 +86,7 @@ def _activate(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str
 
 @fused_operator("trine::activate_backward")
 def activate_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [N, H] and of the bias, [H] in fp32 or empty without one, for dy [N, H]."""
+    """Returns the gradients of x [N, H] and of the bias, [H] in fp32 or empty without one, for dy [N, H]."""
     from engine.kernels.gpu.activations import activation_backward
 
     return activation_backward(dy, x, bias, kind)
@@ -151,7 +151,7 @@ def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` where its rows lie one behind the other, else its rows as a matrix."""
+    """Returns ``x`` where its rows lie one behind the other, else its rows as a matrix."""
     return x if x.is_contiguous() else rows_of(x)
 
 

@@ -46,7 +46,7 @@ class AdamRun:
 
 
 def fits_adamw_kernel(weights: Tensor, kernels: Kernels) -> bool:
-    """Return whether the Triton kernel updates runs of these weights."""
+    """Returns whether the Triton kernel updates runs of these weights."""
     fitting = weights.dtype in (torch.float32, torch.bfloat16) and kernels.replaces(weights.device)
     return fitting and weights.numel() > 0 and kernels.triton("adamw", weights, _width(weights))
 
@@ -59,7 +59,7 @@ def adamw_(
     kernels: Kernels,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """Make update number ``step`` (from 1) in place, if the decision is to go; ``rounding`` applies to bf16 weights.
+    """Makes update number ``step`` (from 1) in place, if the decision is to go; ``rounding`` applies to bf16 weights.
 
     Optimizers are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
@@ -101,7 +101,7 @@ def adamw_reference_(
 def adamw_8bit_(
     run: AdamRun, scales: tuple[Tensor, Tensor], rule: AdamRule, step: int, block: int, kernels: Kernels
 ) -> None:
-    """Make update number ``step`` (from 1) in place of moments in 8 bits; ``scales``: those of their blocks."""
+    """Makes update number ``step`` (from 1) in place of moments in 8 bits; ``scales``: those of their blocks."""
     moments = BlockCodes(run.first, scales[0]), BlockCodes(run.second, scales[1])
     fits = run.weights.dtype == torch.float32 and rule.decoupled and kernels.replaces(run.weights.device)
     if not (fits and run.weights.numel() and kernels.triton("adamw_8bit", run.weights, _width(run.weights))):
@@ -113,5 +113,5 @@ def adamw_8bit_(
 
 
 def _width(weights: Tensor) -> int:
-    """Return the size rounded down to a power of two, so that runs of nearly equal size share one dispatch choice."""
+    """Returns the size rounded down to a power of two, so that runs of nearly equal size share one dispatch choice."""
     return 1 << (weights.numel().bit_length() - 1)

@@ -45,7 +45,7 @@ class Question(NamedTuple):
         return self.even or self.weight is not None
 
     def rows(self, part: slice) -> "Question":
-        """Return the question for a slice of the rows."""
+        """Returns the question for a slice of the rows."""
         return self if self.target is None else self._replace(target=self.target[part])
 
 
@@ -77,7 +77,7 @@ class Slopes(NamedTuple):
     weighted: Tensor | None = None
 
     def rows(self, part: slice) -> "Slopes":
-        """Return the gradients of a slice of the rows."""
+        """Returns the gradients of a slice of the rows."""
         return Slopes(*(None if slope is None else slope[part] for slope in self))
 
 
@@ -85,20 +85,20 @@ class Exchange(Protocol):
     """Communication between the ranks that hold the columns."""
 
     def largest(self, values: Tensor) -> None:
-        """Replace ``values`` by their maximum over the ranks, in place."""
+        """Replaces ``values`` by their maximum over the ranks, in place."""
 
     def sum(self, values: Tensor) -> None:
-        """Replace ``values`` by their sum over the ranks, in place."""
+        """Replaces ``values`` by their sum over the ranks, in place."""
 
 
 def fits_softmax_kernels(logits: Tensor) -> bool:
-    """Return whether the kernels can read these logits [N, W]."""
+    """Returns whether the kernels can read these logits [N, W]."""
     narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Find the terms of the local columns in one pass over the logits."""
+    """Finds the terms of the local columns in one pass over the logits."""
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
     target, weight, even, start = question
@@ -109,7 +109,7 @@ def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Stat
 def join_softmax_terms(
     found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
 ) -> tuple[Softmax, Tensor | None, Tensor | None]:
-    """Join the local terms to (softmax, picked, weighted) over all columns; ``width`` is the number of local columns.
+    """Joins the local terms to (softmax, picked, weighted) over all columns; ``width`` is the number of local columns.
 
     A ``known`` softmax is used as it is and not sent again.
     """
@@ -161,7 +161,7 @@ def find_gradient(
 
 
 def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Map target columns of the whole vocabulary to (local columns, whether another rank holds the target)."""
+    """Maps target columns of the whole vocabulary to (local columns, whether another rank holds the target)."""
     place = target - start
     elsewhere = (place < 0) | (place >= width)
     return place.masked_fill_(elsewhere, 0), elsewhere
@@ -201,7 +201,7 @@ def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, 
 
 
 def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
-    """Return the dispatch choice for ``operator`` on tensors like ``logits``, with rows of ``width``."""
+    """Returns the dispatch choice for ``operator`` on tensors like ``logits``, with rows of ``width``."""
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
 
 
@@ -288,7 +288,7 @@ class CrossEntropy:
         return losses_N if weighted is None else losses_N - weighted * (self.label_smoothing / vocabulary)
 
     def reduced(self, losses_N: Tensor, counted_N: Tensor) -> Tensor:
-        """Reduce the losses of the rows; ``counted_N`` marks the rows that count, the others have loss 0."""
+        """Reduces the losses of the rows; ``counted_N`` marks the rows that count, the others have loss 0."""
         if self.reduction == "none":
             return losses_N
         total = losses_N.sum()
@@ -296,7 +296,7 @@ class CrossEntropy:
 
 
 def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Refuse class indices outside the vocabulary.
+    """Refuses class indices outside the vocabulary.
 
     Raises:
         EngineError: a target is outside the vocabulary; on CPU only.

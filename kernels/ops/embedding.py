@@ -20,7 +20,7 @@ from engine.kernels.dispatch import Kernels, MainGradient, eager_apply, open_sum
 
 
 def look_up_rows(weight_VH: Tensor, ids: Tensor, padding: int | None, kernels: Kernels) -> Tensor:
-    """Look up rows: ids int64 or int32 [..] -> [.., H]; the row ``padding`` gets no gradient.
+    """Looks up rows: ids int64 or int32 [..] -> [.., H]; the row ``padding`` gets no gradient.
 
     The gradient is made apart where there is no main gradient, and where it is small: with more ids than rows.
     """
@@ -58,7 +58,7 @@ _look_up = eager_apply(_Added)
 
 
 def add_rows_(into_VH: Tensor, ids_N: Tensor, rows_NH: Tensor, padding: int = -1) -> None:
-    """Compute ``into[id] += row`` for every id but ``padding``; the host waits for nothing."""
+    """Computes ``into[id] += row`` for every id but ``padding``; the host waits for nothing."""
     sorted_N, order_N = ids_N.sort()
     first_N = torch.ones_like(sorted_N, dtype=torch.bool)
     torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N[1:])

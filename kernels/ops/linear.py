@@ -103,7 +103,7 @@ def _with_main(given: _Given, form: LinearForm, kernels: Kernels, main: MainGrad
 def _fused(
     x: Tensor, matrix_IO: Tensor, bias: Tensor | None, how: tuple[Activation, bool], residual: Tensor | None
 ) -> Tensor:
-    """Run the fused kernel; ``how`` is the activation, and whether Triton computes the backward."""
+    """Runs the fused kernel; ``how`` is the activation, and whether Triton computes the backward."""
     activation, backward = how
     shape = (*x.shape[:-1], matrix_IO.shape[1])
     added = residual is not None and residual.dtype == x.dtype and residual.shape == shape
@@ -117,13 +117,13 @@ def _fused(
 
 
 def _by_library(x: Tensor, matrix_IO: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply with the vendor library, and with Triton in the backward."""
+    """Multiplies with the vendor library, and with Triton in the backward."""
     y: Tensor = _library_linear(_rows(x), matrix_IO, bias)
     return y.view(*x.shape[:-1], matrix_IO.shape[1])
 
 
 def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
-    """Multiply a [.., K] by b [K, N] -> [.., N] in a backward; the Triton path is not differentiable."""
+    """Multiplies a [.., K] by b [K, N] -> [.., N] in a backward; the Triton path is not differentiable."""
     if has_torch_function((a, b)):
         return handle_torch_function(product, (a, b), a, b, kernels)
     if not kernels.takes("linear_backward", a) or b.ndim != 2 or not _multiply(a, b):
@@ -136,7 +136,7 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bool = False) -> None:
-    """Add the product of a [M, K] and b [K, N] to ``into`` [M, N], which may be fp32 for narrow operands (main
+    """Adds the product of a [M, K] and b [K, N] to ``into`` [M, N], which may be fp32 for narrow operands (main
     gradients); ``fresh`` overwrites its content.
 
     Sums are fp32 wherever ``into`` is, and no memory is taken for the product, except on an accelerator that cannot
@@ -154,7 +154,7 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bo
 
 
 def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """Compute ``total += a b``, ``fresh`` ``total = a b``; narrow operands are summed in the dtype of ``total``."""
+    """Computes ``total += a b``, ``fresh`` ``total = a b``; narrow operands are summed in the dtype of ``total``."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if fresh else 1)
     elif not multiplies_wide(a.device):
@@ -170,7 +170,7 @@ def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) ->
 
 @cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch adds a product of ``dtype`` to fp32 in place; older ones require equal dtypes."""
+    """Returns whether this torch adds a product of ``dtype`` to fp32 in place; older ones require equal dtypes."""
     narrow = torch.zeros((16, 16), dtype=dtype, device=device)
     wide = torch.zeros_like(narrow, dtype=torch.float32)
     try:
@@ -181,7 +181,7 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def added_to_main(main: MainGradient | None, node: Any | None, a: Tensor, b: Tensor, kernels: Kernels) -> bool:
-    """Add a weight gradient, the product of a [M, K] and b [K, N], to its main gradient [M, N].
+    """Adds a weight gradient, the product of a [M, K] and b [K, N], to its main gradient [M, N].
 
     False: the caller has to make and return it. ``node``: see :class:`MainGradient`.
     """
@@ -206,7 +206,7 @@ def _multiply(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_written(into: Tensor, a: Tensor) -> bool:
-    """Return whether a kernel can add to ``into`` in place."""
+    """Returns whether a kernel can add to ``into`` in place."""
     # a tensor without content has no address; memory of torch's own begins at a multiple
     address = into.storage_offset() * into.element_size() if isinstance(into, FakeTensor) else into.data_ptr()
     aligned = _is_aligned(into.shape[1], into) and not address % _ALIGNED
@@ -218,7 +218,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _lies(matrix: Tensor) -> bool:
-    """Return whether a kernel can read the matrix, or its transpose, without a copy."""
+    """Returns whether a kernel can read the matrix, or its transpose, without a copy."""
     rows, columns = matrix.shape
     plain = matrix.is_contiguous() and _is_aligned(columns, matrix)
     return plain or (matrix.t().is_contiguous() and _is_aligned(rows, matrix))
@@ -233,7 +233,8 @@ def _linear(
     x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, keeps: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (y, x W' or an empty tensor); ``matrix`` is [I, O], ``backward`` makes Triton compute the backward too."""
+    """Returns (y, x W' or an empty tensor); ``matrix`` is [I, O], with ``backward``, Triton computes the backward
+    too."""
     from engine.kernels.gpu.matmul import Follows, launch_matmul
 
     return launch_matmul(x, matrix, Follows(bias, activation, residual, keeps))
@@ -303,7 +304,7 @@ def _linear_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 def _before_activation(ctx: Any, dy: Tensor, bias: Tensor | None, needed: Tensor | None) -> tuple[Tensor, Any]:
-    """Return (d, db or None); ``needed`` is what the derivative of the activation is computed from."""
+    """Returns (d, db or None); ``needed`` is what the derivative of the activation is computed from."""
     d, dbias = dy.contiguous(), None
     if ctx.activation != "none":
         d, dbias = activate_backward(d, needed, bias, ctx.activation)
@@ -317,7 +318,7 @@ def _before_activation(ctx: Any, dy: Tensor, bias: Tensor | None, needed: Tensor
 def _operand_gradients(
     ctx: Any, d: Tensor, x: Tensor, matrix: Tensor, *, triton: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx, and dW in the memory order of W."""
+    """Returns dx, and dW in the memory order of W."""
     times = _product if triton else torch.mm
     needs_x, needs_matrix = ctx.needs_input_grad[:2]
     dx = times(d, matrix.t()) if needs_x else None
@@ -358,7 +359,7 @@ class MainProduct(NamedTuple):
 
 
 def unviewed(y: Tensor) -> Tensor:
-    """Return a result that nothing else refers to; as a view, it would refuse writes such as ReLU(inplace=True)."""
+    """Returns a result that nothing else refers to; as a view, it would refuse writes such as ReLU(inplace=True)."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 

@@ -60,7 +60,7 @@ class Head(NamedTuple):
     bias: Tensor | None
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
-        """Return the logits [C, W] of a chunk."""
+        """Returns the logits [C, W] of a chunk."""
         return functional.linear(hidden_CH, self.weight, self.bias)
 
 
@@ -84,7 +84,7 @@ class LinearTerms(NamedTuple):
 
 
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
-    """Return the tokens of a chunk, a power of two: at least both sizes that the module's docstring gives."""
+    """Returns the tokens of a chunk, a power of two: at least both sizes that the module's docstring gives."""
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, LEAST_CHUNK)
     return 1 << (wanted - 1).bit_length()
 
@@ -127,7 +127,7 @@ def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: 
 
 
 def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the operands to autocast's dtype for linear layers, if autocast is on."""
+    """Casts the operands to autocast's dtype for linear layers, if autocast is on."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden, weight, bias
@@ -162,7 +162,7 @@ class _Sums:
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
 
     def add(self, part: slice, grad_CW: Tensor) -> None:
-        """Add the contribution of one chunk; ``grad_CW`` is the gradient of its logits."""
+        """Adds the contribution of one chunk; ``grad_CW`` is the gradient of its logits."""
         if self.hidden is not None:
             torch.mm(grad_CW, self._weight, out=self.hidden[part])
         if self.weight is not None:
@@ -290,7 +290,7 @@ def _main_sum(ctx: Any, wide: torch.dtype) -> OpenSum | None:
 
 
 def _statistics(hidden_NH: Tensor, head: Head, question: Question, triton: bool) -> Statistics:
-    """Return the statistics of all tokens, found chunk by chunk."""
+    """Returns the statistics of all tokens, found chunk by chunk."""
     found: list[Statistics] = []
     with _without_autocast(hidden_NH):
         for part in _chunks(hidden_NH, len(head.weight)):
@@ -303,7 +303,7 @@ def _statistics(hidden_NH: Tensor, head: Head, question: Question, triton: bool)
 
 
 def _scaled(x: Tensor | None, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Return ``x * scale`` in ``dtype``, rounded once."""
+    """Returns ``x * scale`` in ``dtype``, rounded once."""
     if x is None:
         return None
     # a 0-dim scale would be rounded to the dtype of x first

@@ -45,7 +45,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Ke
 def add_norm(
     x: Tensor, residual: Tensor, affine: tuple[Tensor, Tensor | None], form: Norm, kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm of x + residual, x + residual), both [.., H] in the dtype of x. Differentiable."""
+    """Returns (norm of x + residual, x + residual), both [.., H] in the dtype of x. Differentiable."""
     weight, bias = affine
     if has_torch_function((x, residual, weight)):
         given = x, residual, affine, form, kernels
@@ -164,7 +164,7 @@ def _keep(ctx: Any, saved: tuple[Tensor, ...], offset: float, bias: Tensor | Non
 
 
 def _input_gradients(ctx: Any, dy: Tensor | None, dstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the stream, the weight and the bias."""
+    """Returns the gradients of the stream, the weight and the bias."""
     if dy is None:
         return dstream, None, None
     stream, weight, mean, rstd = ctx.saved_tensors
@@ -185,7 +185,7 @@ _PIECE = 1 << 20
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
-    """Return one fp64 scalar on the device of ``parts``: pairs of (values, whether they count), flat and contiguous.
+    """Returns one fp64 scalar on the device of ``parts``: pairs of (values, whether they count), flat and contiguous.
 
     The sum is neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """

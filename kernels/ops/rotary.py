@@ -29,7 +29,7 @@ class Rotary:
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Rotate q and k, which may have different numbers of heads; cos, sin [B or 1, S, R]. Differentiable."""
+    """Rotates q and k, which may have different numbers of heads; cos, sin [B or 1, S, R]. Differentiable."""
     if has_torch_function((q, k, cos, sin)):
         return handle_torch_function(rotary, (q, k, cos, sin), q, k, cos, sin, form, kernels)
     if not _fits(q, k, cos, sin, form.heads_dim) or not kernels.triton("rotary", q, q.shape[-1]):
@@ -73,7 +73,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _blank(x: Tensor) -> Tensor:
-    """Allocate memory with the dim order of ``x`` and contiguous features."""
+    """Allocates memory with the dim order of ``x`` and contiguous features."""
     made = torch.empty_like(x)
     return made if made.stride(-1) == 1 else x.new_empty(x.shape)
 
@@ -100,7 +100,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
-    """Apply the transposed map: the inverse rotation, where cos and sin belong to one angle."""
+    """Applies the transposed map: the inverse rotation, where cos and sin belong to one angle."""
     made = _rotary(_dense(dq), _dense(dk), *ctx.saved_tensors, ctx.interleaved, not ctx.transposed)
     return *made, None, None, None, None
 

@@ -79,7 +79,7 @@ class StateFormat:
 
 @torch.no_grad()
 def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
-    """Encode numbers of any floating dtype; fp64 numbers are rounded to fp32 first."""
+    """Encodes numbers of any floating dtype; fp64 numbers are rounded to fp32 first."""
     elements, blocks = len(values_n), len(into.scales)
     x_KB = values_n.new_zeros(blocks * form.block, dtype=torch.float32)
     x_KB[:elements] = values_n
@@ -119,7 +119,7 @@ def chunks(elements: int) -> Iterator[slice]:
 def adam_8bit_(
     weights_n: Tensor, grads_n: Tensor, moments: Sequence[BlockCodes], step: int, rule: AdamRule, block: int
 ) -> None:
-    """Make update number ``step`` (from 1) of Adam or AdamW, in place: moments are decoded, updated and encoded again.
+    """Makes update number ``step`` (from 1) of Adam or AdamW, in place: moments are decoded, updated and encoded again.
 
     ``moments``: the first and the second. The arithmetic is that of ``adam_``, in the dtype of the weights.
     """

@@ -171,7 +171,7 @@ class HostKernel:
     """Elements of torch's vectors, which decide how the last elements of a span are computed."""
 
     def adam(self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, rule: AdamRule) -> None:
-        """Make update number ``step`` of ``w`` and both moments."""
+        """Makes update number ``step`` of ``w`` and both moments."""
         age, (beta1, beta2) = rule.age(step), rule.betas
         numbers = _floats(
             1 - rule.lr * rule.weight_decay,
@@ -187,7 +187,7 @@ class HostKernel:
         self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, *self._spans())
 
     def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
-        """Update ``w`` and its momentum."""
+        """Updates ``w`` and its momentum."""
         beta1, beta2 = rule.betas
         numbers = _floats(rule.lr, 1 - rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2)
         self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])

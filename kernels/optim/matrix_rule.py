@@ -32,13 +32,13 @@ class MatrixRule(Protocol):
         """Returns shapes of the state of a whole matrix, by name, without the state of its parts."""
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Return the update [A, B] of a matrix, and write its state.
+        """Returns the update [A, B] of a matrix, and writes its state.
 
         ``step``: the number of this update, from 1; the state of the first one is zeros.
         """
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decay the weights and step along the update, both of any equal shape; ``shape`` is that of the matrix."""
+        """Decays the weights and steps along the update, both of any equal shape; ``shape`` is that of the matrix."""
 
 
 def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: float, add: float) -> None:
@@ -127,19 +127,19 @@ class MuonRule:
         return orthogonal(direction_AB, self)
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decay the weights and step along the update, both of any equal shape; ``shape`` is that of the matrix."""
+        """Decays the weights and steps along the update, both of any equal shape; ``shape`` is that of the matrix."""
         weights.mul_(1 - self.lr * self.weight_decay)
         weights.add_(update, alpha=-self.rate(shape))
 
 
 def momentum_(momentum: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
-    """Add the gradient to the momentum in place, and return the direction of the update, both of any equal shape."""
+    """Adds the gradient to the momentum in place, and returns the direction of the update, both of any equal shape."""
     momentum.lerp_(grad, 1 - rule.momentum)
     return grad.lerp(momentum, rule.momentum) if rule.nesterov else momentum.clone()
 
 
 def orthogonal(direction_AB: Tensor, rule: MuonRule) -> Tensor:
-    """Return [A, B] with the singular vectors of the direction and singular values near one, in the rule's dtype."""
+    """Returns [A, B] with the singular vectors of the direction and singular values near one, in the rule's dtype."""
     a, b, c = rule.coefficients
     tall = direction_AB.size(0) > direction_AB.size(1)
     x = direction_AB.to(rule.dtype)

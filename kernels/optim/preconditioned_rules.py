@@ -87,7 +87,7 @@ class ShampooRule:
         return {**momentum, **squares, **sums, **roots}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Return the update [A, B] of a gradient."""
+        """Returns the update [A, B] of a gradient."""
         if step == 1:
             for kept in state.values():
                 kept.zero_()
@@ -105,7 +105,7 @@ class ShampooRule:
         return found if self.grafting == "none" else found * (simple.norm() / found.norm().clamp(min=1e-30))
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decay the weights and step along the update."""
+        """Decays the weights and steps along the update."""
         weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 
     def _simple(self, grad_AB: Tensor, momentum_AB: Tensor, state: MatrixState, step: int) -> Tensor:
@@ -179,7 +179,7 @@ class SoapRule:
         return {FIRST: shape, SECOND: shape, **averages, **bases}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Return the update [A, B] of a gradient; that of the first one is zero, and makes the bases."""
+        """Returns the update [A, B] of a gradient; that of the first one is zero, and makes the bases."""
         grad = direction_AB
         if step == 1:
             for kept in state.values():
@@ -196,7 +196,7 @@ class SoapRule:
         return found
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decay the weights and step along the update; the first gradient leaves them as they are."""
+        """Decays the weights and steps along the update; the first gradient leaves them as they are."""
         if step > 1:
             weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 
@@ -216,7 +216,7 @@ class SoapRule:
 
 
 def _begin(average: Tensor, basis: Tensor) -> None:
-    """Bring the coordinates near to the eigenvectors of the first average."""
+    """Brings the coordinates near to the eigenvectors of the first average."""
     basis.copy_(torch.eye(len(basis), dtype=basis.dtype, device=basis.device))
     for _ in range(_FIRST_STEPS):
         basis.copy_(torch.linalg.qr(_grown(average, basis)[0]).Q)
@@ -230,7 +230,7 @@ def _grown(average: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _refresh(state: MatrixState) -> None:
-    """Bring both bases nearer to the eigenvectors of the averages, and the moments into the new ones."""
+    """Brings both bases nearer to the eigenvectors of the averages, and the moments into the new ones."""
     left, right = state.get(LEFT_BASIS), state.get(RIGHT_BASIS)
     first = both_sides(left, state[FIRST], transposed(right))
     for dim, average, basis in ((0, state.get(SOAP_LEFT), left), (1, state.get(SOAP_RIGHT), right)):

@@ -21,7 +21,7 @@ _SHIFTS = (16, 15, 15)
 
 
 def random_bits(index: Tensor, key: int) -> Tensor:
-    """Return int64 values in [0, 2^32), one for each element of ``index`` (int64, nonnegative); ``key`` has 64 bits."""
+    """Returns int64 values in [0, 2^32), one per element of ``index`` (int64, nonnegative); ``key`` has 64 bits."""
     low = _mix((index & _WORD) ^ (key & _WORD))
     return _mix(low ^ (index >> 32) ^ (key >> 32 & _WORD))
 
@@ -35,7 +35,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
-    """Round ``values`` (fp32) to bf16; ``index`` (int64, same shape) and ``key`` choose the random bits.
+    """Rounds ``values`` (fp32) to bf16; ``index`` (int64, same shape) and ``key`` choose the random bits.
 
     Values that bf16 can represent, and values that are not finite, are unchanged. Overflow gives infinity.
     """
@@ -63,7 +63,7 @@ class Lines:
         return self.places.numel()
 
     def index(self, own: Tensor) -> Tensor:
-        """Map flat indices in the shard to flat indices in the full parameter, int64."""
+        """Maps flat indices in the shard to flat indices in the full parameter, int64."""
         line = own // self.inner
         outer, along = line // self.held, self.places[line % self.held].long()
         return (outer * self.along + along) * self.inner + own % self.inner
@@ -81,7 +81,7 @@ class StochasticRounding:
     """Position of that part in the full parameter; None where this rank holds all of it."""
 
     def round(self, values: Tensor, kind: int) -> Tensor:
-        """Round ``values`` (fp32, flat) to bf16 with the key number ``kind``."""
+        """Rounds ``values`` (fp32, flat) to bf16 with the key number ``kind``."""
         own = torch.arange(self.begin, self.begin + values.numel(), device=values.device)
         index = own if self.lines is None else self.lines.index(own)
         return round_to_bf16(values, index, self.keys[kind])

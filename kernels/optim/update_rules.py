@@ -51,7 +51,7 @@ _UNBIASED = 10**9  # beta ** this is 0 for every beta that fp32 tells from 1
 
 
 def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
-    """Make the rule of a group of the optimizer: a dataclass; its fields but ``others`` have the names of options."""
+    """Makes the rule of a group of the optimizer: a dataclass; its fields but ``others`` have the names of options."""
     given = {field.name: group[field.name] for field in fields(cast(Any, kind)) if field.name not in others}
     given["lr"] = float(given["lr"])
     if "betas" in given:
@@ -85,7 +85,7 @@ def adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Make update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
+    """Makes update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
     # torch increments the counter that it is given, so each tensor gets a throw-away copy of one per device
     counters = {w.device: torch.full((), float(rule.age(step) - 1), device=w.device) for w in weights}
     adam(
@@ -121,7 +121,7 @@ class SGDRule:
 def sgd_(
     weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
 ) -> list[Tensor | None]:
-    """Make one SGD update and return the momentum buffers, which the first update creates."""
+    """Makes one SGD update and returns the momentum buffers, which the first update creates."""
     buffers = list(momenta)
     sgd(
         list(weights),
@@ -149,7 +149,7 @@ class LionRule:
 
 
 def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """Make one Lion update: the sign of an interpolated momentum, and decoupled decay."""
+    """Makes one Lion update: the sign of an interpolated momentum, and decoupled decay."""
     for weight, grad, momentum in zip(weights, grads, momenta, strict=True):
         direction = momentum.lerp(grad, 1 - rule.betas[0]).sign_()
         weight.mul_(1 - rule.lr * rule.weight_decay).add_(direction, alpha=-rule.lr)
@@ -176,7 +176,7 @@ class ScheduleFreeRule:
 
 
 def count(group: dict[str, Any]) -> None:
-    """Count an update of a group: its rate, and the weight of its z among those of all updates."""
+    """Counts an update of a group: its rate, and the weight of its z among those of all updates."""
     step = group["step"] = group.get("step", 0) + 1
     warmup = group["warmup_steps"]
     lr = float(group["lr"]) * min(1.0, step / warmup if warmup else 1.0)
@@ -189,7 +189,7 @@ def count(group: dict[str, Any]) -> None:
 def schedule_free_(
     weights: Tensor, grads: Tensor, iterate: Tensor, squares: Tensor, step: int, rule: ScheduleFreeRule
 ) -> None:
-    """Make update number ``step`` (from 1) in place; ``weights`` is y, ``iterate`` is z, all of one shape."""
+    """Makes update number ``step`` (from 1) in place; ``weights`` is y, ``iterate`` is z, all of one shape."""
     beta1, beta2 = rule.betas
     squares.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
     step_by = grads / (squares / (1 - beta2**step)).sqrt_().add_(rule.eps)
@@ -216,13 +216,13 @@ class LayerRule(Protocol):
         """Names of the state of every element."""
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Take the gradients of an update into the moments."""
+        """Takes the gradients of an update into the moments."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
         """The elements [n] whose norm is set against that of the weights. ``step``: the update's number, from 1."""
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Make the step of these elements; ``norms`` [2], fp64: of the whole weights, and of what is measured."""
+        """Makes the step of these elements; ``norms`` [2], fp64: of the whole weights, and of what is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class LambRule:
         return ("exp_avg", "exp_avg_sq")
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Take the gradients of an update into both averages."""
+        """Takes the gradients of an update into both averages."""
         first, second = moments
         first.lerp_(grads_n, 1 - self.betas[0])
         second.mul_(self.betas[1]).addcmul_(grads_n, grads_n, value=1 - self.betas[1])
@@ -264,7 +264,7 @@ class LambRule:
         return update.add_(weights_n, alpha=self.weight_decay) if self.weight_decay else update
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Step along the update, as long as the weights times the rate, within the bounds."""
+        """Steps along the update, as long as the weights times the rate, within the bounds."""
         ratio = _ratio(norms, norms[0] / norms[1], self.bounds)
         update = self.measured(weights_n, grads_n, moments, step)
         weights_n.sub_(update.mul_((ratio * self.lr).to(update.dtype)))
@@ -298,7 +298,7 @@ class LarsRule:
         return grads_n
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Step along gradient and decay, or along the momentum of such steps."""
+        """Steps along gradient and decay, or along the momentum of such steps."""
         denominator = norms[1] + self.weight_decay * norms[0] + self.eps
         ratio = _ratio(norms, self.trust_coefficient * norms[0] / denominator, None)
         made = grads_n.add(weights_n, alpha=self.weight_decay).mul_((ratio * self.lr).to(grads_n.dtype))
@@ -384,7 +384,7 @@ class MatrixPiece:
         return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
 
     def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Add its squares to the sums of the tensor, in the shapes of the means."""
+        """Adds its squares to the sums of the tensor, in the shapes of the means."""
         if SQUARES in sums:
             sums[SQUARES].view(-1)[self.start : self.stop] += squares_n
             return
@@ -412,7 +412,7 @@ class MatrixPiece:
 
 
 def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: float) -> None:
-    """Take the squares of an update into the means; ``sums``: over the whole parameter."""
+    """Takes the squares of an update into the means; ``sums``: over the whole parameter."""
     for name, mean in means.items():
         count = {ROWS: sums[COLUMNS].shape[-1], COLUMNS: sums[ROWS].shape[-2]}[name] if name != SQUARES else 1
         mean.lerp_(sums[name] / count, newest)

@@ -155,7 +155,7 @@ def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
-    """Check that the ranks can hold equal shards of ``dim``; returns ``dim`` counted from the front.
+    """Checks that the ranks can hold equal shards of ``dim``; returns ``dim`` counted from the front.
 
     Raises:
         EngineError: the number of ranks does not divide the dim.
@@ -182,7 +182,7 @@ def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 def refuse_second_derivatives() -> None:
-    """Refuse a backward that should itself be differentiable, where the result would be silently wrong.
+    """Refuses a backward that should itself be differentiable, where the result would be silently wrong.
 
     Raises:
         EngineError: backward was called with ``create_graph``.

@@ -176,7 +176,7 @@ def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels:
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
-    """Apply the activation that was fused into ``layer``, if any, to its product ``y``, which includes the bias."""
+    """Applies the activation that was fused into ``layer``, if any, to its product ``y``, which includes the bias."""
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind in (None, "none") else activate(y, None, kind, kernels)
 
@@ -203,7 +203,7 @@ class FusedForward:
 
 
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Let a layer that is a matrix product and nothing else also compute ``activation``.
+    """Lets a layer that is a matrix product and nothing else also compute ``activation``.
 
     A sharded layer takes the kernels of its axis in place of ``kernels``. An operator that is in the layer's forward
     slot is taken off first.

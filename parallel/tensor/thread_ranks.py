@@ -72,14 +72,14 @@ _LARGE = 2**20
 
 
 def _give_back_memory() -> None:
-    """Return free memory to the system: a thread has a heap of its own, whose free memory no other rank can use."""
+    """Returns free memory to the system: a thread has a heap of its own, whose free memory no other rank can use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:
         trim(0)
 
 
 def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Result]:
-    """Run ``body(axis)`` on ``size`` tensor ranks, each a thread of this process; returns their results by rank.
+    """Runs ``body(axis)`` on ``size`` tensor ranks, each a thread of this process; returns their results by rank.
 
     The ranks take turns, so the result is the same every time; each has random generators of its own.
 

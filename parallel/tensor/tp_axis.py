@@ -45,7 +45,7 @@ class Repeats(Protocol):
     """Keeps results of a forward's collectives for the second run of that forward in backward."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Fill ``result`` from ``given``: by ``start``, or with the result that was kept.
+        """Fills ``result`` from ``given``: by ``start``, or with the result that was kept.
 
         The collective overwrites ``given`` if both are the same tensor, and may use it as scratch memory otherwise.
         """
@@ -93,7 +93,7 @@ class TensorAxis:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Make the axis dry inside the context."""
+        """Makes the axis dry inside the context."""
         before, self.dry = self.dry, True
         try:
             yield
@@ -101,7 +101,7 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Report a collective over the tensor ``whole`` to the listener of a dry axis; otherwise do nothing.
+        """Reports a collective over the tensor ``whole`` to the listener of a dry axis; otherwise do nothing.
 
         ``made``: the tensor in whose backward it happens; None: it happens now. A backward may never get there.
         """
@@ -125,17 +125,17 @@ class TensorAxis:
         return EncodedCollectives(self._comm, "tp", self.wire, self.kernels)
 
     def all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> None:
-        """Reduce ``tensor`` (any shape, contiguous) over the axis in place: sum or maximum."""
+        """Reduces ``tensor`` (any shape, contiguous) over the axis in place: sum or maximum."""
         self.start_all_reduce(tensor, label, op).wait()
 
     def all_gather(self, part: Tensor, label: str) -> Tensor:
-        """Gather ``part`` [...] of every rank, contiguous and of one shape, into a new tensor [size, ...]."""
+        """Gathers ``part`` [...] of every rank, contiguous and of one shape, into a new tensor [size, ...]."""
         full, pending = self.start_all_gather(part, label)
         pending.wait()
         return full
 
     def reduce_scatter(self, full: Tensor, label: str) -> Tensor:
-        """Sum ``full`` [size, ...] over the ranks and return this rank's slice as a new tensor [...].
+        """Sums ``full`` [size, ...] over the ranks and returns this rank's slice as a new tensor [...].
 
         ``full`` is contiguous and serves as scratch memory.
         """
@@ -144,14 +144,14 @@ class TensorAxis:
         return part
 
     def start_all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> Pending:
-        """Start :meth:`all_reduce`; ``tensor`` is ready after ``wait``."""
+        """Starts :meth:`all_reduce`; ``tensor`` is ready after ``wait``."""
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor)
             return Pending()
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Start :meth:`all_gather`; its result is ready after ``wait``."""
+        """Starts :meth:`all_gather`; its result is ready after ``wait``."""
         if self.dry or self.size == 1:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full)
@@ -160,7 +160,7 @@ class TensorAxis:
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Start :meth:`reduce_scatter`; its result is ready after ``wait``."""
+        """Starts :meth:`reduce_scatter`; its result is ready after ``wait``."""
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full)
             return full[self.index], Pending()

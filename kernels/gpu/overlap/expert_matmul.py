@@ -41,7 +41,7 @@ def _push_rows(
     tokens, sent, tiles, slots, arrivals, rank, epoch, capacity, most, K,
     RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write the ``tiles`` tiles of ``tokens`` [T, K] that the table ``sent`` names into this rank's slots."""
+    """Writes the ``tiles`` tiles of ``tokens`` [T, K] that the table ``sent`` names into this rank's slots."""
     for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
         target, tile, _, there, rows, here = _fields(sent, index)
         slot = slot_of(slots, target, rank, epoch, capacity, RANKS, tokens) + there * K
@@ -59,7 +59,7 @@ def dispatch_product_kernel(
     RANKS: tl.constexpr, PUSHES: tl.constexpr, MULTIPLIES: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Push ``tokens`` [T, K] to the ranks of their experts; out [R, N] = what comes times ``matrices`` [X, K, N]."""
+    """Pushes ``tokens`` [T, K] to the ranks of their experts; out [R, N] = what comes times ``matrices`` [X, K, N]."""
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
     if MULTIPLIES:
@@ -88,7 +88,7 @@ def product_return_kernel(
     RANKS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ``whole`` [R, K] with ``matrices`` [X, K, N], and send each row to the rank that it has come from.
+    """Multiplies ``whole`` [R, K] with ``matrices`` [X, K, N], and sends each row to the rank that it has come from.
 
     ``out`` tells the dtype that travels.
     """
@@ -150,7 +150,7 @@ def launch_dispatch_product(
 
 
 def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall) -> None:
-    """Multiply ``rows_RK``, contiguous, with their experts' matrices, and send each to the rank that it came from."""
+    """Multiplies ``rows_RK``, contiguous, with their experts' matrices, and sends each to the rank it came from."""
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
     shape, mailbox = call.shape(matrices.dtype), call.mailbox

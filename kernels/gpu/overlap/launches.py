@@ -74,7 +74,7 @@ def _push(
     part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K,
     RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of ``part`` [B, L, K] into this rank's slot at every rank, the next rank first, itself last."""
+    """Writes the tiles of ``part`` [B, L, K] into this rank's slot at every rank, the next rank first, itself last."""
     each = tl.cdiv(L, BM)
     tiles = B * each
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -96,7 +96,7 @@ def gather_product_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Push ``part`` [B, L, K] to all ranks; out [B, W, L, N] = rows of all ranks times ``matrix`` [K, N] + ``bias``.
+    """Pushes ``part`` [B, L, K] to all ranks; out [B, W, L, N] = rows of all ranks times ``matrix`` [K, N] + ``bias``.
 
     Args:
         capacity: bytes of a slot.
@@ -132,7 +132,7 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ``whole`` [B, W, L, K] with ``matrix`` [K, N], add ``plus``, and send rows [B, w, L, N] to rank w.
+    """Multiplies ``whole`` [B, W, L, K] with ``matrix`` [K, N], adds ``plus``, and sends rows [B, w, L, N] to rank w.
 
     With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. With STAYS a tile stays in the memory of this
     rank, where its owner looks for it. ``out`` tells the dtype that travels.
@@ -191,7 +191,7 @@ def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Write ``part`` [L, N] into this rank's slot at every rank, the next rank first, itself last."""
+    """Writes ``part`` [L, N] into this rank's slot at every rank, the next rank first, itself last."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -229,7 +229,7 @@ _FENCE: tl.constexpr = tl.constexpr("fence.proxy.alias; mov.u32 $0, $1;")
 
 @triton.jit
 def _by_switch(multicast, source, target, inside, tile, INSTRUCTIONS: tl.constexpr):
-    """Add what all ranks have at bytes ``source``, and give all of them the sum at ``target``, 16 bytes an element."""
+    """Adds what all ranks have at bytes ``source``, and writes the sum to their ``target``, 16 bytes an element."""
     places = [multicast + source, multicast + target, inside.to(tl.int32)]
     tl.inline_asm_elementwise(_FENCE, "=r,r", [tile], dtype=tl.int32, is_pure=False, pack=1)
     tl.inline_asm_elementwise(INSTRUCTIONS, "=r,l,l,r", places, dtype=tl.int32, is_pure=False, pack=1)
@@ -255,7 +255,7 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles [L, N] of this rank's rows that all ranks keep, and send the sums to all of them in ``epoch`` + 1.
+    """Adds the tiles [L, N] of this rank's rows that all ranks keep, and sends the sums to all in ``epoch`` + 1.
 
     A tile that some rank has not written is not sent. ``like`` tells the dtype, of BYTES an element; without
     INSTRUCTIONS the switch is emulated.
@@ -338,7 +338,7 @@ def launch_gather_product(
 def launch_product_scatter(
     whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype, stays: bool = False
 ) -> None:
-    """Multiply ``whole`` [B, W, L, K], add ``plus`` [B, W, L, N], and send each rank its rows, in ``dtype``.
+    """Multiplies ``whole`` [B, W, L, K], adds ``plus`` [B, W, L, N], and sends each rank its rows, in ``dtype``.
 
     A ``whole`` of three dims, [B, L, K], goes to all ranks. With ``stays`` the rows are left in the memory of this
     rank, for :func:`launch_multicast_sum`.
@@ -367,7 +367,7 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 
 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
-    """Add what all ranks keep of this rank's rows [L, N], and send the sum to all of them in the next epoch."""
+    """Adds what all ranks keep of this rank's rows [L, N], and sends the sum to all of them in the next epoch."""
     shape, mailbox = call.shape(dtype), call.mailbox
     like = torch.empty(0, dtype=dtype, device=mailbox.status.device)
     multicast_sum_kernel[call.grid(like.device)](
@@ -389,7 +389,7 @@ def _add_and_give(dtype: torch.dtype) -> str:
 
 
 def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
-    """Send ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
+    """Sends ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
     rows, columns = part_LN.shape
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     forward_slots_kernel[call.grid(part_LN.device)](

@@ -23,14 +23,14 @@ LOOKS_BETWEEN: tl.constexpr = tl.constexpr(64)
 
 @triton.jit
 def signal(place, epoch):
-    """Write ``epoch`` to the int32 at ``place`` after everything that this program has stored."""
+    """Writes ``epoch`` to the int32 at ``place`` after everything that this program has stored."""
     tl.debug_barrier()  # the stores of every thread come before the release of one
     tl.atomic_xchg(place, epoch, sem="release", scope="sys")
 
 
 @triton.jit
 def arrived(place, ended, epoch, last, patience):
-    """Wait until the int32 at ``place`` is at least ``epoch``; False after ``patience`` looks, or as soon as the int32
+    """Waits until the int32 at ``place`` is at least ``epoch``; False after ``patience`` looks, or as soon as the int32
     at ``ended`` is not 0, or if it is more than ``last``: then the ranks do not make the same calls."""
     value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0
@@ -47,7 +47,7 @@ def arrived(place, ended, epoch, last, patience):
 
 @triton.jit
 def write_down(status, rank, tile, epoch):
-    """Leave what did not come in ``status``, unless something is there: epoch << 32 | rank << 24 | tile + 1."""
+    """Leaves what did not come in ``status``, unless something is there: epoch << 32 | rank << 24 | tile + 1."""
     what = (tl.cast(epoch, tl.int64) << 32) | (tl.cast(rank, tl.int64) << 24) | (tl.cast(tile, tl.int64) + 1)
     tl.atomic_cas(status, tl.cast(0, tl.int64), what)
 
@@ -73,7 +73,7 @@ def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
 
 @triton.jit
 def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
-    """Wait until ``writer`` has left a tile with ``rank``; False, and written down, if it has not. Once something has
+    """Waits until ``writer`` has left a tile with ``rank``; False, and written down, if it has not. Once something has
     not come, nothing else is waited for: a rank that hangs costs one wait, not one for each tile."""
     looks = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
     ended = place_of(arrivals, RANKS, writer)

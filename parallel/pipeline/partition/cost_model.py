@@ -27,7 +27,7 @@ def glue_flops(trace: ModelTrace) -> dict[int, int]:
 
 
 def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """Sum a number per glue operation by the index of the call that it counts for."""
+    """Sums a number per glue operation by the index of the call that it counts for."""
     found: dict[int, int] = {}
     for glue, number in zip(trace.glue, of_glue, strict=True) if trace.calls else ():
         index = max(glue.calls_before - 1, 0)

@@ -73,7 +73,7 @@ def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None
 def make_cut(
     trace: ModelTrace, stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None
 ) -> Partition:
-    """Cut into ``stages``, evenly or where ``split`` names the calls that start stages 1 to ``stages`` - 1.
+    """Cuts into ``stages``, evenly or where ``split`` names the calls that start stages 1 to ``stages`` - 1.
 
     Args:
         costs: cost of each call in any one unit, to be divided evenly; default: its FLOPs and those of the glue after
@@ -93,7 +93,7 @@ def make_cut(
 def repartition(
     trace: ModelTrace, boundaries: Sequence[tuple[str, int]], held: Sequence[Collection[str]] = ()
 ) -> Partition:
-    """Cut a trace of another input signature at the same calls.
+    """Cuts a trace of another input signature at the same calls.
 
     Args:
         held: parameters of each stage; a stage that needs others is refused.
@@ -222,7 +222,7 @@ def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int
 
 
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
-    """Divide a row of costs into stages such that the largest stage is as small as possible.
+    """Divides a row of costs into stages such that the largest stage is as small as possible.
 
     Returns the starts of stages 1 to ``stages`` - 1, each one of ``edges``, which ascend, exclude 0 and number at least
     ``stages`` - 1. Of equally good divisions the earliest is taken.

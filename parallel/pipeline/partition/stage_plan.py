@@ -171,7 +171,7 @@ class Planner:
         return sum(self._trace.parameter_bytes[name] for name in parameters) / _REUSE
 
     def _follow_to_cut(self, border: set[int], cut: tuple[int, ...], needed: set[int]) -> None:
-        """Add to ``needed`` the values that are recomputed here from received ones."""
+        """Adds to ``needed`` the values that are recomputed here from received ones."""
         todo = [number for number in border if number not in cut]
         while todo:
             number = todo.pop()
@@ -180,7 +180,7 @@ class Planner:
                 todo += self._trace.values[number].inputs
 
     def _follow_updates(self, own: set[str], needed: set[int]) -> None:
-        """Add to ``needed`` what writes this stage's parameters in place; it is computed from parameters alone."""
+        """Adds to ``needed`` what writes this stage's parameters in place; it is computed from parameters alone."""
         todo = [number for glue in self._trace.glue if glue.updates & own for number in glue.makes]
         while todo:
             number = todo.pop()
@@ -192,7 +192,7 @@ class Planner:
     # ---- all stages
 
     def _place_unused(self) -> None:
-        """Place a parameter that nothing reads on the stage of the parameter before it in the model."""
+        """Places a parameter that nothing reads on the stage of the parameter before it in the model."""
         stage = 0
         owner = {name: s for s in reversed(range(self._count)) for name in self._drafts[s].parameters}
         for name in self._trace.parameter_bytes:
@@ -265,7 +265,7 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """Add a vertex: ``weight`` to cut it, ``supply`` from the source into it, the vertices before it."""
+        """Adds a vertex: ``weight`` to cut it, ``supply`` from the source into it, the vertices before it."""
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight
         if supply:

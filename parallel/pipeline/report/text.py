@@ -81,7 +81,7 @@ class Panel:
     """True if its times are seconds, as measured; otherwise they have any unit."""
 
     def headline(self) -> str:
-        """Name and figures in one line."""
+        """Returns name and figures in one line."""
         schedule, figures = self.timeline.schedule, summarize(self.timeline)
         ranks, each = len(schedule.per_rank), schedule.stages / len(schedule.per_rank)
         size = f"{_count(ranks, 'rank')}{f' x {each:g} stages' if each != 1 else ''}"
@@ -179,7 +179,7 @@ def _texts(panels: Sequence[Panel], label: Callable[[StepTimeline], Label]) -> I
 
 
 def _shortest(panel: Panel) -> float:
-    """Time of the shortest action; if measured, the median time of the shortest kind of action."""
+    """Returns the time of the shortest action; if measured, the median time of the shortest kind of action."""
     times: dict[str, list[float]] = {}
     for span in (span for row in panel.timeline.spans for span in row if span.end > span.start):
         times.setdefault(span.action.op, []).append(span.end - span.start)

@@ -72,16 +72,16 @@ class StageRunner(Protocol):
     """One step of this rank's stages: the functions that the executor calls to compute."""
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Plan and values of ``stage`` for ``microbatch``."""
+        """Returns plan and values of ``stage`` for ``microbatch``."""
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Compute the forward; tensors in ``received`` are leaves of the graph."""
+        """Computes the forward; tensors in ``received`` are leaves of the graph."""
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
         """Context of a stage's backward: collects the gradients of its parameters, and in an I defers those it can."""
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Compute the gradients that the I of this stage and microbatch has deferred."""
+        """Computes the gradients that the I of this stage and microbatch has deferred."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Context of an action: during its collectives the gradients of :meth:`weights` may be computed ahead."""
@@ -271,7 +271,7 @@ _WORDS: Mapping[Op, str] = MappingProxyType(
 
 
 def _named(action: Action) -> AbstractContextManager[Any]:
-    """Name the action by its token in a profile, as in drawings of the schedule."""
+    """Names the action by its token in a profile, as in drawings of the schedule."""
     watched = torch._C._autograd._profiler_enabled()
     return torch.profiler.record_function(str(action)) if watched else nullcontext()
 

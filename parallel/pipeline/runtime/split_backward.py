@@ -78,7 +78,7 @@ class DeferredWeightGrads:
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def ahead(self) -> None:
-        """Compute the next gradient and keep it; nothing is left to do if all are computed.
+        """Computes the next gradient and stores it; nothing is left to do if all are computed.
 
         It runs in the middle of a forward or a backward of another microbatch, whose modes do not concern it.
         """
@@ -89,7 +89,7 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Compute all deferred gradients that are left, releasing each input after its use.
+        """Computes all deferred gradients that are left, releasing each input after its use.
 
         Raises:
             EngineError: the model has written to a saved tensor in place.
@@ -209,7 +209,7 @@ class _Waits(NamedTuple):
 
 
 def _version(compute: partial[Tensor]) -> int:
-    """Sum of the tensors' version counters, which grows with every write in place."""
+    """Sums of the tensors' version counters, which grows with every write in place."""
     return sum(arg._version for arg in compute.args if isinstance(arg, Tensor))
 
 

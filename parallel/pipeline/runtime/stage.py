@@ -223,7 +223,7 @@ class Stage:
     def forward(
         self, trace: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
     ) -> StageResult:
-        """Run ``program``, from which the trace was made, as far as ``plan`` needs.
+        """Runs ``program``, from which the trace was made, as far as ``plan`` needs.
 
         Args:
             received: a leaf tensor for each value of ``plan.receives``, requiring a gradient if the value's ``grad``
@@ -309,7 +309,7 @@ class AbsentParameters:
             self._running = before
 
     def retire(self) -> None:
-        """Mark the engine as closed; reads then say so."""
+        """Marks the engine as closed, so that later reads raise."""
         self._closed = True
 
     def _read(self, name: str, where: str) -> None:

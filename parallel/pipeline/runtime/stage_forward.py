@@ -114,7 +114,7 @@ class StageForward:
         return self.keep(call.output, call.writes, leaves, out)
 
     def finish(self) -> None:
-        """Check that the program made every planned value, and hooked none that the trace does not.
+        """Checks that the program made every planned value, and hooked none that the trace does not.
 
         Raises:
             EngineError: the program ended early, or has another hook.
@@ -135,7 +135,7 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Leave the program if no event from ``event`` on is needed."""
+        """Leaves the program if no event from ``event`` on is needed."""
         if not self.plan.last and (event is None or event > self.plan.last_event):
             raise StopForward(self)
 
@@ -148,7 +148,7 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Keep the values of an event that other stages receive; returns ``out`` for the code that follows.
+        """Keeps the values of an event that other stages receive; returns ``out`` for the code that follows.
 
         A hook that this code registers on a sent tensor is registered on the received one too, and is called there:
         so the code gets another tensor over the same memory than the one in which the backward of this stage begins.
@@ -188,7 +188,7 @@ class StageForward:
             self.inside = False
 
     def _check_event(self, event: int, what: str) -> None:
-        """Compare the position of an event; tier 1 cannot, since it does not see glue."""
+        """Compares the position of an event; tier 1 cannot, since it does not see glue."""
 
     def _keep(self, number: int, tensor: Tensor) -> None:
         if number in self.plan.sends:
@@ -227,7 +227,7 @@ class StageForward:
         return self._placeholders.give(value.shape, value.dtype).requires_grad_(grad)
 
     def _put(self, target: Tensor, number: int) -> None:
-        """Write the received value into the argument that the skipped event would have written."""
+        """Writes the received value into the argument that the skipped event would have written."""
         # a placeholder or leaf cannot be written in place: give it memory of its own first
         if is_expanded(target) or target.is_leaf:
             target.requires_grad_(False)

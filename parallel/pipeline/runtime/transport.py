@@ -43,23 +43,23 @@ class Transport(Protocol):
     """Carries messages. A send never waits for the receiver."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Send ``tensor``, which must not be written to until the send has completed; not ``exact``: it may be
+        """Sends ``tensor``, which must not be written to until the send has completed; not ``exact``: it may be
         rounded."""
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Offer to receive what is sent as ``exact`` says; offers of a channel are made in the order of its sends."""
+        """Offers to receive what is sent as ``exact`` says; offers of a channel are made in the order of its sends."""
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
         """Complete the sends of this stage to its neighbours, which have offered to receive them."""
 
     def delivered(self, message: Message) -> None:
-        """Release the tensor of ``message``, which the receiver has shown to have."""
+        """Releases the tensor of ``message``, which the receiver has shown to have."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """Take back the memory of a received tensor that is no longer needed."""
+        """Takes back the memory of a received tensor that is no longer needed."""
 
     def finish(self) -> None:
-        """Wait until all sends have completed."""
+        """Waits until all sends have completed."""
 
 
 class MemoryTransport:
@@ -69,12 +69,12 @@ class MemoryTransport:
         self._waiting: dict[Message, Tensor] = {}
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Keep the tensor for its receiver."""
+        """Keeps the tensor for its receiver."""
         assert message not in self._waiting, message
         self._waiting[message] = tensor.detach()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Return the tensor when it is waited for."""
+        """Returns the tensor when it is waited for."""
 
         def take() -> Tensor:
             tensor = self._waiting.pop(message)
@@ -84,16 +84,16 @@ class MemoryTransport:
         return take
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Do nothing: no send is pending."""
+        """Does nothing: no send is pending."""
 
     def delivered(self, message: Message) -> None:
-        """Do nothing: no send is pending."""
+        """Does nothing: no send is pending."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """Do nothing: the tensor is the sender's own."""
+        """Does nothing: the tensor is the sender's own."""
 
     def finish(self) -> None:
-        """Check that all messages have been received."""
+        """Checks that all messages have been received."""
         assert not self._waiting, f"nobody took {list(self._waiting)}"
 
 
@@ -131,7 +131,7 @@ class CommTransport:
         """Sends past a neighbouring stage."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Send to the rank of the target stage."""
+        """Sends to the rank of the target stage."""
         link = self._link(message)
         if link.source == link.target:
             return self._own.send(message, tensor)
@@ -147,7 +147,7 @@ class CommTransport:
         return None
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Receive into a buffer."""
+        """Receives into a buffer."""
         link = self._link(message)
         if link.source == link.target:
             return self._own.receive(message, shape, dtype)
@@ -165,7 +165,7 @@ class CommTransport:
     def _receive_encoded(
         self, encoder: MessageEncoder, link: Link, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Arrival:
-        """Receive a message into a buffer of its own, and decode it once it has come."""
+        """Receives a message into a buffer of its own, and decode it once it has come."""
         message = self._buffers.take((encoder.message_bytes(prod(shape)),), torch.uint8)
         pending = self._comm.receive(message, link)
 
@@ -179,7 +179,7 @@ class CommTransport:
         return arrive
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Wait for the sends to neighbours, at most for their transfer."""
+        """Waits for the sends to neighbours, at most for their transfer."""
         for sent in self._near.pop((flow, stage, microbatch), ()):
             sent.pending.wait()
 
@@ -189,11 +189,11 @@ class CommTransport:
             self._far.pop(message).pending.wait()
 
     def recycle(self, tensor: Tensor) -> None:
-        """Keep the memory for the next message of equal shape and dtype."""
+        """Keeps the memory for the next message of equal shape and dtype."""
         self._buffers.give(tensor)
 
     def finish(self) -> None:
-        """Wait for all sends."""
+        """Waits for all sends."""
         for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
             sent.pending.wait()
         self._near.clear()
@@ -239,7 +239,7 @@ class ReceiveBuffers:
         return ours
 
     def forget(self) -> None:
-        """Leave all buffers in use to their holders."""
+        """Leaves all buffers in use to their holders."""
         self._lent.clear()
 
 

@@ -112,7 +112,7 @@ class DependencyGraph:
         return order
 
     def _circle(self, rules: Columns, heads: Sequence[int], done: bytearray) -> str:
-        """Follow who waits for whom from any unfinished rank until a rank is reached again."""
+        """Follows who waits for whom from any unfinished rank until a rank is reached again."""
         rank = next(rank for rank, row in enumerate(self.rows) if heads[rank] < row.stop)
         waits: dict[int, str] = {}
         while rank not in waits:

@@ -58,7 +58,7 @@ def read_schedule(path: str) -> Schedule:
 
 
 def parse_schedule(text: str, name: str) -> Schedule:
-    """Read a schedule: one line of tokens per rank, separated by blanks or commas; ``#`` starts a comment.
+    """Reads a schedule: one line of tokens per rank, separated by blanks or commas; ``#`` starts a comment.
 
     A stage is placed on the rank whose line has its actions. ``check`` validates the order.
 

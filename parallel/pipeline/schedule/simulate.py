@@ -54,11 +54,11 @@ class Cost:
     """Times of each stage, which replace everything above except ``transfer``; empty: nothing is replaced."""
 
     def of(self, op: Op) -> float:
-        """Time of an operation, before the factor of its stage."""
+        """Returns the time of an operation, before the factor of its stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
-        """Time of an operation of a stage."""
+        """Returns the time of an operation of a stage."""
         if not self.times:
             return self.of(op) * (self.stages[stage] if self.stages else 1)
         forward, for_inputs, for_weights = self.times[stage]
@@ -83,7 +83,7 @@ class StepTimeline:
 
     @cached_property
     def makespan(self) -> float:
-        """End of the last action."""
+        """Ends of the last action."""
         return max(row[-1].end for row in self.spans if row)
 
     @cached_property
@@ -99,7 +99,7 @@ class StepTimeline:
 
 
 def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
-    """Start every action as soon as its rank is free and its needs have arrived; sends take no time of a rank.
+    """Starts every action as soon as its rank is free and its needs have arrived; sends take no time of a rank.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck, or ``cost`` is for another number of stages.
@@ -118,7 +118,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
 
 
 def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[float]]:
-    """Start and end of each action, by its number, if each starts as early as possible.
+    """Starts and end of each action, by its number, if each starts as early as possible.
 
     Raises:
         ScheduleError: the schedule is stuck.

@@ -9,7 +9,7 @@ from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
 
 
 def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
-    """Prove that ``schedule`` can be run, before anything is sent.
+    """Proves that ``schedule`` can be run, before anything is sent.
 
     Complete: every stage does the forward and the backward (B, or I and W) of each microbatch exactly once, on the rank
     that holds the stage; without backwards if the schedule is not for training.
@@ -50,7 +50,7 @@ def complete_rules(schedule: Schedule) -> DependencyGraph:
 
 
 def _check_message_order(schedule: Schedule) -> None:
-    """Compare the order of microbatches in all stages, since values may be sent past the neighbour.
+    """Compares the order of microbatches in all stages, since values may be sent past the neighbour.
 
     A schedule on one rank sends nothing and is not checked.
     """

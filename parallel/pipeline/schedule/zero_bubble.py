@@ -94,7 +94,7 @@ class _Clock:
         return self._input(rank) or self._forward(rank) or self._weight(rank)
 
     def do(self, rank: int, kind: int, stage: int) -> int:
-        """Count an action as done; returns its microbatch."""
+        """Counts an action as done; returns its microbatch."""
         counts = (self.forwards, self.inputs, self.weights)[kind]
         self._live[rank] += (1, 0, -1)[kind]
         self._put_off[rank] += (0, 1, -1)[kind]

@@ -27,7 +27,7 @@ class AdapterDropout(nn.Module):
     """The number of its stream, which all ranks draw from; None: each rank has a stream of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the module's own forward."""
+        """Runs the module's own forward."""
         stream = self.tensor_region.drawing(x.device, self.tensor_stream) if self.training else nullcontext()
         with stream:
             dropped: Tensor = super().forward(x)
@@ -35,7 +35,7 @@ class AdapterDropout(nn.Module):
 
 
 def place_dropouts(parent: nn.Module, region: Region, stream: int | None, patches: ForwardPatches) -> None:
-    """Give the dropouts of the adapters in ``parent``, PEFT's layer around a sharded one, their streams."""
+    """Gives the dropouts of the adapters in ``parent``, PEFT's layer around a sharded one, their streams."""
     dropouts: Any = getattr(parent, "lora_dropout", None)
     for module in dropouts.values() if isinstance(dropouts, nn.ModuleDict) else ():
         if isinstance(module, _DropoutNd) and module.p > 0:

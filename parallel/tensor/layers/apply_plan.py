@@ -75,7 +75,7 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 def apply_plan(
     model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
 ) -> GlobalTensorContext:
-    """Shard ``model`` in place for this rank. Nothing is communicated.
+    """Shards ``model`` in place for this rank. Nothing is communicated.
 
     Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks hold; state-dict names stay
     too. Works on the meta device. ``already_cut``: parameters whose data is the shard already.
@@ -145,7 +145,7 @@ class _Installer:
             setattr(owner, attribute, change.value)
 
     def show(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Replace the attributes of parameters with the style "view" by properties that read global tensors."""
+        """Replaces the attributes of parameters with the style "view" by properties that read global tensors."""
         wholes = {id(parameters[name]): name for name in self.plan.shown}
         parents: dict[int, nn.Module] = {}
         for path, module in self.modules.items():

@@ -47,7 +47,7 @@ class LazyLMHead(nn.Module):
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Keep x; a sharded head first brings x into the region, as for its product."""
+        """Keeps x; a sharded head first brings x into the region, as for its product."""
         late, own = self.tensor_late, self._parameters
         weight, bias = own.get("weight"), own.get("bias")
         planned = "multiply" in vars(self)  # a pipeline with a split backward has replaced the product
@@ -74,7 +74,7 @@ class LateLinear(LazyLMHead, nn.Linear):
 
 
 def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Make the logits of ``module`` lazy. Communicates nothing.
+    """Makes the logits of ``module`` lazy. Communicates nothing.
 
     ``module``: a linear layer to the vocabulary. It is full on an axis of one rank (without tensor parallelism, or
     equal on all ranks: give an axis of size 1), or ``apply_plan`` has sharded it as a head. ``kernels`` choose how a

@@ -82,7 +82,7 @@ class ColumnLayer(nn.Module):
     """An activation that the layer applies to its product; the model's own activation module is then a no-op."""
 
     def forward(self, x_I: Tensor) -> Tensor:
-        """Run the layer's own forward on the region's copy of x."""
+        """Runs the layer's own forward on the region's copy of x."""
         return self.tensor_region.enter(self, x_I).multiply(self)
 
     def multiply(self, x_I: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class RowLayer(nn.Module):
     tensor_product: str
 
     def forward(self, x_P: Tensor) -> Tensor:
-        """Multiply, sum, close the region, add the bias."""
+        """Multiplies, sums, closes the region and adds the bias."""
         region = self.tensor_region
         y_O = region.product(self, x_P)
         region.leave(x_P.device)
@@ -174,7 +174,7 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 
 def prepare_column(module: nn.Module, region: Region) -> None:
-    """Give an already sharded column layer its region and its local sizes."""
+    """Gives an already sharded column layer its region and its local sizes."""
     plain = has_plain_forward(module)
     region.add(module, plain)
     module.tensor_region, module.tensor_plain = region, plain  # type: ignore[assignment]
@@ -186,7 +186,7 @@ def prepare_column(module: nn.Module, region: Region) -> None:
 
 
 def prepare_row(module: nn.Module, region: Region) -> None:
-    """Give an already sharded row layer its region and its local sizes."""
+    """Gives an already sharded row layer its region and its local sizes."""
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     plain = has_plain_forward(module)
@@ -199,7 +199,7 @@ def prepare_row(module: nn.Module, region: Region) -> None:
 
 
 def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
-    """Keep rank ``index``'s shard of the weight along ``dim``, and of the bias if it lies along the same dim."""
+    """Keeps rank ``index``'s shard of the weight along ``dim``, and of the bias if it lies along the same dim."""
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" or dim == 0:
             parameter.data = local_rows(parameter.data, dim, ranges, index)
@@ -219,7 +219,7 @@ class GatheredColumnLayer(ColumnLayer):
     tensor_widths: tuple[int, ...]
 
     def forward(self, x_I: Tensor) -> Tensor:
-        """Compute this rank's columns, then gather those of all ranks."""
+        """Computes this rank's columns, then gather those of all ranks."""
         region = self.tensor_region
         y_O = gather_last(super().forward(x_I), self.tensor_widths, region.axis, COLUMN_OUTPUTS)
         region.leave(x_I.device)
@@ -240,7 +240,7 @@ class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
 
 
 def prepare_gathered(module: nn.Module, widths: tuple[int, ...]) -> None:
-    """Give an already sharded layer the widths of all ranks' outputs."""
+    """Gives an already sharded layer the widths of all ranks' outputs."""
     module.tensor_widths = widths  # type: ignore[assignment]
 
 
@@ -254,7 +254,7 @@ class ExpertsLayer(nn.Module):
     tensor_region: Region
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Bring all inputs into the region, run the module's own forward, sum its outputs."""
+        """Brings all inputs into the region, run the module's own forward, sum its outputs."""
         region = self.tensor_region
         device = next(self.parameters()).device
 
@@ -274,6 +274,6 @@ def _is_float(leaf: Any) -> bool:
 
 
 def prepare_experts(module: nn.Module, region: Region) -> None:
-    """Give a module whose parameters are sharded its region."""
+    """Gives a module whose parameters are sharded its region."""
     region.add(module, plain=False)
     module.tensor_region = region  # type: ignore[assignment]

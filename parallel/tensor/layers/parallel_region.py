@@ -50,7 +50,7 @@ class Region:
         self._drawn: int | None = None
 
     def add(self, layer: torch.nn.Module, plain: bool) -> None:
-        """Add a column layer; ``plain``: it is a matrix product and nothing else."""
+        """Adds a column layer; ``plain``: it is a matrix product and nothing else."""
         self._entrances.clear()
         if plain:
             self._plain.append(layer)
@@ -134,7 +134,7 @@ class Region:
             self._drawn = draw_apart(device, self.axis.index)
 
     def _close(self) -> None:
-        """Reset all attributes, so that they are equal between forwards and never count as changed model state."""
+        """Resets all attributes, so that they are equal between forwards and never count as changed model state."""
         self._forget()
         self._entered.clear()
         self._folded = None

@@ -29,7 +29,7 @@ class PartialSums:
 
     @torch.no_grad()
     def __call__(self, grads: Mapping[str, Tensor]) -> None:
-        """Sum ``grads``, this rank's gradients by name, in place; an all-reduce of as many elements as the full
+        """Sums ``grads``, this rank's gradients by name, in place; an all-reduce of as many elements as the full
         parameters."""
         by_dtype: dict[torch.dtype, list[tuple[ShardRow, Tensor]]] = {}
         for name, grad in grads.items():

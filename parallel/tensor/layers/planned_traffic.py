@@ -280,7 +280,7 @@ def _wrap(timeline: ModelTrace, number: int, size: int, axis: TensorAxis) -> Sha
 
 
 def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) -> str:
-    """Run one glue operation; those of its results that are still sharded are added to ``logits``.
+    """Runs one glue operation; those of its results that are still sharded are added to ``logits``.
 
     Returns:
         Why it is not known which results are sharded, in one line; empty if it is known.

@@ -45,7 +45,7 @@ class WholeSizeAnswers:
         self._homes = [name for name in dict.fromkeys(_homes(self._modules, plan)) if _has_code(self._modules[name])]
 
     def install(self, model: nn.Module, patches: ForwardPatches, passed: Collection[str] = ()) -> None:
-        """Put the answers on the sharded model; ``passed``: names of parameters that keep theirs."""
+        """Puts the answers on the sharded model; ``passed``: names of parameters that keep theirs."""
         running, classes = RunningModules(), dict[tuple[type, tuple[str, ...]], type]()
         for name, parameter in self._parameters.items():
             if type(parameter) is nn.Parameter and name not in passed:

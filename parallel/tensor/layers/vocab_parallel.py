@@ -42,7 +42,7 @@ class EmbeddingLayer(nn.Module):
     tensor_context: GlobalTensorContext
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up local rows, zero those of other ranks, sum."""
+        """Looks up local rows, zero those of other ranks, sum."""
         vocabulary = self.tensor_vocabulary
         if not vocabulary.axis.dry:
             _check_ids(ids, vocabulary.size)
@@ -55,7 +55,7 @@ class EmbeddingLayer(nn.Module):
 
 
 def _check_ids(ids: Tensor, size: int) -> None:
-    """Refuse what one process refuses: no rank would hold such a row, and all would look up zeros."""
+    """Refuses what one process refuses: no rank would hold such a row, and all would look up zeros."""
     inside = ((ids >= 0) & (ids < size)).all()
     if torch.compiler.is_compiling() or not (is_host(ids.device) or ids.is_meta):
         torch._assert_async(inside)
@@ -77,7 +77,7 @@ class HeadLayer(nn.Module):
     tensor_owned: bool
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Compute this rank's columns of the logits and wrap them as sharded logits."""
+        """Computes this rank's columns of the logits and wrap them as sharded logits."""
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
         plain = [self] if self.tensor_owned else []
@@ -129,7 +129,7 @@ class VocabularyHead(HeadLayer, nn.Linear):
 
 
 def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
-    """Give an already sharded embedding its vocabulary and its local sizes."""
+    """Gives an already sharded embedding its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_context = context or global_context(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
@@ -140,7 +140,7 @@ def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: Global
 
 
 def prepare_head(module: nn.Module, vocabulary: Vocabulary) -> None:
-    """Give an already sharded head its vocabulary and its local sizes."""
+    """Gives an already sharded head its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_owned = has_plain_forward(module)  # type: ignore[assignment]
     if is_conv1d(module):

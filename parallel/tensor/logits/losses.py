@@ -170,7 +170,7 @@ def _finish(
     shared: SharedSoftmax,
     graded: bool,
 ) -> tuple[SoftmaxParts, list[Tensor]]:
-    """Sum ``terms`` over the ranks, with the terms that ``shared`` lacks; ``shifted_NW`` is overwritten."""
+    """Sums ``terms`` over the ranks, with the terms that ``shared`` lacks; ``shifted_NW`` is overwritten."""
     known = shared.parts
     if known is None:
         shifted_NW.exp_()
@@ -196,11 +196,11 @@ class OverAxis:
         self._axis = axis
 
     def largest(self, values: Tensor) -> None:
-        """Take the maximum over all ranks, in place."""
+        """Takes the maximum over all ranks, in place."""
         self._axis.all_reduce(values, LOSS, "max")
 
     def sum(self, values: Tensor) -> None:
-        """Sum over all ranks, in place."""
+        """Sums over all ranks, in place."""
         self._axis.all_reduce(values, LOSS)
 
 

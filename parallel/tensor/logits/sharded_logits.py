@@ -208,7 +208,7 @@ def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _settle(logits: Iterator[ShardedLogits]) -> None:
-    """Compute all lazy logits that derive from the same source, before a function writes into it."""
+    """Computes all lazy logits that derive from the same source, before a function writes into it."""
     for one in logits:
         while one._waiting is not None and isinstance(one._waiting.source, ShardedLogits):
             one = one._waiting.source

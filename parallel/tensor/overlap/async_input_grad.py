@@ -184,7 +184,7 @@ class _Again:
         self._users = 0
 
     def expect(self, x: Tensor, whole: Tensor) -> None:
-        """Report the gather in a dry run, in the backward of ``whole``."""
+        """Reports the gather in a dry run, in the backward of ``whole``."""
         self._axis.expect("all_gather", COLUMN_INPUTS, x.expand(self._axis.size, *x.shape), whole)
 
     def start(self, part: Tensor) -> None:

@@ -206,7 +206,7 @@ def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_r
 
 
 def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call: tuple[int, int, int]) -> None:
-    """Copy rows, and their signals, to one rank, on the current stream. The rows may lie in pinned memory of the host.
+    """Copies rows, and their signals, to one rank, on the current stream. The rows may be in pinned host memory.
 
     Args:
         call: that rank, the epoch, and the rows of a tile.
