@@ -181,7 +181,7 @@ def test_sequence_that_the_tensor_ranks_cannot_share(run_ranks: RunRanks) -> Non
     (text,) = set(run_ranks(odd_sequence, 2))
     assert text == (
         "a sequence of length 11 does not divide among 2 tensor ranks, as sequence_parallel requires; pad it to a "
-        "multiple of 2, or switch sequence_parallel off."
+        "multiple of 2, or set parallel.sequence_parallel to false."
     )
 
 
@@ -243,11 +243,11 @@ WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     ({"blocks.*.upp": "column"},
      "parallel.tensor_plan: 'blocks.*.upp' matches no module and no parameter; similar names are blocks.*.up"),
     ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up gets two styles, 'column' from 'blocks.*.up' and 'row'"),
-    ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', in which 'columm' is not understood;"),
+    ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', but 'columm' is no word of a style;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},
      "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but tensor is 3; list the"),
     ({"blocks.*.up": "column rows:0-64/64-100/0-1", "blocks.*.down": "row"},
-     "the rows in the style 'column rows:0-64/64-100/0-1' of blocks.0.up must be exactly its 128 rows; give every row"),
+     "the rows in the style 'column rows:0-64/64-100/0-1' of blocks.0.up must cover its 128 rows exactly; list every row"),
 ]  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def refusals() -> None:
         with pytest.raises(EngineError) as caught:
             write(logits)
         assert str(caught.value) == (
-            f"{name} was called on logits whose vocabulary is sharded over the tensor ranks, which are read-only and "
+            f"{name} was called on logits with a vocabulary sharded over the tensor ranks, which are read-only and "
             "take no hooks; make a new tensor, or call engine.parallel.tensor.gather_logits on them first."
         ), name
     with pytest.raises(EngineError):

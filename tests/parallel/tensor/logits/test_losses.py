@@ -275,7 +275,7 @@ def wrong(axis: TensorAxis) -> None:
         )
     with pytest.raises(EngineError) as caught:
         logits.gather(-1, labels[..., None])
-    assert str(caught.value) == "an index of gather is outside the vocabulary of 11 rows; give indices from 0 to 10."
+    assert str(caught.value) == "an index of gather is outside the vocabulary of 11 rows; pass indices from 0 to 10."
     with pytest.raises(EngineError, match="first derivatives only"):
         torch.autograd.grad(logits.logsumexp(-1).sum(), local, create_graph=True)
 
