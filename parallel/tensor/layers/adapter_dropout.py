@@ -39,7 +39,7 @@ def place_dropouts(parent: nn.Module, region: Region, stream: int | None, patche
     dropouts: Any = getattr(parent, "lora_dropout", None)
     for module in dropouts.values() if isinstance(dropouts, nn.ModuleDict) else ():
         if isinstance(module, _DropoutNd) and module.p > 0:
-            note = f"draws {'alike on all tensor ranks' if stream is not None else 'apart on each tensor rank'}"
+            note = f"draws {'one mask for all tensor ranks' if stream is not None else 'a mask for each tensor rank'}"
             with patches.changing(module, PatchLayer.TENSOR, note):
                 own = type(module)
                 module.__class__ = type(f"Adapter{own.__name__}", (AdapterDropout, own), {})

@@ -159,7 +159,7 @@ class _Installer:
                 for cut in [self.plan.parameters[wholes[id(p)]]]
             }
             if cuts:
-                note = f"reads {', '.join(cuts)} as global tensors, of which each tensor rank holds a shard"
+                note = f"reads {', '.join(cuts)} as global tensors, sharded over the tensor ranks"
                 with self.patches.changing(module, PatchLayer.TENSOR, note):
                     module.__class__ = shown_class(type(module), cuts, self.context)
                 parent = self.modules[path.rpartition(".")[0]]
@@ -167,7 +167,7 @@ class _Installer:
         for parent in parents.values():
             # always_call: the second run of a recomputed block may stop inside; its tensors would keep the graph alive
             handle = parent.register_forward_hook(lambda *_: self.context.clear(), always_call=True)
-            self.patches.hook(parent, PatchLayer.TENSOR, handle, "forgets its global tensors at the end of its forward")
+            self.patches.hook(parent, PatchLayer.TENSOR, handle, "drops its global tensors at the end of its forward")
 
     def wrap_layers(self) -> None:
         for number, (name, cut) in enumerate(self.plan.layers.items()):

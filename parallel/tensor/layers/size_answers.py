@@ -50,13 +50,13 @@ class WholeSizeAnswers:
         for name, parameter in self._parameters.items():
             if type(parameter) is nn.Parameter and name not in passed:
                 answer_whole(parameter, self._shapes[name], running)
-                note = f"answers code outside its blocks with the whole size of {name}"
+                note = f"returns the full size of {name} to code outside its blocks"
                 patches.own(model, PatchLayer.TENSOR, lambda p=parameter: answer_part(p), note)  # type: ignore[misc]
         for name in self._changing:
             self._answer(self._modules[name], self._values[name], running, classes, patches)
         watch = Interception(handler=running.call, layer=PatchLayer.TENSOR, patches=patches)
         for name in self._homes:
-            watch.install(name, self._modules[name], "reads sizes of shards as long as its forward runs")
+            watch.install(name, self._modules[name], "reads sizes of shards while its forward runs")
 
     @staticmethod
     def _answer(
@@ -67,7 +67,7 @@ class WholeSizeAnswers:
         if not whole:
             return
         key = type(module), tuple(sorted(whole))
-        with patches.changing(module, PatchLayer.TENSOR, f"answers code outside its block with its whole {key[1][0]}"):
+        with patches.changing(module, PatchLayer.TENSOR, f"returns its full {key[1][0]} to code outside its block"):
             object.__setattr__(module, _WHOLE, whole)
             object.__setattr__(module, _RUNNING, running)
             module.__class__ = classes[key] = classes.get(key) or _answering(*key)

@@ -241,8 +241,8 @@ def test_ties_must_be_cut_alike() -> None:
     model = Pair(8, 8)
     model.down.weight = model.up.weight
     assert refusal(model, PAIR) == (
-        "up.weight is shared by up and down, but their styles shard it differently; give both the same sharding, or give "
-        'both "replicate".'
+        "up.weight is shared by up and down, but their styles shard it differently; give both the same sharding, or "
+        'give both "replicate".'
     )
     assert refusal(models.decoder(tied=True), {"tokens": "vocabulary"}) == (
         "tokens.weight is sharded, but head uses the same parameter unsharded; give head the same style, or give both "
