@@ -99,7 +99,7 @@ def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
 
 
 def is_compiled(kernel: NotedKernel) -> bool:
-    """Returns whether a launch would find the kernel in Triton's cache."""
+    """Returns True if a launch would find the kernel in Triton's cache."""
 
     def stop(*args: Any) -> Any:
         raise LookupError

@@ -114,7 +114,7 @@ WRONG_SIZES: list[tuple[int, dict[str, Any], str]] = [
     (2, {"pipeline": 2, "split": ["blocks.7"]},
      "parallel.split: the forward calls no unit 'blocks.7'; similar names are blocks."),
     (2, {"pipeline": 2, "split": ["blocks.1", "norm"]},
-     "parallel.split names 2 calls, but 2 stages need 1; name the call that starts each stage but the first."),
+     "parallel.split names 2 calls, but 2 stages need 1; name the call that starts each stage except the first."),
     (3, {"pipeline": 3, "split": ["blocks.1", "blocks.0"]},
      "parallel.split: 'blocks.0' does not come after the entry before it; name calls in the order"),
     (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of the forward; name"),

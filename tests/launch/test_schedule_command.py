@@ -208,7 +208,7 @@ def test_files_that_are_no_schedules(capsys: pytest.CaptureFixture[str], tmp_pat
     path.write_text("0F0 0B0\n1B0 1F0")
     assert "is stuck" in refused(capsys, path)
     path.write_text("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1")  # could be done, but not with messages in order
-    assert "received in the order in which they are sent" in refused(capsys, path)
+    assert "received in the order of the sends" in refused(capsys, path)
 
 
 @pytest.mark.parametrize("words", [["1f1b"], ["--compare"], ["--config", "configs/tp2_pp2_zero1.json"]])

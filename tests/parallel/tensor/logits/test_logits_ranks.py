@@ -163,7 +163,8 @@ def refusals() -> None:
     with pytest.raises(EngineError) as caught:
         functional.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(0) + SIZE)
     assert str(caught.value) == (
-        f"a label is outside the vocabulary of {SIZE} rows; labels count from 0, and -100 marks those to ignore."
+        f"a label is outside the vocabulary of {SIZE} rows; pass labels from 0 to {SIZE - 1}, or -100 to "
+        "ignore a position."
     )
     loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     with pytest.raises(EngineError) as caught:

@@ -271,7 +271,7 @@ def wrong(axis: TensorAxis) -> None:
         with pytest.raises(EngineError) as caught:
             use()
         assert str(caught.value) == (
-            "a label is outside the vocabulary of 11 rows; labels count from 0, and -100 marks those to ignore."
+            "a label is outside the vocabulary of 11 rows; pass labels from 0 to 10, or -100 to ignore a position."
         )
     with pytest.raises(EngineError) as caught:
         logits.gather(-1, labels[..., None])

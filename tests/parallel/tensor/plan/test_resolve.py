@@ -151,12 +151,12 @@ def test_heads_that_do_not_make_up_the_outputs() -> None:
 def test_a_pattern_that_names_nothing() -> None:
     assert refusal(models.decoder(), {"blocks.*.attention.querry": "column"}) == (
         "parallel.tensor_plan: 'blocks.*.attention.querry' matches no module and no parameter; similar names are "
-        "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.query.bias; a pattern matches whole "
-        "names, and * stands for anything."
+        "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.query.bias; write a pattern of whole "
+        "names, with * for any characters."
     )
     assert refusal(Pair(), {"zzz": "row"}) == (
         "parallel.tensor_plan: 'zzz' matches no module and no parameter; the model has up, down, norm, up.weight, "
-        "up.bias, down.weight, down.bias, norm.weight; a pattern matches whole names, and * stands for anything."
+        "up.bias, down.weight, down.bias, norm.weight; write a pattern of whole names, with * for any characters."
     )
 
 
