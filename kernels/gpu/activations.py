@@ -2,7 +2,7 @@
 
 KIND is a name from ``engine.kernels.ops.activations``.
 
-Exponentials cannot overflow, so finite inputs give finite results. NaN inputs give NaN.
+Exponentials cannot overflow, so results of finite inputs are finite. Results of NaN inputs are NaN.
 """
 
 import torch
@@ -27,7 +27,7 @@ def _sigmoid_slope(x):
 
 @triton.jit
 def _normal_share(x):
-    """Cumulative distribution function of the standard normal distribution."""
+    """Computes the cumulative distribution function of the standard normal distribution."""
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
@@ -51,7 +51,7 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def activated_gradient(x, KIND: tl.constexpr):
-    """Derivative f'(x); 0 at the corner of a ReLU, as in torch."""
+    """Computes the derivative f'(x); 0 at the corner of a ReLU, as in torch."""
     slope = tl.full(x.shape, 1.0, tl.float32)
     if KIND == "relu":
         slope = tl.where(x <= 0, 0.0, 1.0)
@@ -202,5 +202,5 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tup
 
 
 def _distance(x: Tensor) -> int:
-    """Returns the elements from one row to the next."""
+    """Returns the distance between rows, in elements."""
     return x.shape[-1] if x.is_contiguous() else x.stride(0)

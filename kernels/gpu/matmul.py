@@ -2,15 +2,15 @@
 
     out = act(op(a) op(b) + bias) + residual          op: identity or transpose
 
-The kernel is persistent: one program on each processor loops over the tiles of ``out``, in groups of rows that share
-columns of b in the cache. The sum over K is in fp32 and in a fixed order: equal inputs give equal bits.
+The kernel is persistent: one program per processor loops over the tiles of ``out``, in groups of rows with common
+columns of b in the cache. The sum over K is in fp32 and in a fixed order: equal inputs have equal bits.
 
     tile_place      position of the n-th tile             }
     tile_product    sum over K of one tile                } separate functions, for kernels that wait for rows of a, or
     tile_finish     bias, activation, residual, stores    } send tiles of out, between them
 
-With ``DESCRIBED``, tiles are loaded and stored through tensor descriptors (TMA), otherwise through pointers. Either
-way, elements outside a matrix are read as zero and are never written.
+With ``DESCRIBED``, tiles are loaded and stored through tensor descriptors (TMA), otherwise through pointers. In both
+cases elements outside a matrix are read as zero and never written.
 
 Shape suffixes: M rows of out, N columns of out, K the dim that is summed over.
 """
@@ -33,7 +33,7 @@ def load_tile(
     source, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Loads [BR, BC] of the contiguous ``source`` [rows, columns]; TRANSPOSED returns it as [BC, BR]."""
+    """Loads [BR, BC] of the contiguous ``source`` [rows, columns]; TRANSPOSED returns the tile as [BC, BR]."""
     if DESCRIBED:
         values = source.load([row, column])
         if TRANSPOSED:
@@ -149,7 +149,7 @@ def product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Computes all tiles of out [M, N], each finished in PARTS (2 or 4) parts of its columns."""
+    """Computes all tiles of out [M, N], each finished in PARTS (2 or 4) pieces of columns."""
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
@@ -180,13 +180,13 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """Operations that are fused into the store of a product."""
+    """Operations fused into the store of a product."""
 
     bias: Tensor | None = None
-    """Bias [N] that is added first."""
+    """Bias [N], added first."""
     activation: str = "none"
     residual: Tensor | None = None
-    """Residual [M, N] that is added last; it may be the output itself."""
+    """Residual [M, N], added last; it may be the output itself."""
     keeps: bool = False
     """True also stores the product itself, before the bias."""
 
@@ -197,8 +197,8 @@ def launch_matmul(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes the product and returns (out, the product before ``follows`` or an empty tensor).
 
-    The results have the dtype of the operands, or that of ``out_MN``. Each operand is contiguous or the transpose of a
-    contiguous matrix, whose rows have a multiple of 16 bytes. All sizes are positive.
+    The results have the dtype of the operands, or of ``out_MN``. Each operand is contiguous or the transpose of a
+    contiguous matrix, with rows of a multiple of 16 bytes. All sizes are positive.
     """
     a, a_transposed = as_it_lies(a_MK)
     b, b_transposed = as_it_lies(b_KN)
@@ -230,7 +230,7 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns (the contiguous matrix, whether the operand is its transpose)."""
+    """Returns (the contiguous matrix, True if the operand is its transpose)."""
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()
     return _aligned(lying), not plain
@@ -245,7 +245,7 @@ def _turned(block: tuple[int, int], transposed: bool) -> tuple[int, int]:
 
 
 def _matrix(matrix: Tensor, block: tuple[int, int], tile: Tile) -> Any:
-    """Wraps the matrix as the kernel expects it: a tensor descriptor for TMA tiles, else the tensor itself."""
+    """Returns the kernel's argument for a matrix: a tensor descriptor for TMA tiles, else the tensor itself."""
     if not tile.described:
         return matrix
     rows, columns = matrix.shape

@@ -1,11 +1,11 @@
-"""Rotary position embedding in Triton: q and k in one launch, one program a position.
+"""Rotary position embedding in Triton: q and k in one launch, one program per position.
 
-Two features that are rotated together have cosines and sines of their own:
+Each of two features that are rotated together has its own cosine and sine:
 
     y1 = x1 cos1 - x2 sin1      transposed      y1 = x1 cos1 + x2 sin2
     y2 = x2 cos2 + x1 sin2                      y2 = x2 cos2 - x1 sin1
 
-Shape suffixes: B batch, H heads, S positions, D features, R of them rotated. Only the features must be contiguous.
+Shape suffixes: B batch, H heads, S positions, D features, R rotated features. Only the features must be contiguous.
 """
 
 import triton
@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.kernels.gpu.launch_shapes import power_of_two
 
 _ELEMENTS = 1024
-"""Pairs that a program rotates at once."""
+"""Pairs of features that a program rotates at once."""
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 reshape works on groups of dims with equal products; a group without a sharded dim needs nothing:
 
     (B, T, 3 C)  ->  (B, T, 3, H, D)      groups  B | T | 3 C -> 3 H D
-                        rank 0 has the flat numbers {q0, k0, v0} of 3 C unravelled into (3, H, D): all x {0} x all, a
-                        product: its factors are the sets of the new dims
+                        rank 0 has the flat numbers {q0, k0, v0} of 3 C;
+                        unravelled into (3, H, D): all x {0} x all, a product with the sets of the new dims as factors
 """
 
 import math

@@ -5,7 +5,7 @@ Every dim of every operand gets a letter; a rank narrows operands to the indices
     x_BSI  w_OI  ->  y_BSO     w sharded along O   y is sharded along O                                column
                                w sharded along I   each rank has a partial sum over I                  row
                                x sharded along S   y is sharded along S, w's gradient is partial       sequence
-                               x along S, w        (S of rank 0, O of rank 1) would be on no rank:    column after
+                               x along S, w        (S of rank 0, O of rank 1) would be on no rank:     column after
                                along O             x is gathered first                                 sequence
 """
 
