@@ -87,10 +87,13 @@ def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
     x_KB = x_KB.view(blocks, form.block)
     scale_K1 = x_KB.abs().amax(dim=1, keepdim=True)
     scale_K1 = torch.where(scale_K1 < _SMALLEST, 0.0, scale_K1)
+    # an infinity or NaN must stay visible: it makes the full block NaN
     scale_K1 = torch.where(scale_K1.isfinite(), scale_K1, torch.nan)
     y_KB = torch.where(scale_K1 > 0, x_KB.abs() / scale_K1, 0.0)
+    # the bits of fp32 numbers above 0 have the order of the numbers; the added half unit rounds to nearest
     leading = (y_KB.view(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
     code = (leading - (_ONE - form.largest)).clamp_(0, form.largest)
+    # a second moment above 0 never becomes 0: the division by its root would make a huge step
     code = torch.where(y_KB >= form.least / 2 if form.signed else y_KB > 0, code.clamp(min=1), code)
     if form.signed:
         code |= ((x_KB < 0) & (code > 0)).to(torch.int32) << 7

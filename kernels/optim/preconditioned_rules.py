@@ -122,6 +122,7 @@ class ShampooRule:
         for name, root in sides:
             sums = state[name] / self._corrected(self.betas[1], step)
             values, vectors = eigen(sums)
+            # -1/4 on each of two sides or -1/2 on one: the size of an update does not depend on the gradient's size
             powers = (values.clamp_(min=0) + self.epsilon).pow_(-0.5 / len(sides))
             state[root].copy_((vectors * powers) @ vectors.T)
 
@@ -189,6 +190,7 @@ class SoapRule:
                 if average in state:
                     _begin(state[average], state[basis])
             return torch.zeros_like(grad)
+        # before the average takes the gradient in, so that no gradient is preconditioned by itself
         found = self._adam(grad, state, step - 1)
         self._accumulate(grad, state)
         if (step - 1) % self.precondition_frequency == 0:
@@ -236,6 +238,7 @@ def _refresh(state: MatrixState) -> None:
     for dim, average, basis in ((0, state.get(SOAP_LEFT), left), (1, state.get(SOAP_RIGHT), right)):
         if average is not None and basis is not None:
             grown, sizes = _grown(average, basis)
+            # squares cannot be rotated: they only follow the order of the columns, largest eigenvalue first
             order = sizes.argsort(descending=True, stable=True)
             state[SECOND].copy_(state[SECOND].index_select(dim, order))
             basis.copy_(torch.linalg.qr(grown[:, order]).Q)

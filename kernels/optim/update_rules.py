@@ -197,6 +197,7 @@ def schedule_free_(
     step_by = grads / (squares / (1 - beta2**step)).sqrt_().add_(rule.eps)
     if rule.weight_decay:
         step_by.add_(weights, alpha=rule.weight_decay)
+    # the new y from the old y and z alone: x needs no memory
     weights.lerp_(iterate, rule.newest).add_(step_by, alpha=rule.lr * (beta1 * (1 - rule.newest) - 1))
     iterate.sub_(step_by, alpha=rule.lr)
 
@@ -270,6 +271,7 @@ class LambRule:
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
         """Steps along the update, scaled by the rate and the bounded ratio of weights' norm to update's norm."""
         ratio = _ratio(norms, norms[0] / norms[1], self.bounds)
+        # computed twice, because an update stored for the norm would need the memory of the weights
         update = self.measured(weights_n, grads_n, moments, step)
         weights_n.sub_(update.mul_((ratio * self.lr).to(update.dtype)))
 
@@ -393,6 +395,7 @@ class MatrixPiece:
             sums[SQUARES].view(-1)[self.start : self.stop] += squares_n
             return
         lines = self.lines
+        # a piece may begin or end inside a line: zeros fill it up, so that sums over lines and columns are plain
         whole_lB = squares_n.new_zeros(lines.stop - lines.start, self.columns)
         first = self.start - lines.start * self.columns
         whole_lB.view(-1)[first : first + len(squares_n)] = squares_n
@@ -426,6 +429,7 @@ def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
     """Returns factors of the mean square of each element: one for rows and one for columns, or the mean itself."""
     if SQUARES in means:
         return dict(means)
+    # both means contain the mean of the full matrix, so one of them is divided by it
     rows = means[ROWS] / means[ROWS].mean(dim=-2, keepdim=True).clamp(min=least)
     return {ROWS: rows, COLUMNS: means[COLUMNS]}
 

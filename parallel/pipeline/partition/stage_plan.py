@@ -85,6 +85,7 @@ class Planner:
             PlanError: a stage needs a value that was written in place and cannot be sent, or a parameter that it does
                 not store.
         """
+        # from the last stage back: a receive adds a send to an earlier stage, which must make that value
         for stage in reversed(range(self._count)):
             self._draft(stage)
         self._place_unused()
@@ -154,6 +155,7 @@ class Planner:
             value = values[todo.pop()]
             call = value.maker == "call"
             before = () if call else value.inputs
+            # another stage runs the call: the infinite supply forces a cut at its result or after it
             supply = inf if call else self._price(value.parameters - own, stage)
             graph.add(value.number, max(value.bytes, 1) if value.movable else inf, supply, before)
             todo += [number for number in before if number not in seen]
@@ -236,6 +238,7 @@ class Planner:
         travelling = (*draft.receives, *draft.sends)
         if self._count == 1:
             return 1
+        # tier 1 replaces results of calls only
         if any(trace.values[number].maker == "glue" for number in travelling):
             return 2
         if any(glue.writes for glue in trace.glue):
@@ -280,6 +283,7 @@ class VertexCut:
     def solve(self) -> tuple[int, ...] | None:
         """Returns the vertices of the cheapest cut, ascending; None if every cut has a vertex of infinite weight."""
         while True:
+            # shortest augmenting paths (Edmonds and Karp), so the number of rounds has a bound without the weights
             parent = self._reach()
             if _SINK not in parent:
                 return tuple(sorted(n for n in self._vertices if ("in", n) in parent and ("out", n) not in parent))
@@ -289,6 +293,7 @@ class VertexCut:
                 path.append((parent[node], node))
                 node = parent[node]
             flow = min(self._room[a][b] for a, b in path)
+            # no edge of this path can be cut
             if flow == inf:
                 return None
             for a, b in path:

@@ -220,11 +220,13 @@ class Executor:
                 message = Message("forward", number, action.microbatch, action.stage, stage)
                 self._transport.send(message, tensor, exact=not part.values[number].grad)
             if tensor.requires_grad:
+                # the edge, not the tensor, so that the memory of the tensor is free after the send
                 live.edges[number] = get_gradient_edge(tensor)
         if training:
             live.leaves = leaves
             self._live[action.stage, action.microbatch] = live
             return
+        # no backward will read the received tensors
         for leaf in leaves.values():
             self._transport.recycle(leaf)
 
@@ -247,6 +249,7 @@ class Executor:
         for number, stage in part.plan.receives.items():
             leaf = live.leaves.pop(number)
             if part.values[number].grad:
+                # the sender waits for a gradient of every value: zeros if the loss does not depend on it
                 grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 message = Message("backward", number, action.microbatch, action.stage, stage)
                 self._transport.send(message, grad, exact=False)

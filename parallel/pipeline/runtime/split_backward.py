@@ -201,6 +201,8 @@ class _Waits(NamedTuple):
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
         """Defers the gradients and returns True if this backward runs inside an I and belongs to the step."""
         deferred = self.split_backward.open
+        # enabled gradients: create_graph, so the gradient needs a graph. A weight's node that does not run: a call of
+        # torch.autograd.grad for other tensors
         if deferred is None or torch.is_grad_enabled() or not is_executed(nodes[1][0]):
             return False
         deferred.leave(self.names[0], wanted.weight, wanted.main)

@@ -106,6 +106,7 @@ class StageForward:
             raise EngineError(f"the forward calls unit {unit!r} where its trace has {expected}: {_REMEDY}")
         self._check_event(call.event, f"unit {unit!r}")
         self._calls += 1
+        # only some calls refer to arguments, and flattening them costs host time
         leaves = tree_leaves((args, kwargs)) if self.trace.asks_arguments[index] else []
         if index not in self.plan.calls:
             return self.skip(call.output, call.writes, leaves)
@@ -222,6 +223,7 @@ class StageForward:
         value = self.trace.values[number]
         if number in self._received:
             tensor = self._received[number]
+            # a copy, because autograd forbids in-place writes to a leaf
             return tensor.clone() if value.rewritten else tensor
         grad = value.grad and torch.is_grad_enabled()
         return self._placeholders.give(value.shape, value.dtype).requires_grad_(grad)

@@ -145,6 +145,7 @@ class CommTransport:
         if abs(message.target - message.source) == 1:
             self._near.setdefault((message.flow, message.source, message.microbatch), []).append(sent)
         else:
+            # the receiver may be many actions behind, so no action of this rank waits for such a send
             self._far[message] = sent
         return None
 
@@ -236,6 +237,7 @@ class ReceiveBuffers:
         Returns True if the buffer will be reused.
         """
         own = self._lent.pop(tensor.untyped_storage()._cdata, None)
+        # the user's code may have stored an alias: the next message must not overwrite it
         ours = own is not None and _names(own) <= _OURS
         if own is not None and ours:
             self._free.setdefault((tuple(own.shape), own.dtype), []).append(own)

@@ -77,6 +77,7 @@ class DependencyGraph:
         column = [-1] * len(self.actions)
         for source, taker in self.sends():
             offered_after = taker - receives_ahead - 1
+            # no rule for a receive posted at the start of the row, or for a send at the end of the row
             if offered_after in self.rows[self.rank[taker]] and source + 1 in self.rows[self.rank[source]]:
                 column[source + 1] = offered_after
         return (*self.needs, column)
@@ -94,6 +95,7 @@ class DependencyGraph:
         done = bytearray(len(self.actions) + 1)
         done[-1] = True  # a rule of -1 is always met
         order: list[int] = []
+        # every rank runs until it waits, and the missing action wakes it: no row is searched twice
         while awake:
             rank = awake.pop()
             head, stop = heads[rank], stops[rank]
@@ -116,6 +118,7 @@ class DependencyGraph:
         """Returns the error's sentence: follows the waits from an unfinished rank until a rank repeats."""
         rank = next(rank for rank, row in enumerate(self.rows) if heads[rank] < row.stop)
         waits: dict[int, str] = {}
+        # an unfinished rank waits for an unfinished rank, so the waits lead back to a visited one
         while rank not in waits:
             missing = _missing(rules, heads[rank], done)
             waits[rank] = self._why(heads[rank], missing)

@@ -60,6 +60,7 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     for rank, stages in enumerate(placement):
         forwards = chain.from_iterable(_run(Op.FORWARD, stage, turn) for turn in turns for stage in stages)
         backwards = chain.from_iterable(_run(Op.BACKWARD, stage, turn) for turn in turns for stage in stages[::-1])
+        # the first gradient arrives after a round of all stages but the last, and two messages for every later rank
         ahead = (virtual_stages - 1) * most + 2 * (ranks - rank - 1)
         rows.append(tuple(_one_for_one(forwards, backwards, ahead)))
     return _schedule("interleaved", microbatches, placement, rows)
@@ -145,6 +146,7 @@ def _deepest_first(placement: Placement, microbatches: int) -> list[list[tuple[i
     rows: list[list[tuple[int, int]]] = [[] for _ in placement]
     while stages and done[-1] < microbatches:
         entered = min(microbatches, done[-1] + len(placement))
+        # a stage is ready if the previous stage is ahead; ``entered`` is the count before the first stage
         ready = [count < before for count, before in zip(done, [entered, *done], strict=False)]
         for row, held in zip(rows, placement, strict=True):
             stage = next((stage for stage in reversed(held) if ready[stage]), None)
@@ -195,6 +197,7 @@ def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -
             row.append(Action(Op.BACKWARD_INPUT, stage, microbatch))
             if done >= rank:
                 row.append(Action(Op.BACKWARD_WEIGHT, *backwards[done - rank]))
+        # the last r weight gradients fill the end of the row, while earlier ranks still run backwards
         row += [Action(Op.BACKWARD_WEIGHT, *each) for each in backwards[max(len(backwards) - rank, 0) :]]
         rows.append(tuple(row))
     return tuple(rows)

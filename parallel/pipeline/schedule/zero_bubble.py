@@ -61,6 +61,7 @@ def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> li
     left = 3 * microbatches * len(clock.forwards)
     tick = 0
     while left:
+        # all ranks choose before any action counts, because a result can be used from the next tick on
         chosen = [(rank, choice) for rank in range(len(placement)) if (choice := clock.choose(rank))]
         assert chosen, "no rank can continue: the policy allows too little"
         for rank, (kind, stage) in chosen:
@@ -87,6 +88,7 @@ class _Clock:
 
     def choose(self, rank: int) -> tuple[int, int] | None:
         """Returns the most urgent action that ``rank`` can start now, or None."""
+        # a deferred gradient keeps an activation live: above the backlog, memory comes first
         if self._put_off[rank] > self.policy.backlog[rank]:
             return self._weight(rank)
         if self.policy.forward_first:
@@ -103,6 +105,7 @@ class _Clock:
 
     def _forward(self, rank: int) -> tuple[int, int] | None:
         live, forwards = self._live[rank], self.forwards
+        # live minus deferred: the forwards with a pending input gradient
         if live - self._put_off[rank] >= self.policy.ahead[rank]:
             return None
         for later, stage in enumerate(self._deepest[rank]):

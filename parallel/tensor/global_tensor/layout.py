@@ -102,6 +102,7 @@ def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
     while i < len(old) or j < len(new):
         left, right = list(range(i, min(i + 1, len(old)))), list(range(j, min(j + 1, len(new))))
         i, j = i + len(left), j + len(right)
+        # the smaller product takes the next dim, until both are equal
         while (a := math.prod(old[d] for d in left)) != (b := math.prod(new[d] for d in right)):
             if (a < b or j == len(new)) and i < len(old):
                 left.append(i)

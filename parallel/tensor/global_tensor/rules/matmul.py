@@ -64,6 +64,7 @@ def multiply_parts(
     parts = [part(context, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
     folded = tensors[0].folded if type(tensors[0]) is GlobalTensor else None
     if plan.summed:
+        # the bias follows the sum over ranks, which would otherwise add it once per rank
         return plus_bias(add_rows(context, run(*parts), folded), bias)
     if bias is not None:
         if bias.shape[-1] not in (1, plan.shape[-1]):
@@ -105,6 +106,7 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
         for letter, size, index in zip(letters, layout.shape, layout.sets, strict=True):
             if sizes.get(letter, 1) not in (1, size) and size != 1:
                 raise NoRuleError("the sizes do not agree; torch raises its own error.")
+            # a dim of size 1 is broadcast and decides neither size nor index set
             if size != 1 or letter not in sizes:
                 sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
                 cut[letter] = common(cut.get(letter), index)
@@ -129,6 +131,7 @@ def _sum_once(cut: dict[str, Index | None], out: str) -> None:
         raise NoRuleError("the product is sharded along a summed dim and along a dim of the result at the same time.")
     first = cut[letters[0]]
     if len(letters) == 1 and first is not None:
+        # a term on several ranks is added by the first of them only
         cut[letters[0]] = first if first.once else first.owned
     elif not held_once(cut.values()):
         raise NoRuleError("several ranks store one term of the sum.")
@@ -153,6 +156,7 @@ def fused_linear(
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return fused(x, weight, bias, plain, kernels)
 
+    # an activation of partial sums would be wrong, so it follows the sum over ranks
     y = ACTIVATIONS[form.activation](multiply_parts(context, (x, weight), product, run, bias))
     return y if residual is None else y + residual
 
@@ -192,6 +196,7 @@ def addmm(
         raise NoRuleError("no rule writes into out=.")
     left = [tensor for tensor in (first, second, *named.values()) if tensor is not None]
     product = _matmul_letters(left[0].ndim, left[1].ndim)
+    # the form of GPT-2's Conv1D runs as one fused operation
     if alpha == 1 and beta == 1 and product.out == "MN" and input.ndim == 1 and type(input) is not GlobalTensor:
         return multiply_parts(context, left, product, _add_product, input)
     out = multiply_parts(context, left, product, torch.matmul)

@@ -164,6 +164,7 @@ def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dty
     index = x.sets[cut]
     if others or cut not in dims or index is None:
         raise NoRuleError("a sum over a sharded dim needs all other dims full.")
+    # an index on several ranks counts once
     local = x.local if index.once else pick(context, x.local, cut, index, index.owned)
     return add(context, local.sum(tuple(dims), keepdim, dtype=dtype), STATISTICS)
 
