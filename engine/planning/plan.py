@@ -99,6 +99,8 @@ class Plan:
     """Modules of experts with counted rows; empty without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
     """The user's optimizer, if it updates parameters as a whole."""
+    own_schedule: bool | None = None
+    """True: the user passes a schedule of rates; None: unknown, in a plan without a run."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -320,6 +322,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         decision=analysis.decision,
         replacements=request.replacements,
         own_rule=request.own_rule,
+        own_schedule=request.own_schedule,
         experts=find_experts(model) if config.monitor.expert_load else (),
     )
     return _settled(plan)
