@@ -280,8 +280,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no trainable parameter, one whose dtype cannot be trained, sizes that tensor ranks cannot
-            share, or a model that cannot be partitioned into stages.
+        PlanError: no trainable parameter, an untrainable dtype, sizes that do not divide, or no partition into stages.
         ScheduleError: the schedule does not exist or does not fit.
     """
     model, given = request.program.model, request.given
