@@ -255,9 +255,9 @@ def _no_arrival(
         return _lost(silent, len(views))
     unheard = tuple(rank for rank in call.peers if rank not in views)
     if unheard:
-        have, hosts = ("have", "their hosts are") if len(unheard) > 1 else ("has", "its host is")
+        have, down = ("have", "their hosts are") if len(unheard) > 1 else ("has", "its host is")
         told = (
-            f"{name_ranks(unheard)} of {len(call.peers)} {have} never answered the watchdog: {hosts} down, or the "
+            f"{name_ranks(unheard)} of {len(call.peers)} {have} never answered the watchdog: {down} down, or the "
             f"engine was closed there within seconds; {_waiters(overdue)}."
         )
         return Blame(ranks=unheard, kind="host", sentence=told)
