@@ -1,7 +1,8 @@
 """Every sentence that the product raises, read from its source: text, class, file and function.
 
 A message may be a name, a call or a branch; :class:`Scope` follows it to the texts that it can be. A value is a
-placeholder in braces with its name in the code. Errors that the product catches itself are left out.
+placeholder in braces, by a noun from its name in the code; a text that a branch adds is one with a question mark.
+Errors that the product catches itself are left out.
 """
 
 import ast
@@ -20,8 +21,6 @@ PUBLIC = (
 )  # fmt: skip
 REFUSALS = "RefusedError"
 """Reasons of a configuration's rules; :class:`Problems` makes the sentence of the ConfigError from one."""
-MOST_CHARACTERS = 110
-"""Limit of an expression that stands for a value."""
 
 
 class RaisedError(NamedTuple):
@@ -80,7 +79,7 @@ def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]
         owner = ast.unparse(call.func.value)
         if "problems" in owner and not isinstance(call.args[0], ast.Starred):
             keys = scope.texts(call.args[0], depth=0)
-            key = keys[0] if len(keys) == 1 else "{" + _short(call.args[0]) + "}"
+            key = keys[0] if len(keys) == 1 else _placeholder(call.args[0])
             return (
                 "ConfigError",
                 call.args[1],
@@ -110,7 +109,7 @@ class Scope:
             case ast.Call(func=ast.Attribute(value=ast.Constant(value=str() as text), attr="format")):
                 return [text]
         found = self._values(node) if depth else []
-        return [text for value in found for text in self.texts(value, depth - 1)] or ["{" + _short(node) + "}"]
+        return [text for value in found for text in self.texts(value, depth - 1)] or [_placeholder(node)]
 
     def public(self, name: str) -> str:
         """Returns the public class that ``name`` is or derives from in its file; empty if there is none."""
@@ -133,7 +132,7 @@ class Scope:
 
     def _part(self, part: ast.expr) -> str:
         if isinstance(part, ast.FormattedValue):
-            return self._constant(part.value) or "{" + _short(part.value) + "}"
+            return self._constant(part.value) or _placeholder(part.value)
         return str(part.value) if isinstance(part, ast.Constant) else ""
 
     def _constant(self, node: ast.expr) -> str:
@@ -180,17 +179,65 @@ def _parsed(module: str | None) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8") if str(module).startswith("engine.") else "")
 
 
-def _short(node: ast.expr) -> str:
+def _placeholder(node: ast.expr) -> str:
+    noun = re.sub(r"[{}]", "", _noun(node))
+    return "{" + noun + "}"
+
+
+def _noun(node: ast.expr) -> str:
+    """Returns a noun for a value of a message; a text that a branch adds begins with a question mark."""
+    match node:
+        case ast.Constant(value=value):
+            return f"?{value}" if isinstance(value, str) else str(value)
+        case ast.Name(id=name):
+            return _words(name)
+        case ast.Attribute(value=owner, attr=name):
+            return _noun(owner) if name in _PLAIN else _words(name)
+        case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mult()):
+            return f"?{text}"
+        case ast.BinOp(op=ast.Div(), right=right):
+            return _noun(right)
+        case ast.BinOp(left=ast.Constant(), right=operand) | ast.BinOp(left=operand) | ast.Compare(left=operand):
+            return _noun(operand)
+        case ast.IfExp(body=body, orelse=other):
+            return " or ".join(filter(None, dict.fromkeys((_noun(body), _noun(other).removeprefix("?")))))
+        case ast.BoolOp(values=values):
+            return " or ".join(dict.fromkeys(_noun(value).removeprefix("?") for value in values))
+        case ast.GeneratorExp(elt=inner) | ast.ListComp(elt=inner) | ast.NamedExpr(value=inner):
+            return _noun(inner)
+        case ast.Starred(value=inner) | ast.UnaryOp(operand=inner) | ast.Subscript(value=inner):
+            return _noun(inner)
+        case ast.JoinedStr(values=parts):
+            values = [part.value for part in parts if isinstance(part, ast.FormattedValue)]
+            return _noun(values[0]) if values else ""
+        case ast.Call():
+            return _noun_of_call(node)
+    return "value"
+
+
+_PLAIN = ("name", "text", "words", "value", "__name__", "args")
+"""Attributes that a noun leaves out."""
+_METHODS = ("removeprefix", "removesuffix", "replace", "strip", "rstrip", "splitlines", "lower", "format", "get")
+"""Methods whose object is the noun."""
+
+
+def _noun_of_call(node: ast.Call) -> str:
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="join"), args=[inner]):
-            return _short(inner) + ", ..."
-        case ast.Call(func=ast.Name(id="str" | "repr" | "sorted" | "list" | "map"), args=[*_, inner]):
-            return _short(inner)
-        case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mult()):
-            return text.strip()
-        case ast.IfExp(body=ast.Constant(value=str() as text), orelse=ast.Constant(value=str() as other)):
-            return f"{text.strip()} or {other.strip()}" if text and other else (text or other).strip()
-        case ast.GeneratorExp(elt=element) | ast.ListComp(elt=element):
-            return _short(element)
-    text = ast.unparse(node).replace("self.", "").replace(".__name__", "").replace("_", " ").strip()
-    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
+            return f"{_noun(inner).removeprefix('?')}, ..."
+        case ast.Call(func=ast.Name(id="type"), args=[inner]):
+            return f"type of {_noun(inner)}"
+        case ast.Call(func=ast.Name(id="len"), args=[inner]):
+            return f"number of {_noun(inner)}"
+        case ast.Call(func=ast.Name(), args=[*_, inner]):
+            return _noun(inner)
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)):
+            return _noun(owner) if name in _METHODS else _words(name)
+        case ast.Call(func=ast.Name(id=name)):
+            return _words(name)
+    return "value"
+
+
+def _words(name: str) -> str:
+    words = name.strip("_").replace("_", " ").lower()
+    return {"what": "item", "why": "reason", "how": "means"}.get(words, words)

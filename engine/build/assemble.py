@@ -123,6 +123,7 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
         example=example,
         own_optimizer=request.optimizer is not None,
         own_rule=request.whole,
+        own_schedule=request.lr_scheduler is not None,
         replacements=request.changes.replacements,
         given=request.given,
     )

@@ -63,6 +63,8 @@ class PlanRequest:
     """The user passes an optimizer, so the size of its state is unknown."""
     own_rule: MatrixRule | None = None
     """That optimizer, if it updates parameters as a whole."""
+    own_schedule: bool | None = None
+    """The user passes a schedule of rates; None: unknown."""
     costs: Costs | None = None
     """Measured costs of the calls; None: FLOPs are counted instead."""
     replacements: tuple[Replacement, ...] = ()

@@ -99,6 +99,8 @@ class Plan:
     """Modules of experts with counted rows; empty without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
     """The user's optimizer, if it updates parameters as a whole."""
+    own_schedule: bool | None = None
+    """True: the user passes a schedule of rates; None: unknown, in a plan without a run."""
 
     def grid(self, rank: int) -> Grid:
         """Returns the grid from the view of ``rank``."""
@@ -279,8 +281,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no trainable parameter, one of a dtype that cannot be trained, sizes that tensor ranks cannot
-            share, or a model that cannot be partitioned into stages.
+        PlanError: no trainable parameter, an untrainable dtype, sizes that do not divide, or no partition into stages.
         ScheduleError: the schedule does not exist or does not fit.
     """
     model, given = request.program.model, request.given
@@ -321,6 +322,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         decision=analysis.decision,
         replacements=request.replacements,
         own_rule=request.own_rule,
+        own_schedule=request.own_schedule,
         experts=find_experts(model) if config.monitor.expert_load else (),
     )
     return _settled(plan)

@@ -120,6 +120,7 @@ def _subjects(options: Namespace) -> Iterator[StepSubject]:
     asked = read_request(options)
     if asked.config is None:
         raise ConfigError("CONFIG is not given, but it decides the kernels of a step; give its JSON file.")
+    print(f"model      {asked.model.words}")
     planned = build_model(asked.model)
     yield StepSubject(planned, load_config(asked.config, asked.world).for_accelerators(), Request(planned.loss_fn))
 

@@ -32,6 +32,8 @@ class ModelSource:
     """Sizes, if they are known without building the model."""
     context: int | None = None
     """Tokens of a row, if given."""
+    words: str = ""
+    """Name of the model for the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +194,8 @@ def _model(name: str | None, options: Namespace) -> ModelSource:
             vocabulary=sizes["vocabulary"],
             context=sizes["context"],
         )
-        return ModelSource(decoder=shape, shape=shape, context=shape.context)
+        words = _decoder_words(shape, any(given.values()))
+        return ModelSource(decoder=shape, shape=shape, context=shape.context, words=words)
     if odd := [f"--{size}" for size in _SIZES if size != "context" and given[size] is not None]:
         raise ConfigError(
             f"{', '.join(odd)} is for the built-in decoder, but MODEL is {name}; leave {', '.join(odd)} or MODEL out."
@@ -201,10 +204,20 @@ def _model(name: str | None, options: Namespace) -> ModelSource:
     if path.is_dir() or path.suffix == ".json":
         return _from_folder(path, given["context"])
     if re.fullmatch(r"[\w.]+:\w+", name):
-        return ModelSource(function=name, context=given["context"])
+        return ModelSource(function=name, context=given["context"], words=name)
     raise ConfigError(
         f"MODEL {name} is neither a folder, a .json file nor module:function; give one of these, or --layers."
     )
+
+
+def _decoder_words(shape: DecoderShape, sized: bool) -> str:
+    """Names the built-in decoder by its sizes; ``sized``: an option sets one of them."""
+    words = (
+        f"the built-in decoder: {shape.layers} blocks of width {shape.width}, {shape.heads} heads, {shape.context} "
+        f"tokens a row, vocabulary {shape.vocabulary:,}"
+    )
+    other = "no MODEL is given; for yours, give a Hugging Face folder or module:function before CONFIG"
+    return words if sized else f"{words} ({other})"
 
 
 def _from_folder(path: Path, context: int | None) -> ModelSource:
@@ -222,4 +235,4 @@ def _from_folder(path: Path, context: int | None) -> ModelSource:
     shape = decoder_shape_of(text)
     if shape is not None:
         shape = replace(shape, context=context or shape.context)
-    return ModelSource(folder=path, shape=shape, context=context)
+    return ModelSource(folder=path, shape=shape, context=context, words=str(path))

@@ -217,7 +217,8 @@ def _note(way: ShardingStrategy, first: str, verdict: Verdict) -> str:
         return f"plain tensors{gathers}"
     if way.how == "local+":
         return gathers
-    return f"plain tensors: {first or 'the weight belongs to no linear layer'}{gathers}"
+    reason = f"the code does not fit plain shards ({first})" if first else "the weight belongs to no linear layer"
+    return f"global tensors: {reason}{gathers}"
 
 
 _CONFIG = "config."

@@ -278,10 +278,13 @@ def test_sections_that_code_replaces_are_noted_and_the_banner_names_what_runs() 
         "leave them out",
         "scheduler: the one passed in code is used, so the section (WarmupLR) has no effect; leave one of them out",
     ]
-    assert line == "given in code, 1 group, constant lr or given in code"
+    assert line == "given in code, 1 group, schedule given in code"
     groups = {"optimizer": {"groups": [{"params": ["0.*"], "lr": 0.2}]}}
-    assert notes_and_line(groups, optimizer=sgd) == ([], "given in code, 2 groups, constant lr or given in code")
-    assert notes_and_line(sections) == ([], "Lion, 1 group, WarmupLR")
+    assert notes_and_line(groups, optimizer=sgd) == ([], "given in code, 2 groups, constant lr")
+    assert notes_and_line(sections) == ([], "Lion lr 0.0001, 1 group, WarmupLR")
+    default = "AdamW lr 0.001 (the default, since the configuration names no optimizer), 1 group, "
+    assert notes_and_line({}) == ([], default + "constant lr")
+    assert notes_and_line({}, lr_scheduler=lambda update: 1.0) == ([], default + "schedule given in code")
 
 
 def part_of(model: nn.Module) -> torch.optim.Optimizer:
