@@ -64,7 +64,10 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
             print(error, file=sys.stderr)
             damaged.append(step.name)
     if damaged:
-        raise CheckpointError(f"{len(damaged)} of {len(steps)} checkpoints are damaged: {', '.join(damaged)}.")
+        raise CheckpointError(
+            f"{len(damaged)} of {len(steps)} checkpoints are damaged: {', '.join(damaged)}; copy these again, or load "
+            "one of the others."
+        )
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
@@ -154,7 +157,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Describes a checkpoint in lines like those of a run's banner."""
+    """Describes a checkpoint in lines of the form of a run's banner."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(manifest),

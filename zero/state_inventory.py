@@ -40,7 +40,7 @@ class UpdatedTensor(Protocol):
         """Its elements."""
 
     def names(self) -> list[str]:
-        """Return the parameters whose elements it contains."""
+        """Returns the parameters with elements in this tensor."""
 
 
 class KeepsWhole(Protocol):
@@ -68,14 +68,14 @@ class HoldsMoments(Protocol):
 
     @property
     def whole(self) -> Sequence[KeepsWhole]:
-        """Those that keep state of whole parameters."""
+        """Updates with state of full parameters."""
 
 
 class HoldsAverages(Protocol):
     """Moving average of the weights."""
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Return the averages by updated tensor and kind."""
+        """Returns the averages by updated tensor and kind."""
 
 
 class HoldsResiduals(Protocol):
@@ -94,7 +94,7 @@ class HoldsSecondary(Protocol):
         """Secondary shards of gathered parameters on this node."""
 
     def end(self) -> None:
-        """End what a forward has left for its backward."""
+        """Frees the values that a forward has left for its backward."""
 
 
 class Home(Enum):
@@ -108,7 +108,7 @@ class Home(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A tensor that this rank holds between two steps."""
+    """Tensor that this rank holds between two steps."""
 
     kind: str
     """"weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or a name of the
@@ -127,20 +127,20 @@ class StateTensor:
     """Other tensors in its memory, through which the program may write."""
 
     def parameter(self, element: int) -> str:
-        """The parameter that an element belongs to."""
+        """Returns the parameter of an element."""
         return self._slot(element)[0]
 
     def place(self, element: int) -> int:
-        """Index of an element in the part of its parameter that this tensor holds."""
+        """Returns the index of an element in this tensor's part of its parameter."""
         return element - self._slot(element)[1]
 
     def within(self, part: slice) -> "StateTensor":
-        """Return the elements ``part`` of the bucket, all of which it holds."""
+        """Returns the elements ``part`` of the bucket, all of which are in this tensor."""
         start = self.part.start
         return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
 
     def _slot(self, element: int) -> tuple[str, int]:
-        """The parameter of an element, and the first element of it here."""
+        """Returns the parameter of an element, and the parameter's first element here."""
         if self.flat is None:
             return self.name, 0
         at = self.part.start + element
@@ -153,7 +153,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateInventory:
-    """Everything that a rank holds. The state of the optimizer comes and goes, so it is listed anew each time.
+    """State of a rank. The state of the optimizer changes, so it is listed anew each time.
 
     All data ranks list their tensors in the same order.
     """
@@ -176,7 +176,7 @@ class StateInventory:
         return (*self.trained, *self.frozen)
 
     def weights(self) -> Iterator[StateTensor]:
-        """Parameters in the dtype of the computation: of buckets, then those outside of them."""
+        """Yields parameters in the dtype of the computation: parameters of buckets, then the others."""
         for flat in self.buckets:
             optimized = self._optimized(flat) if flat.master is None else ()
             if flat.sharded:
@@ -221,7 +221,8 @@ class StateInventory:
         })  # fmt: skip
 
     def element_state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
-        """State of elements, by updated tensor and kind in ``tensors``: the optimizer's, or that to be loaded."""
+        """Yields states of elements, by updated tensor and kind in ``tensors``: the optimizer's, or states to be
+        loaded."""
         for place in self.optimizer.places:
             flat, shape = place.flat, place.parameter.shape
             for kind, value in tensors.get(place.parameter, {}).items():
@@ -238,7 +239,7 @@ class StateInventory:
                 yield StateTensor(kind=kind, tensor=value, name=name, equal=updates.on_all_data_ranks)
 
     def averages(self) -> Iterator[StateTensor]:
-        """The moving average of what the optimizer updates."""
+        """Yields the moving average of the updated tensors."""
         return self.element_state(self.average.tensors() if self.average is not None else {})
 
     def gradients(self) -> Iterator[StateTensor]:
@@ -254,7 +255,7 @@ class StateInventory:
             yield StateTensor(kind="residual", tensor=residual)
 
     def secondary(self) -> Iterator[StateTensor]:
-        """Secondary shards of gathered parameters on this node."""
+        """Yields secondary shards of gathered parameters on this node."""
         for shard in self.gatherer.secondary if self.gatherer is not None else ():
             yield StateTensor(kind="secondary shard", tensor=shard)
 
@@ -267,7 +268,7 @@ def _is_filled(value: object) -> bool:
 
 
 def _is_whole(flat: FlatBucket) -> bool:
-    """All data ranks update all of it: ZeRO 0, or a single data rank."""
+    """Returns True if all data ranks update all of it: ZeRO 0, or a single data rank."""
     return len(flat.weights) == flat.bucket.elements
 
 

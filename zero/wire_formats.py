@@ -39,12 +39,12 @@ class WireFormats:
     ranks: int = 1
     """Data ranks of a shard group."""
     within: int = 1
-    """Those of them that share a node; ``ranks`` if all do or nobody knows."""
+    """Number of these ranks on one node; ``ranks`` if all are, or if it is unknown."""
     axis: Axis = ""
     """That of a shard group."""
     weights: BlockFormat | None = None
     weight_dtypes: frozenset[str] = _ENCODED
-    """Dtypes of the buckets whose weights are encoded."""
+    """Dtypes of the buckets with encoded weights."""
     gradients: BlockFormat | None = None
     feedback: bool = False
     """Adds the rounding error of encoded gradients to the next ones."""
@@ -56,15 +56,15 @@ class WireFormats:
 
     @property
     def alignment(self) -> int:
-        """Elements at whose multiples slots start."""
+        """Slots start at multiples of this number of elements."""
         return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
 
     def of_weights(self, bucket: Bucket) -> BlockFormat | None:
-        """The format of a bucket that is gathered; None: it is sent as it is."""
+        """Returns the format of a gathered bucket; None: it is sent as it is."""
         return self.weights if bucket.dtype in self.weight_dtypes & _ENCODED and not bucket.exact else None
 
     def of_gradients(self, bucket: Bucket) -> BlockFormat | None:
-        """The format of a bucket that is reduced; None: it is sent as it is."""
+        """Returns the format of a reduced bucket; None: it is sent as it is."""
         return self.gradients if bucket.dtype in _ENCODED and not bucket.exact else None
 
     @property
@@ -77,7 +77,8 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Indices of axis dp that exchange messages with ``index`` in a hop, itself included, in the order of sums."""
+        """Returns indices of axis dp that exchange messages with ``index`` in a hop, with ``index``, in the order of
+        sums."""
         first = index - index % self.ranks
         if len(self.hops) == 1:
             return tuple(range(first, first + self.ranks))
@@ -87,14 +88,15 @@ class WireFormats:
         return tuple(range(first + place, first + self.ranks, self.within))
 
     def gathered_bytes(self, bucket: Bucket, itemsize: int) -> int:
-        """Bytes of all shards of a bucket as they are gathered; ``itemsize``: of an element that is not encoded."""
+        """Returns bytes of all shards of a gathered bucket; ``itemsize``: of an element that is not encoded."""
         wire = self.of_weights(bucket)
         if wire is None:
             return bucket.elements * itemsize
         return self.ranks * wire.message_bytes(bucket.elements // self.ranks)
 
     def reduction(self, bucket: Bucket, itemsize: int) -> Iterator[Traffic]:
-        """Traffic of one reduction of a bucket to its owners; ``itemsize``: of an element that is not encoded."""
+        """Yields the traffic of one reduction of a bucket to its owners; ``itemsize``: of an element that is not
+        encoded."""
         wire = self.of_gradients(bucket)
         if wire is None:
             sent = sent_bytes("reduce_scatter", bucket.elements * itemsize, self.ranks)
@@ -106,7 +108,8 @@ class WireFormats:
             yield Traffic(self.axis, hop.label, 1, sent)
 
     def residual_elements(self, bucket: Bucket) -> int:
-        """fp32 numbers that a rank keeps of a bucket for error feedback: what each hop has encoded."""
+        """Returns the number of fp32 residuals that a rank keeps of a bucket for error feedback: the errors of each
+        hop's codes."""
         if not self.feedback or self.of_gradients(bucket) is None:
             return 0
         return sum(hop.ranks * hop.shards for hop in self.hops) * (bucket.elements // self.ranks)

@@ -37,7 +37,7 @@ logger = logging.getLogger("trine")
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
-    """The user's module; a callable is called under the configured seed.
+    """Returns the user's module; calls a callable under the configured seed.
 
     Raises:
         PlanError: ``source`` is neither a module nor a callable that returns one.
@@ -54,7 +54,7 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the module inside the wrappers of torch that rename every parameter, and a note for each of them.
+    """Returns the module inside the wrappers of torch that rename every parameter, and a note for each of them.
 
     Raises:
         PlanError: the wrapper has changed the parameters themselves.
@@ -80,10 +80,10 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
 ) -> tuple[FlatBucket, ...]:
-    """Reduce the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
+    """Reduces the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
     coord, holder, config = comm.grid.coord(), comm.grid.holder(), plan.config
     parameters = dict(model.named_parameters())
-    sizes = WholeSizeAnswers(model, plan.tensor)
+    sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(holder)}
     cuts = plan.tensor.parameters if plan.tensor else {}
     experts = plan.shared_experts.cuts if plan.shared_experts else {}
@@ -118,7 +118,7 @@ def place_model(
     if _forget_backward(parameters.values()) and comm.grid.rank == 0:
         logger.warning("the gradients that an earlier backward has left on the model are dropped")
     meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
-    drawn = meta if config.checkpoint.init_from is None else set()
+    drawn = meta if config.checkpoint.init_from is None else set()  # a checkpoint replaces drawn values
     materialize(model, drawn, config.seed, device, keep)
     replace_meta(model, {name: empty(name) for name in meta - drawn})
     for name in codes.keys() - meta:
@@ -130,7 +130,7 @@ def place_model(
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
-    for flat in buckets:
+    for flat in buckets:  # after sharding, which changes the parameters' data
         fill(flat, placed=meta)
     refuse_calls(model, plan.config, bool(codes), patches)
     leave_parts(model, config, bool(cuts or experts), patches)
@@ -152,7 +152,7 @@ def _experts_of_rank(full: Tensor, cut: ExpertCut, index: int) -> Tensor:
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Keep the moments of the buckets that the host updates in a folder of this rank; nothing with other devices.
+    """Stores the moments of the buckets that the host updates in a folder of this rank; nothing with other devices.
 
     Collective, so that all ranks refuse if one does.
 
@@ -193,7 +193,7 @@ def _ownership(plan: Plan, coord: Coord) -> Ownership:
 
 
 def _codes(rows: Iterable[ShardRow], holder: Holder) -> dict[str, QuantizedShape]:
-    """The codes and scales that this rank holds in place of weights."""
+    """Returns the codes and scales that this rank stores in place of weights."""
     found = {row.name: row.quantized_shape(row.part(holder)) for row in rows}
     return {name: form for name, form in found.items() if form is not None}
 
@@ -207,7 +207,8 @@ def _frozen_dtype(row: ShardRow, plan: Plan) -> torch.dtype:
 
 
 def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:
-    """Drop what the user's own forwards and backwards have left on parameters; True if there was a gradient.
+    """Drops the gradients and graphs that the user's own forwards and backwards have left on parameters; returns True
+    if there was a gradient.
 
     An output that is still alive holds the node that accumulates a parameter's gradient, which expects the full shape.
     torch makes another node after the data has had another dtype.

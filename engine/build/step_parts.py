@@ -1,4 +1,4 @@
-"""The table of features that take part in steps: what makes each, or None where it is off."""
+"""Table of features that take part in steps: the function that makes each, or None if it is off."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class PartRequest:
 
 
 def make_parts(request: PartRequest) -> StepParts:
-    """The parts that are on, the same on all ranks."""
+    """Returns the enabled parts, the same on all ranks."""
     return StepParts(part for make in MAKERS if (part := make(request)) is not None)
 
 
@@ -112,7 +112,7 @@ def _residuals(request: PartRequest) -> StepPart | None:
 
 
 def _average(request: PartRequest) -> StepPart | None:
-    """The moving average, or that of schedule-free optimizers; the same on all ranks."""
+    """Returns the moving average, or that of schedule-free optimizers; the same on all ranks."""
     plan, optimizer = request.plan, request.optimizer
     given = plan.config.optimizer
     entries = given.entries if given is not None and plan.moments is not None else ()

@@ -36,14 +36,15 @@ class Users:
     """None where parameters are full on every data rank."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """The stages of a rank that use a parameter; empty if the rank has only one stage."""
+        """Returns the stages of a rank that use a parameter; empty if the rank has only one stage."""
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
             return ()
         return tuple(stage for stage in here if row.name in self.partition.stages[stage].parameters)
 
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
-        """The turns (stage, gather group) in which a rank needs a full parameter; empty without sharded parameters."""
+        """Returns the turns (stage, gather group) in which a rank needs a full parameter; empty without sharded
+        parameters."""
         if self.gathers is None:
             return ()
         groups = self.gathers.of_parameter[row.name]
@@ -56,7 +57,7 @@ class Users:
 
     @cached_property
     def _called(self) -> frozenset[Turn]:
-        """Every turn (stage, gather group) whose stage calls a module of the group."""
+        """Every turn (stage, gather group) of a stage that calls a module of the group."""
         if self.gathers is None:
             return frozenset()
         groups = enumerate(self.gathers.modules)
@@ -76,7 +77,7 @@ class Users:
 
 
 class FlatLayouts(Mapping[Holder, FlatLayout]):
-    """The flat layout of every holder, each made when it is first asked for.
+    """Flat layout of every holder, each computed at its first use.
 
     A rank asks for its own, and a cost model for one of each pipeline rank: of thousands of parameters on hundreds of
     positions all together take minutes.
@@ -119,7 +120,7 @@ class FlatLayouts(Mapping[Holder, FlatLayout]):
 def _items(
     rows: Sequence[ShardRow], holder: Holder, precision: Precision, users: Users, grid: Grid, encoded: bool
 ) -> list[Item]:
-    """The items of a rank at ``holder``: trained rows and, if parameters are sharded, frozen rows.
+    """Returns the items of a rank at ``holder``: trained rows and, if parameters are sharded, frozen rows.
 
     ``encoded``: traffic of data ranks is, in blocks.
     """
@@ -151,7 +152,8 @@ def _items(
 
 
 def _has_own_and_shared_rows(row: ShardRow) -> bool:
-    """Some tensor rank holds rows with others and rows alone: blocks would mix them, and copies of a row differ."""
+    """Returns True if some tensor rank has shared rows and rows of its own: blocks would mix them, and copies of a row
+    differ."""
     holders = {tp: {part.holders for part in row.ranges if tp in part.holders} for tp in _holders(row)}
     return any(len(kinds) > 1 for kinds in holders.values())
 

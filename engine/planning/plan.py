@@ -80,7 +80,7 @@ class Plan:
     precision: Precision
     schedule: Schedule
     moments: tuple[GroupState, ...] | None
-    """State of the optimizer by group; None for the user's own optimizer, whose state is unknown."""
+    """State of the optimizer by group; None for the user's own optimizer, because its state is unknown."""
     notes: tuple[str, ...]
     tensor: TensorPlan | None = None
     """Sharding of layers over tp; None without tensor parallelism."""
@@ -96,30 +96,32 @@ class Plan:
     decision: ScheduleDecision | None = None
     """Reasons for the schedule that "auto" chose; None if the configuration names it."""
     replacements: tuple[Replacement, ...] = ()
-    """Modules whose forwards run the engine's operators."""
+    """Modules with operators of the engine in their forwards."""
     experts: tuple[ExpertStack, ...] = ()
     """Modules of experts with counted rows; empty without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
     """The user's optimizer, if it updates parameters as a whole."""
+    own_schedule: bool | None = None
+    """True: the user passes a schedule of rates; None: unknown, in a plan without a run."""
     router_biases: tuple[RouterBias, ...] = ()
     """Buffers of routers that each step moves towards an even load."""
     shared_experts: ExpertPlan | None = None
     """Experts that data ranks share; None: every data rank holds all of them."""
 
     def grid(self, rank: int) -> Grid:
-        """The grid as ``rank`` sees it."""
+        """Returns the grid from the view of ``rank``."""
         return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:
-        """The flat layout of a position."""
+        """Returns the flat layout of a position."""
         return self.layouts[self.grid(0).holder(coord)]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
-        """Indices of the trained buckets of a position that the host updates."""
+        """Returns indices of the trained buckets of a position that the host updates."""
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
-        """The pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
+        """Returns the pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
         if self.partition is None or self.trace is None:
             return 0
         return self.schedule.rank_of_stage[self.partition.stage_of_buffer(self.trace, name)]
@@ -130,7 +132,7 @@ class Plan:
         return self.forwards(self.config.accumulation)
 
     def forwards(self, microbatches: int) -> Schedule:
-        """The schedule of forwards only, for any number of microbatches."""
+        """Returns the schedule of forwards only, for any number of microbatches."""
         return forward_only(self.schedule.stages_of_rank, microbatches)
 
     @cached_property
@@ -139,16 +141,16 @@ class Plan:
         return self.schedule.rank_of_stage[-1]
 
     def is_last(self, parameter: str) -> bool:
-        """The last stage, which computes the loss, owns this parameter."""
+        """Returns True if the last stage, which computes the loss, owns this parameter."""
         return self.partition is None or self.schedule.stages - 1 in self.partition.owners.get(parameter, ())
 
     def stages(self, pp: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, ascending."""
+        """Returns the stages of a pipeline rank, ascending."""
         return self.schedule.stages_of_rank[pp]
 
     @property
     def places(self) -> str:
-        """Partition and stage placement as text; two plans place stages alike if and only if it is equal."""
+        """Partition and stage placement as text; two plans have equal stages if and only if it is equal."""
         return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
@@ -169,7 +171,7 @@ class Plan:
         return tuple(sorted(links))
 
     def rank(self, rank: int) -> RankPlan:
-        """State and traffic of ``rank``; pure arithmetic."""
+        """Returns state and traffic of ``rank``, by arithmetic alone."""
         coord = self.grid(rank).coord()
         holder = self.grid(0).holder(coord)
         held = sum(row.local_elements(row.part(holder)) for row in self.table.held_by(holder))
@@ -197,7 +199,7 @@ class Plan:
         return StateBytes(device, state.host, state.disk)
 
     def _feedback_bytes(self, pp: int) -> int:
-        """Bytes of what the messages of a pipeline rank leave out of gradients."""
+        """Returns bytes of the residuals of gradients in the messages of a pipeline rank."""
         if self.partition is None or self.trace is None:
             return 0
         cut, values, ranks = self.partition.stages, self.trace.values, self.schedule.rank_of_stage
@@ -223,17 +225,17 @@ class Plan:
         return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
     def factors(self, coord: Coord) -> FactorRoutes | None:
-        """The sums of Adafactor at a position; None if it updates nothing there."""
+        """Returns the sums of Adafactor at a position; None if it updates nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
         return factor_routes(self.table.held_by(self.grid(0).holder(coord)), groups, self.config)
 
     def layers(self, coord: Coord) -> LayerRoutes | None:
-        """The norms of LAMB and LARS at a position; None if they update nothing there."""
+        """Returns the norms of LAMB and LARS at a position; None if they update nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.layerwise)
         return layer_routes(self.table.held_by(self.grid(0).holder(coord)), groups, self.config)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
-        """The gathers of sharded parameters at a position; None if parameters are not sharded."""
+        """Returns the gathers of sharded parameters at a position; None if parameters are not sharded."""
         if self.gather_groups is None:
             return None
         zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
@@ -248,7 +250,8 @@ class Plan:
         return GatherPlan(order, self.schedule.passes(coord.pp), pinned, sizes, wire, within)
 
     def _is_fed(self, stage: int) -> bool:
-        """An earlier stage has trained parameters, so this stage computes gradients of its inputs."""
+        """Returns True if an earlier stage has trained parameters, so that this stage computes gradients of its
+        inputs."""
         if self.partition is None:
             return False
         trained = {row.name for row in self.table if row.trainable}
@@ -278,17 +281,16 @@ class Plan:
 
 
 def stages_wanted(config: Config) -> int:
-    """Number of stages to trace for; "auto", which chooses later, starts with one per pipeline rank."""
+    """Returns the number of stages to trace for; "auto", which chooses later, starts with one per pipeline rank."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 
 def build_plan(config: Config, request: PlanRequest) -> Plan:
-    """Plan a run of ``request.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
+    """Plans a run of ``request.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no trainable parameter, one whose dtype cannot be trained, sizes that tensor ranks cannot
-            share, or a model that cannot be partitioned into stages.
+        PlanError: no trainable parameter, an untrainable dtype, sizes that do not divide, or no partition into stages.
         ScheduleError: the schedule does not exist or does not fit.
     """
     model, given = request.program.model, request.given
@@ -333,6 +335,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         decision=analysis.decision,
         replacements=request.replacements,
         own_rule=request.own_rule,
+        own_schedule=request.own_schedule,
         shared_experts=shared,
         experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
         router_biases=find_router_biases(model, config),
@@ -341,7 +344,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
 
 
 def _settled(plan: Plan) -> Plan:
-    """``plan`` with the smallest part of the optimizer state on the host that fits, if the configuration says "auto".
+    """Returns ``plan`` with the smallest part of the optimizer state on the host that fits, if the configuration has
+    "auto".
 
     Raises:
         PlanError: nothing fits, or the state of the optimizer is unknown.
@@ -392,7 +396,7 @@ def _division(
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Refuse, before the first batch, the settings that ``build_plan`` would refuse for any batch."""
+    """Refuses, before the first batch, the settings that ``build_plan`` would refuse for any batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)
@@ -401,14 +405,14 @@ def check_settings(model: nn.Module, config: Config) -> None:
 
 
 def _schedule(config: Config) -> Schedule:
-    """The training schedule; with several pipeline ranks, :func:`analyze` has chosen it for "auto"."""
+    """Returns the training schedule; with several pipeline ranks, :func:`analyze` has chosen it for "auto"."""
     parallel, given = config.parallel, config.parallel.schedule_costs
     cost = None if given is None else Cost.of_parts(given.forward, given.input, given.weight, given.transfer)
     return training_schedule(parallel.schedule, config.pp, config.accumulation, parallel.virtual_stages, cost)
 
 
 def _made(config: Config, kind: str, cost: Cost) -> Schedule:
-    """The schedule of a kind in the order that suits the ``cost`` of a stage, checked."""
+    """Returns the schedule of a kind in the order that suits the ``cost`` of a stage, checked."""
     schedule = make_schedule(kind, config.pp, config.accumulation, config.parallel.virtual_stages, cost)
     check(schedule)
     return schedule

@@ -276,7 +276,7 @@ def _heads(found: _Sizes, tensor: int) -> tuple[int, int]:
 
 
 def _drop_nothing(config: Any) -> None:
-    """Switches dropout off, since its masks inside sharded layers differ from those of one process."""
+    """Switches dropout off, because its masks inside sharded layers differ from the masks of one process."""
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)

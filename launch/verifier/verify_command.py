@@ -59,7 +59,9 @@ def _verify(options: Namespace) -> int:
     if options.config is None:
         raise ConfigError("CONFIG is not given, but a model is verified for a configuration; give its JSON file.")
     if other := [word for word in options.arguments if not is_override(word)]:
-        raise ConfigError(f"{other[0]} is an argument of a script, but MODEL is {options.model}; leave it out.")
+        raise ConfigError(
+            f"{other[0]} is an argument of a script, but MODEL is {options.model}; leave this argument out."
+        )
     asked = _configured(load_raw(options.config, options.arguments), options.world)
     _check_source(options.model)
     from engine.launch.verifier import trials  # imports torch

@@ -223,7 +223,7 @@ class LocalTensors:
         return self._elements(self.inventory.element_state(tensors))
 
     def averages(self) -> Iterator[Held]:
-        """Moving averages of parameters."""
+        """Returns the moving averages of parameters."""
         return self._elements(self.inventory.averages())
 
     def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
@@ -285,7 +285,7 @@ class LocalTensors:
 
 
 def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice, list[StateTensor]]]:
-    """Yield the state of each tensor that the optimizer updates, with its bucket and its elements of it."""
+    """Yields the state of each tensor that the optimizer updates, with its bucket and its elements of the bucket."""
     for _, group in groupby(states, key=lambda state: (id(state.flat), state.part.start)):
         held = list(group)
         if (flat := held[0].flat) is not None:

@@ -131,7 +131,7 @@ class _Walk:
         hint = f" Did you mean {' or '.join(sorted(same))}?" if same else f" As a size, {elsewhere}." * bool(elsewhere)
         self._problems.add(
             path,
-            f"{shown_value(value)} is {kind(value)}; give DeepSpeed's section as an object, or leave it out.{hint}",
+            f"{shown_value(value)} is {kind(value)}; give DeepSpeed's section as an object, or leave {path} out.{hint}",
         )
 
     def _log(self, path: str, value: object) -> None:
@@ -147,7 +147,7 @@ class _Walk:
         if not read.get("enabled"):
             return None
         if "output_path" not in value:
-            self._problems.add(f"{path}.output_path", "missing; give a folder.")
+            self._problems.add(f"{path}.output_path", "missing; give the folder of the log.")
         target, ending = LOGS[path]
         parts = [str(read[key]).rstrip("/") for key in ("output_path", "job_name") if read.get(key)]
         parts += ["steps"] * bool(ending and not read.get("job_name"))

@@ -76,7 +76,7 @@ class RankMemory:
 
 
 def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) -> tuple[float, float, float]:
-    """Bytes that one microbatch keeps in one block, of the logits, and of one block while it is recomputed.
+    """Returns bytes that one microbatch keeps in one block, of the logits, and of one recomputed block.
 
     ``again``: part of the products that selective recomputation repeats, so that it does not keep them.
     """
@@ -89,7 +89,7 @@ def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) ->
 
 
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
-    """Bytes of the fullest rank."""
+    """Returns bytes of the fullest rank."""
     share = layout.dp * layout.cp
     held = (stage.blocks * work.block_parameters + stage.outer_parameters) / layout.tp
     kept, logits, again = working_bytes(work, layout, traits.products_again)
@@ -110,7 +110,7 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
 
 
 BUCKETS = 8.0
-"""Collectives of a step over data ranks whose latency counts (more hide behind each other)."""
+"""Collectives of a step over data ranks with a latency that counts (more of them overlap with each other)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +157,13 @@ class LayoutEstimate:
 
 
 class StepModel:
-    """A workload on GPUs of a kind in nodes of a size: what any layout of it would cost."""
+    """Workload on GPUs of a kind in nodes of a size, with the costs of any layout."""
 
     def __init__(self, work: Workload, gpu: GpuSpec, node: int, traits: EngineTraits | None = None) -> None:
         self._work, self._gpu, self._node, self._traits = work, gpu, node, traits or EngineTraits()
 
     def estimate(self, layout: TrainingLayout) -> LayoutEstimate:
-        """The costs of ``layout``."""
+        """Returns the costs of ``layout``."""
         work, traits = self._work, self._traits
         roofline, links = Roofline(work, layout, self._gpu, traits), Links(layout, self._gpu, self._node)
         block, head, m = roofline.block(), roofline.head(), layout.microbatches

@@ -1,6 +1,6 @@
-"""One way to train: the grid, what is sharded, the schedule, the batch and what is recomputed. Pure data, no torch.
+"""Layout of a training: grid, sharded state, schedule, batch and recomputation. Pure data, no torch.
 
-How blocks are shared among pipeline stages, what a rank holds meanwhile, and how long it waits. Closed forms.
+Distribution of blocks to pipeline stages, the memory of a rank meanwhile, and its idle time. Closed forms.
 
 p ranks, m microbatches, v stages a rank; the bubbles are those of ``engine.parallel.pipeline.schedule.kinds``.
 """
@@ -17,7 +17,7 @@ Reduction = Literal["step", "microbatch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLayout:
-    """A layout of a training step."""
+    """Layout of a training step."""
 
     dp: int = 1
     tp: int = 1
@@ -37,7 +37,7 @@ class TrainingLayout:
     order: Order = "tp-dp-pp"
     """Order of the axes, from neighbours to the farthest ranks."""
     sequence: bool = True
-    """Tensor ranks share what is between their products along the sequence."""
+    """Tensor ranks share activations between their products along the sequence."""
 
     @property
     def world(self) -> int:
@@ -74,11 +74,12 @@ class EngineTraits:
     fp8: bool = False
     """Products of blocks run in fp8."""
     tensor_overlap: float = 0.5
-    """Part of the traffic of tensor ranks that runs beside products; here those of column inputs, half of it."""
+    """Part of the traffic of tensor ranks that overlaps with products; here the traffic of column inputs, half of
+    it."""
     gradient_bytes: int = 4
     """Bytes of an element on the wire and in memory."""
     gathers_hidden: bool = False
-    """Parameters of ZeRO 1 and 2 are gathered beside the next forward."""
+    """True if gathers of ZeRO 1 and 2 overlap with the next forward."""
     regathers: bool = True
     """ZeRO 3 gathers again for the backward, in every microbatch."""
     balanced: bool = True
@@ -107,7 +108,7 @@ class StageShare:
 
 
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
-    """The share of the slowest pipeline rank, for seconds of a block and of the head."""
+    """Returns the share of the slowest pipeline rank, for seconds of a block and of the head."""
     outer = work.outer_parameters
     if pp == 1:
         return StageShare(blocks=work.blocks, heads=1.0, outer_parameters=outer)
@@ -129,7 +130,7 @@ def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool =
 
 
 def idle_over_useful(layout: TrainingLayout) -> float:
-    """Idle time of the pipeline for each second that a rank computes."""
+    """Returns the idle time of the pipeline for each second that a rank computes."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if p == 1:
         return 0.0

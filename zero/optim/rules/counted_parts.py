@@ -21,7 +21,7 @@ LABEL = "statistics"
 
 @dataclass(frozen=True, slots=True)
 class SumRoutes:
-    """Whose sums are made, and over which axes."""
+    """Parameters with sums, and the axes of the sums."""
 
     rows: tuple[ShardRow, ...]
     """The parameters of a pipeline coordinate."""
@@ -37,7 +37,7 @@ class CountedPart:
 
     row: ShardRow
     number: int
-    """Of the row."""
+    """Number of the row."""
     piece: MatrixPiece
     place: OptimizerTensor
     part: slice
@@ -56,7 +56,7 @@ class CountedPart:
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
-        """Squares of its elements, without those that another tensor rank adds."""
+        """Returns squares of its elements, without squares that another tensor rank adds."""
         if self.counted is None:
             return squares_n
         kept = torch.zeros_like(squares_n)
@@ -65,7 +65,7 @@ class CountedPart:
         return kept
 
     def square(self, values_n: Tensor) -> Tensor:
-        """The sum of squares, fp64 0-dim, of those elements that this rank adds."""
+        """Returns the sum of squares, fp64 0-dim, of the elements that this rank adds."""
         found = values_n.new_zeros((), dtype=torch.float64)
         for part in (slice(None),) if self.counted is None else self.counted:
             found += torch.linalg.vector_norm(values_n[part], dtype=torch.float64).square()
@@ -75,7 +75,7 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], rows: Sequence[ShardRow], holder: Holder
 ) -> Iterator[CountedPart]:
-    """Yield the parts of those tensors that are ``due``; ``holder``: the coordinates of this rank."""
+    """Yields the parts of the tensors that are ``due``; ``holder``: the coordinates of this rank."""
     numbers = {row.name: number for number, row in enumerate(rows)}
     for place in places:
         for slot, part in place.slots() if place.parameter in due else ():
