@@ -257,7 +257,6 @@ def _reserve(
     shard, whole = bucket.shard(who.index_of(bucket.spread)), slice(0, bucket.elements)
     owned = shard if who.sharded else whole
     held = shard if who.sharded_gradients and not bucket.partial else whole
-
     sharded = who.sharded_parameters and (bucket.spread.ranks > 1 or who.ranks == 1 or who.hosted_parameters)
 
     def zeros(part: slice, dtype: torch.dtype) -> Tensor:
@@ -284,7 +283,6 @@ def _reserve(
             master = _on_host(owned, wide, who, device, "offload_optimizer")
     elif wide != dtype:
         master = zeros(owned, wide)
-    members = tuple(parameters[slot.name] for slot in bucket.slots)
     return FlatBucket(
         bucket=bucket,
         params=params,
@@ -294,7 +292,7 @@ def _reserve(
         owned=owned,
         shard=shard,
         master=master,
-        parameters=members,
+        parameters=tuple(parameters[slot.name] for slot in bucket.slots),
         views=views,
         sharded=sharded,
         counts=who.counts(bucket.spread),

@@ -12,7 +12,6 @@ from engine.errors import PlanError
 from engine.kernels.codecs.weight_format import QuantizedShape
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
-from engine.parallel.experts.forms import ExpertCut
 from engine.parallel.grid import Coord, Holder
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize, replace_meta
@@ -20,7 +19,7 @@ from engine.parallel.model.placeholders import replace_absent
 from engine.parallel.model.quantized_layers import quantize_part, read_quantized
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.shard_table import ShardRow
-from engine.parallel.tensor.layers.apply_plan import apply_plan, local_shard
+from engine.parallel.tensor.layers.apply_plan import apply_plan
 from engine.parallel.tensor.layers.linear import local_rows
 from engine.parallel.tensor.layers.size_answers import WholeSizeAnswers
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -85,8 +84,6 @@ def place_model(
     parameters = dict(model.named_parameters())
     sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(holder)}
-    cuts = plan.tensor.parameters if plan.tensor else {}
-    experts = plan.shared_experts.cuts if plan.shared_experts else {}
     buckets = reserve(plan.layout(coord), parameters, _ownership(plan, coord), device)
     codes = _codes(rows.values(), holder)
     places = {
@@ -96,12 +93,7 @@ def place_model(
     }
 
     def keep(name: str, full: Tensor) -> Tensor:
-        part = full
-        if name in experts:
-            part = _experts_of_rank(full, experts[name], holder.ep)
-        elif name in cuts and name not in codes:
-            part = local_shard(full, cuts[name], coord.tp)
-        part = _quantized(part, rows[name], plan, holder) if name in codes else part
+        part = _quantized(full, rows[name], plan, holder) if name in codes else _part(full, rows[name], holder)
         if name not in places:
             return part
         flat, slot, view = places[name]
@@ -125,15 +117,16 @@ def place_model(
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     _shard(model, plan, axis, patches, already_cut=meta | codes.keys())
-    for name in experts.keys() - meta - codes.keys():
-        parameters[name].data = _experts_of_rank(parameters[name].data, experts[name], holder.ep)
+    for name in rows.keys() - meta - codes.keys():
+        if rows[name].axis == "ep":
+            parameters[name].data = _part(parameters[name].data, rows[name], holder)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
     for flat in buckets:  # after sharding, which changes the parameters' data
         fill(flat, placed=meta)
     refuse_calls(model, plan.config, bool(codes), patches)
-    leave_parts(model, config, bool(cuts or experts), patches)
+    leave_parts(model, config, any(row.dim is not None for row in rows.values()), patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 
@@ -146,9 +139,9 @@ def _shard(
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
 
 
-def _experts_of_rank(full: Tensor, cut: ExpertCut, index: int) -> Tensor:
-    """Returns the experts of a rank; a parameter of a single expert is whole, or absent."""
-    return full if cut.dim is None else local_rows(full, cut.dim, cut.ranges, index)
+def _part(full: Tensor, row: ShardRow, holder: Holder) -> Tensor:
+    """Returns the elements of a parameter that this rank holds, as a new contiguous tensor if it is sharded."""
+    return full if row.dim is None else local_rows(full, row.dim, row.ranges, row.part(holder))
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from engine.parallel.experts.forms import (
     alike_lists,
     expert_bounds,
     expert_cut,
-    kind_of,
+    module_kind,
     owner_cut,
     stacked_experts,
 )
@@ -105,7 +105,7 @@ def _routed(model: nn.Module) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven
     found = list[RoutedExperts | Unproven]()
     for name, module in model.named_modules():
         if stacked_experts(module):
-            kind = kind_of(module)
+            kind = module_kind(module)
             if kind not in proven:
                 proven[kind] = prove_routed(name, module)
             found.append(proven[kind].named(name))
@@ -118,7 +118,7 @@ def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven
     found, refused = list[ListedExperts](), list[Unproven]()
     for name, child, members in alike_lists(model):
         block = model.get_submodule(name)
-        kind = (kind_of(block), child)
+        kind = (module_kind(block), child)
         if kind not in proven:
             proven[kind] = prove_listed(block, child)
         widths = proven[kind]

@@ -298,23 +298,20 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     precision = make_precision(config, model)
     groups = groups or (GroupOptions(),)  # of a model that is frozen altogether
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
-    shared = find_expert_plan(model, config)
-    request = replace(request, shared_experts=shared)
+    request = replace(request, shared_experts=find_expert_plan(model, config))
     analysis = analyze(config, request, requested.stages if requested else config.pp)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
     quantized = find_quantized(model, config)
-    table = build_table(model, assigned, _division(config, analysis, schedule, quantized, shared))
+    table = build_table(model, assigned, _division(config, analysis, schedule, quantized, request.shared_experts))
     refuse_outside_reads(table)
-    calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
-    closed = shared.blocks if shared is not None else ()
-    gathers = find_gather_groups(model, calls, closed) if shards_parameters(config) else None
+    gathers = _gather_groups(model, analysis, request.shared_experts) if shards_parameters(config) else None
     notes = [
         *setting_notes(request.program, config, precision, wire_formats(config, precision)),
         *schedule.notes,
         *analysis.notes,
-        *(shared.notes if shared else ()),
+        *(request.shared_experts.notes if request.shared_experts else ()),
     ]
     notes += quantized_note(model, quantized, precision)
     users = Users(schedule.stages_of_rank, analysis.partition, analysis.trace, gathers)
@@ -336,11 +333,17 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         replacements=request.replacements,
         own_rule=request.own_rule,
         own_schedule=request.own_schedule,
-        shared_experts=shared,
+        shared_experts=request.shared_experts,
         experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
         router_biases=find_router_biases(model, config),
     )
     return _settled(plan)
+
+
+def _gather_groups(model: nn.Module, analysis: Analysis, shared: ExpertPlan | None) -> GatherGroups:
+    """Returns the groups of modules that gather their parameters together; a block with shared experts is one group."""
+    calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
+    return find_gather_groups(model, calls, shared.blocks if shared is not None else ())
 
 
 def _settled(plan: Plan) -> Plan:

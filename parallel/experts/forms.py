@@ -154,7 +154,7 @@ def count_names(module: nn.Module, experts: int) -> tuple[str, ...]:
     return tuple(name for name, value in vars(module).items() if type(value) is int and value == experts)
 
 
-def kind_of(module: nn.Module) -> tuple[object, ...]:
+def module_kind(module: nn.Module) -> tuple[object, ...]:
     """Returns a key that is equal for modules of equal code, shapes and settings: a proof of one holds for all."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     settings = tuple(
