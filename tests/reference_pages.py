@@ -37,7 +37,6 @@ WITHOUT_DOCSTRING: Mapping[str, str] = MappingProxyType(
         "parallel/activation_checkpointing": "Recomputation of activations.",
         "parallel/comm": "Process groups, collectives, counters.",
         "parallel/comm/flight": "Records of collectives.",
-        "parallel/experts": "Experts shared among data ranks, dispatch of rows to them.",
         "parallel/kernel_injection": "Modules that fused operators replace.",
     }
 )

@@ -45,7 +45,7 @@ from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
-from engine.parallel.grid import Grid, Holder
+from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import quantized_layers
@@ -260,7 +260,7 @@ def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatch
 
 
 def _pipeline(
-    model: nn.Module, plan: Plan, traces: TraceCache, device: torch.device, patches: ForwardPatches, holder: Holder
+    model: nn.Module, plan: Plan, traces: TraceCache, device: torch.device, patches: ForwardPatches, holder: ShardHolder
 ) -> PipelineRuntime:
     """Makes the runtime of this rank's stages; the last of all parts, since it hides the parameters of other ranks."""
     present = {row.name for row in plan.table.held_by(holder)}
@@ -332,7 +332,7 @@ def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config
     return rate
 
 
-def _rounding(plan: Plan, holder: Holder) -> RoundedUpdates:
+def _rounding(plan: Plan, holder: ShardHolder) -> RoundedUpdates:
     rows = {row.name: row for row in plan.table}
     whole = FullShapes({name: number for number, name in enumerate(rows)}, rows, holder)
     return RoundedUpdates(plan.config.seed, whole, plan.precision.widths("bfloat16").moments)

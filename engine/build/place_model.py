@@ -12,7 +12,7 @@ from engine.errors import PlanError
 from engine.kernels.codecs.weight_format import QuantizedShape
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
-from engine.parallel.grid import Coord, Holder
+from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
@@ -80,11 +80,10 @@ def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
 ) -> tuple[FlatBucket, ...]:
     """Reduces the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
-    coord, holder, config = comm.grid.coord(), comm.grid.holder(), plan.config
-    parameters = dict(model.named_parameters())
+    holder, config, parameters = comm.grid.holder(), plan.config, dict(model.named_parameters())
     sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(holder)}
-    buckets = reserve(plan.layout(coord), parameters, _ownership(plan, coord), device)
+    buckets = reserve(plan.layouts[holder], parameters, _ownership(plan, comm.grid), device)
     codes = _codes(rows.values(), holder)
     places = {
         slot.name: (flat, slot, view)
@@ -117,9 +116,8 @@ def place_model(
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     _shard(model, plan, axis, patches, already_cut=meta | codes.keys())
-    for name in rows.keys() - meta - codes.keys():
-        if rows[name].axis == "ep":
-            parameters[name].data = _part(parameters[name].data, rows[name], holder)
+    for name in {row.name for row in rows.values() if row.axis == "ep"} - meta - codes.keys():
+        parameters[name].data = _part(parameters[name].data, rows[name], holder)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
@@ -139,7 +137,7 @@ def _shard(
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
 
 
-def _part(full: Tensor, row: ShardRow, holder: Holder) -> Tensor:
+def _part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
     """Returns the elements of a parameter that this rank holds, as a new contiguous tensor if it is sharded."""
     return full if row.dim is None else local_rows(full, row.dim, row.ranges, row.part(holder))
 
@@ -164,34 +162,34 @@ def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device:
             optimizer.use_disk_moments(folder, MomentBuffers(count, size), device)
 
 
-def _ownership(plan: Plan, coord: Coord) -> Ownership:
-    config, grid = plan.config, plan.grid(0)
+def _ownership(plan: Plan, grid: Grid) -> Ownership:
+    config = plan.config
     offload = config.zero_optimization.offload_optimizer
     mapped = offload.device == "nvme" and offload.map_memory and offload.nvme_path is not None
     return Ownership(
-        grid.index(grid.sharding, grid.rank_at(**coord)),
+        grid.index(grid.sharding),
         config.shards,
         sharded=config.zero_optimization.stage > 0,
         sharded_gradients=reduces_each_microbatch(config),
         sharded_parameters=shards_parameters(config),
         master=plan.precision.master,
-        hosted=plan.hosted(coord),
+        hosted=plan.hosted(grid.coord()),
         delayed=offload.delayed_update,
         hosted_parameters=hosts_parameters(config),
         pinned_parameters=config.zero_optimization.offload_param.pin_memory,
-        grid=grid.at(grid.rank_at(**coord)),
+        grid=grid,
         pinned=offload.pin_memory,
         mapped=MappedMemory(str(offload.nvme_path)).zeros if mapped else None,
     )
 
 
-def _codes(rows: Iterable[ShardRow], holder: Holder) -> dict[str, QuantizedShape]:
+def _codes(rows: Iterable[ShardRow], holder: ShardHolder) -> dict[str, QuantizedShape]:
     """Returns the codes and scales that this rank stores in place of weights."""
     found = {row.name: row.quantized_shape(row.part(holder)) for row in rows}
     return {name: form for name, form in found.items() if form is not None}
 
 
-def _quantized(full: Tensor, row: ShardRow, plan: Plan, holder: Holder) -> Tensor:
+def _quantized(full: Tensor, row: ShardRow, plan: Plan, holder: ShardHolder) -> Tensor:
     return quantize_part(full.to(_frozen_dtype(row, plan)), row, row.part(holder))
 
 

@@ -17,7 +17,7 @@ from engine.kernels.optim.eight_bit_codes import StateFormat
 from engine.kernels.optim.matrix_rule import MatrixRule, MuonRule
 from engine.kernels.optim.preconditioned_rules import ShampooRule, SoapRule
 from engine.parallel.comm.traffic import Traffic
-from engine.parallel.grid import Axis, Coord, Holder
+from engine.parallel.grid import Axis, Coord, ShardHolder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.layout import FlatLayout
 from engine.zero.optim.composite import CompositeOptimizer, PlainComposite
@@ -174,7 +174,7 @@ class MatrixOwners:
     """All rows of the table."""
     rules: Mapping[int, MatrixRule]
     """Rules of the optimizer groups that update matrices as a whole."""
-    layouts: Mapping[Holder, FlatLayout]
+    layouts: Mapping[ShardHolder, FlatLayout]
     ways: int = 2
     """Exchanges of a round on each axis: there and back; 3 if weights travel to owners in addition to gradients."""
 
@@ -201,12 +201,12 @@ class MatrixOwners:
         first, place = index // count * count, index % count
         members = tuple(range(first, first + count))
         # all tensor ranks agree on the owner of a matrix that they share, so one of their layouts decides
-        decides, own = (_held(self.layouts[Holder(coord.pp, tp)], rows, count) for tp in (0, coord.tp))
+        decides, own = (_held(self.layouts[ShardHolder(coord.pp, tp)], rows, count) for tp in (0, coord.tp))
         costs = {name: self._cost(row) for name, row in rows.items()}
         owners = balanced_owners(costs, decides)
         cut = {name: row for name, row in rows.items() if row.dim is not None} if self.config.tp > 1 else {}
         tensor = self._tensor_owners({name: row for name, row in cut.items() if owners[name] == place})
-        order = [slot.name for bucket in self.layouts[Holder(coord.pp)].buckets for slot in bucket.slots]
+        order = [slot.name for bucket in self.layouts[ShardHolder(coord.pp)].buckets for slot in bucket.slots]
         rounds = [
             MatrixRound(
                 data=OwnerRoute(grid.shard_line, members, _of(names, owners), _of(names, own)),

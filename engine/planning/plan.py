@@ -307,13 +307,6 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     table = build_table(model, assigned, _division(config, analysis, schedule, quantized, request.shared_experts))
     refuse_outside_reads(table)
     gathers = _gather_groups(model, analysis, request.shared_experts) if shards_parameters(config) else None
-    notes = [
-        *setting_notes(request.program, config, precision, wire_formats(config, precision)),
-        *schedule.notes,
-        *analysis.notes,
-        *(request.shared_experts.notes if request.shared_experts else ()),
-    ]
-    notes += quantized_note(model, quantized, precision)
     users = Users(schedule.stages_of_rank, analysis.partition, analysis.trace, gathers)
     plan = Plan(
         config=config,
@@ -323,7 +316,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         precision=precision,
         schedule=schedule,
         moments=None if request.own_optimizer else kept_state(config.optimizer, groups),
-        notes=tuple(notes),
+        notes=_notes(config, request, precision, schedule, analysis, quantized),
         tensor=analysis.tensor,
         trace=analysis.trace,
         partition=analysis.partition,
@@ -338,6 +331,20 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         router_biases=find_router_biases(model, config),
     )
     return _settled(plan)
+
+
+def _notes(
+    config: Config, request: PlanRequest, precision: Precision, schedule: Schedule, analysis: Analysis,
+    quantized: Mapping[str, WeightFormat],
+) -> tuple[str, ...]:  # fmt: skip
+    """Returns the notes of a plan, in the order of the banner."""
+    return (
+        *setting_notes(request.program, config, precision, wire_formats(config, precision)),
+        *schedule.notes,
+        *analysis.notes,
+        *(request.shared_experts.notes if request.shared_experts else ()),
+        *quantized_note(request.program.model, quantized, precision),
+    )
 
 
 def _gather_groups(model: nn.Module, analysis: Analysis, shared: ExpertPlan | None) -> GatherGroups:

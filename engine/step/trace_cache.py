@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
-from engine.parallel.grid import Holder
+from engine.parallel.grid import ShardHolder
 from engine.parallel.model.side_effects import AttributeState, State
 from engine.parallel.model.user_code import is_engine_hook
 from engine.parallel.pipeline.partition.partition import Partition, repartition, units_for_split
@@ -70,7 +70,7 @@ class UserHooks(NamedTuple):
 class TraceCache:
     """Traced forwards by input signature and by the state of the model's attributes; the first comes from the plan."""
 
-    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch, holder: Holder) -> None:
+    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch, holder: ShardHolder) -> None:
         self._plan, self._program, self._axis = plan, program, axis
         ranks = plan.schedule.rank_of_stage
         held = [plan.table.held_by(holder._replace(pp=rank)) for rank in ranks]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding, round_to_bf16
-from engine.parallel.grid import Holder
+from engine.parallel.grid import ShardHolder
 from engine.parallel.model.rng_streams import derive_seed
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
@@ -45,7 +45,7 @@ class FullShapes:
     numbers: Mapping[str, int]
     """Parameter -> its number, the same on all ranks."""
     rows: Mapping[str, ShardRow]
-    holder: Holder
+    holder: ShardHolder
     """Coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.pieces import Part, Piece, runs
 from engine.checkpoint.format.safetensors_file import TensorKind, code_of
-from engine.parallel.grid import Coord, Grid, Holder
+from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.model.quantized_layers import quantize_part
 from engine.parallel.shard_table import ShardRow
 from engine.planning.plan import Plan
@@ -56,7 +56,7 @@ def local_region(row: ShardRow, part: int) -> Part:
     return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in row.ranges if part in r.holders))
 
 
-def stored_part(row: ShardRow, holder: Holder) -> Part | None:
+def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
     """Returns the part that a rank stores: the rows that it holds first; None if there are none."""
     first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == row.part(holder))
     if not first or (row.axis == "ep" and holder.tp):
@@ -71,7 +71,7 @@ class SaveOwnership:
     plan: Plan
 
     @cached_property
-    def slots(self) -> Mapping[Holder, Mapping[str, tuple[Bucket, Slot]]]:
+    def slots(self) -> Mapping[ShardHolder, Mapping[str, tuple[Bucket, Slot]]]:
         """Bucket and slot of each parameter, by holder and name."""
         return {
             where: {slot.name: (bucket, slot) for bucket in (*layout.buckets, *layout.frozen) for slot in bucket.slots}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim.update_rules import MatrixPiece
-from engine.parallel.grid import Axis, Holder
+from engine.parallel.grid import Axis, ShardHolder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
@@ -73,7 +73,7 @@ class CountedPart:
 
 
 def counted_parts(
-    places: Sequence[OptimizerTensor], due: Collection[Tensor], rows: Sequence[ShardRow], holder: Holder
+    places: Sequence[OptimizerTensor], due: Collection[Tensor], rows: Sequence[ShardRow], holder: ShardHolder
 ) -> Iterator[CountedPart]:
     """Yields the parts of the tensors that are ``due``; ``holder``: the coordinates of this rank."""
     numbers = {row.name: number for number, row in enumerate(rows)}
@@ -85,7 +85,7 @@ def counted_parts(
             yield CountedPart(row, numbers[slot.name], piece, place, part, _counted(row, piece, holder))
 
 
-def _counted(row: ShardRow, piece: MatrixPiece, holder: Holder) -> tuple[slice, ...] | None:
+def _counted(row: ShardRow, piece: MatrixPiece, holder: ShardHolder) -> tuple[slice, ...] | None:
     if not row.counted(holder._replace(pp=row.owners[0])):
         return ()
     runs, place = [], piece.start
