@@ -12,7 +12,7 @@ from engine.kernels.optim.update_rules import mean_elements
 from engine.optim.built_in import GroupState
 from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
-from engine.parallel.grid import Axis, Coord, Grid, Holder
+from engine.parallel.grid import Axis, Coord, Grid, ShardHolder
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -420,7 +420,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
     return tally
 
 
-def frozen_bytes(row: ShardRow, holder: Holder, precision: Precision) -> int:
+def frozen_bytes(row: ShardRow, holder: ShardHolder, precision: Precision) -> int:
     """Returns bytes of a frozen row that a rank stores outside of buckets."""
     quantized = row.quantized_shape(row.part(holder))
     if quantized is not None:

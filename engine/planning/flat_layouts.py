@@ -13,7 +13,7 @@ import torch
 
 from engine.config import Config
 from engine.optim.built_in import block_of_codes
-from engine.parallel.grid import Grid, Holder
+from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -76,7 +76,7 @@ class Users:
         return frozenset(Turn(stage, group) for call, stage in calls for group in units[call.unit])
 
 
-class FlatLayouts(Mapping[Holder, FlatLayout]):
+class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
     """Flat layout of every holder, each computed at its first use.
 
     A rank asks for its own, and a cost model for one of each pipeline rank: of thousands of parameters on hundreds of
@@ -87,17 +87,17 @@ class FlatLayouts(Mapping[Holder, FlatLayout]):
         self._table, self._config, self._precision, self._users = table, config, precision, users
         self._formats = wire_formats(config, precision)
         self._grid = config.grid(0)
-        self._made: dict[Holder, FlatLayout] = {}
+        self._made: dict[ShardHolder, FlatLayout] = {}
 
-    def __getitem__(self, holder: Holder) -> FlatLayout:
+    def __getitem__(self, holder: ShardHolder) -> FlatLayout:
         if holder not in self._made:
             if not all(0 <= index < size for index, size in zip(holder, self._sizes, strict=True)):
                 raise KeyError(holder)
             self._made.setdefault(holder, self._make(holder))  # threads of one plan share what is made first
         return self._made[holder]
 
-    def __iter__(self) -> Iterator[Holder]:
-        return (Holder(*indices) for indices in product(*map(range, self._sizes)))
+    def __iter__(self) -> Iterator[ShardHolder]:
+        return (ShardHolder(*indices) for indices in product(*map(range, self._sizes)))
 
     def __len__(self) -> int:
         return prod(self._sizes)
@@ -106,7 +106,7 @@ class FlatLayouts(Mapping[Holder, FlatLayout]):
     def _sizes(self) -> tuple[int, int, int]:
         return self._grid.pp, self._grid.tp, self._grid.experts
 
-    def _make(self, holder: Holder) -> FlatLayout:
+    def _make(self, holder: ShardHolder) -> FlatLayout:
         formats, config = self._formats, self._config
         return build_layout(
             _items(self._table.held_by(holder), holder, self._precision, self._users, self._grid, formats.any),
@@ -118,7 +118,7 @@ class FlatLayouts(Mapping[Holder, FlatLayout]):
 
 
 def _items(
-    rows: Sequence[ShardRow], holder: Holder, precision: Precision, users: Users, grid: Grid, encoded: bool
+    rows: Sequence[ShardRow], holder: ShardHolder, precision: Precision, users: Users, grid: Grid, encoded: bool
 ) -> list[Item]:
     """Returns the items of a rank at ``holder``: trained rows and, if parameters are sharded, frozen rows.
 

@@ -19,7 +19,7 @@ from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
 from engine.parallel.experts.router_bias import RouterBias
-from engine.parallel.grid import Coord, Grid, Holder
+from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
 from engine.parallel.pipeline.partition.partition import Partition
@@ -74,7 +74,7 @@ class Plan:
 
     config: Config
     table: ShardTable
-    layouts: Mapping[Holder, FlatLayout]
+    layouts: Mapping[ShardHolder, FlatLayout]
     """The flat layout of every holder."""
     groups: tuple[GroupOptions, ...]
     precision: Precision

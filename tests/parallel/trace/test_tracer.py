@@ -286,14 +286,14 @@ class Leaking(nn.Linear):
         return out
 
 
-class ShardHolder:
+class Holder:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class Returning(nn.Linear):
     def forward(self, x: Tensor) -> Any:
-        return ShardHolder(super().forward(x))
+        return Holder(super().forward(x))
 
 
 def chain(kind: type[nn.Module], step: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, Callable[[], Any]]:
@@ -320,13 +320,11 @@ def test_a_leak_that_opening_cannot_cure() -> None:
 
 def test_an_object_that_hides_tensors() -> None:
     model, program = chain(Returning, lambda block, x: block(x).tensor)
-    with pytest.raises(
-        PlanError, match=r"^unit '0' returns a ShardHolder that holds tensors of the model and is not a py"
-    ):
+    with pytest.raises(PlanError, match=r"^unit '0' returns a Holder that holds tensors of the model and is not a py"):
         trace_model(model, program)
     own = Own(layers=2)
-    with pytest.raises(PlanError, match=r"^the program returns a ShardHolder that holds tensors of the model"):
-        trace_model(own, lambda: (ShardHolder(own(IDS)), own(IDS).sum()))
+    with pytest.raises(PlanError, match=r"^the program returns a Holder that holds tensors of the model"):
+        trace_model(own, lambda: (Holder(own(IDS)), own(IDS).sum()))
 
 
 def test_a_loss_without_parameters() -> None:
