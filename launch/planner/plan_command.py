@@ -328,7 +328,7 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
     """Returns the configuration of ``layout``; keys that it does not decide come from ``base``."""
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 else {}
     if layout.tp > 1:
         more["sequence_parallel"] = layout.sequence
     if layout.pp > 1:

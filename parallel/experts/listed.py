@@ -25,6 +25,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, exchange
 from engine.parallel.experts.forms import ListedExperts, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.model.rng_streams import generators_of
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -116,7 +117,7 @@ class SharedList:
         Raises:
             EngineError: the second pass asks experts for other rows than the first.
         """
-        if self._tensor.dry:
+        if self._tensor.dry or any(map(is_without_content, pytree.tree_leaves((args, kwargs)))):
             with self._passing(Pass.TRACE):
                 return self._own(*args, **kwargs)
         drawn = [(generator, generator.get_state()) for generator in generators_of(_device(args, kwargs))]

@@ -15,6 +15,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round, exchange, swap_rows
 from engine.parallel.experts.forms import RoutedExperts, count_names, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.tensor.collectives import gather_whole, slice_of
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full
@@ -70,7 +71,7 @@ class SharedExperts:
 
     def _routed(self, given: Mapping[str, Any], x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """Returns the module's output for rows of this rank, from the experts of all ranks of the axis "ep"."""
-        if self._tensor.dry:
+        if self._tensor.dry or is_without_content(numbers):
             return self._compute(given, x, numbers.clamp(0, self.count - 1), weights)
         if self._bounds.device != numbers.device:
             self._bounds = self._bounds.to(numbers.device)

@@ -40,6 +40,11 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
+def is_without_content(value: object) -> bool:
+    """Returns True for a tensor of which only the shape is known."""
+    return isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
+
+
 def is_expanded(tensor: Tensor) -> bool:
     """Returns True if several elements share memory, so that in-place writes are impossible."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

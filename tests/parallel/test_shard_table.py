@@ -143,7 +143,5 @@ def test_the_grid_divides_what_it_names_and_nothing_else() -> None:
     embed, scale, norm = (row(table, name) for name in ("embed.weight", "scale", "norm.weight"))
     assert embed.owners == (0, 1) and embed.dim == 0 and embed.ranges == half.ranges and not embed.partial
     assert scale.owners == (1,) and scale.in_glue and scale.dim is None
-    assert (
-        norm.owners == (0,) and norm.partial and not norm.counted(At(0, 1)) and norm.counted(At(0, 0))
-    )
+    assert norm.owners == (0,) and norm.partial and not norm.counted(At(0, 1)) and norm.counted(At(0, 0))
     assert table.held_by(At(1)) == (scale, embed)

@@ -24,6 +24,8 @@ class TrainingLayout:
     pp: int = 1
     cp: int = 1
     """Ranks that share the tokens of a row. The engine has none; published runs do."""
+    ep: int = 1
+    """Data ranks that share the experts of a layer."""
     stage: int = 0
     """Stage of ZeRO."""
     schedule: str = "1f1b"
@@ -58,6 +60,7 @@ class TrainingLayout:
         sizes = (("dp", self.dp), ("tp", self.tp), ("pp", self.pp), ("cp", self.cp))
         reduced = " of every microbatch" * self.keeps_gradient_shards
         grid = " x ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
+        grid += f" (ep{self.ep})" * (self.ep > 1)
         grid += f" in the order {self.order}" * (self.order != "tp-dp-pp")
         virtual = f" of {self.virtual} stages a rank" if self.virtual > 1 else ""
         parts = [grid, f"ZeRO {self.stage}{reduced}"] + [f"{self.schedule}{virtual}"] * (self.pp > 1)

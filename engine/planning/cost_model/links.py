@@ -86,6 +86,12 @@ class Links:
         rate = min(self._inside.rate, self._node * self._out / groups)
         return LinkSpeed(self._gpu.network_latency, rate)
 
+    def experts(self) -> LinkSpeed:
+        """Returns the link of a rank to the ranks that share experts with it, which are neighbours on the data axis."""
+        if self._grid.stride("dp") * self._layout.ep <= self._node:
+            return self._inside
+        return LinkSpeed(self._gpu.network_latency, min(self._inside.rate, self._out))
+
     def hop(self) -> LinkSpeed:
         """Returns the link from a stage to the next one."""
         layout = self._layout

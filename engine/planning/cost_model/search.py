@@ -41,7 +41,15 @@ def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
             continue
         dp = wish.world // (tp * pp)
         if wish.rows % dp == 0:
-            yield from _of_grid(work, TrainingLayout(dp=dp, tp=tp, pp=pp), wish.rows // dp)
+            for ep in _expert_sizes(work, dp):
+                yield from _of_grid(work, TrainingLayout(dp=dp, tp=tp, pp=pp, ep=ep), wish.rows // dp)
+
+
+def _expert_sizes(work: Workload, dp: int) -> list[int]:
+    """Returns the numbers of data ranks that may share the experts of a layer, evenly."""
+    if work.experts is None:
+        return [1]
+    return [size for size in range(1, dp + 1) if dp % size == 0 and work.experts.experts % size == 0]
 
 
 def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[TrainingLayout]:
@@ -110,7 +118,7 @@ def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | No
 
 SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "grid": ("dp", "tp", "pp"),
+        "grid": ("dp", "tp", "pp", "ep"),
         "microbatches": ("micro", "microbatches"),
         "schedule": ("schedule", "virtual"),
         "zero": ("stage", "reduction"),

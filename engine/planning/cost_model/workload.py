@@ -12,6 +12,7 @@ Sizes of a decoder, given or read from a Hugging Face configuration, and the wor
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import comb
 from typing import Any, Literal, NamedTuple
 
 Recomputation = Literal["none", "selective", "full"]
@@ -49,6 +50,26 @@ class CutAmount(NamedTuple):
         return self.cut / tp + self.whole / (tp if sequence else 1)
 
 
+class ExpertWork(NamedTuple):
+    """Experts of an average block."""
+
+    parameters: float
+    """Parameters of all experts of a block."""
+    experts: int
+    """Number of experts."""
+    chosen: int
+    """Number of experts of a token."""
+
+    def other_ranks(self, ranks: int) -> float:
+        """Returns the number of other ranks that a token is sent to if ``ranks`` share the experts, on average.
+
+        Each set of experts is equally likely: (ranks - 1) (1 - C(E - E/ranks, k) / C(E, k)) for E experts of which k
+        are chosen.
+        """
+        away = comb(self.experts - self.experts // ranks, self.chosen) / comb(self.experts, self.chosen)
+        return (ranks - 1) * (1 - away)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Model of equal blocks between an embedding and a head."""
@@ -76,6 +97,8 @@ class Workload:
     """Parameters of one block, all of them cut by tensor ranks (norms are neglected)."""
     outer_parameters: float
     """Parameters of embedding and head; tied ones count once."""
+    experts: ExpertWork | None = None
+    """Experts, which are among the parameters of a block; None: there are none."""
 
     @property
     def parameters(self) -> float:

@@ -67,6 +67,7 @@ def planned_layout(plan: Plan) -> TrainingLayout:
         dp=config.dp,
         tp=config.tp,
         pp=config.pp,
+        ep=config.parallel.expert,
         order=config.parallel.order,
         stage=config.zero_optimization.stage,
         reduction=config.zero_optimization.reduce,

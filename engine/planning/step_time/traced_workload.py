@@ -14,13 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from engine.errors import EngineError, PlanError, first_line
+from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.cost_model import flops_of_calls
-from engine.planning.cost_model.workload import CutAmount, Product, Workload
+from engine.planning.cost_model.workload import CutAmount, ExpertWork, Product, Workload
 from engine.planning.example_trace import run_dtypes, trace_example
 from engine.planning.tensor_plan_search import CalledModules, calls_of_modules
 from engine.program.batch import Batch
+from engine.program.expert_load import find_experts
 from engine.program.program import Program
 
 MANY_HEADS = 1 << 20
@@ -123,7 +124,25 @@ def traced_workload(program: Program, row: Batch) -> Workload:
         vocabulary=0,
         block_parameters=inside / blocks,
         outer_parameters=parameters - inside,
+        experts=_experts(model, blocks),
     )
+
+
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "num_selected_experts")
+"""Names of the number of experts of a token in configurations of models."""
+
+
+def _experts(model: nn.Module, blocks: int) -> ExpertWork | None:
+    """Returns the experts of an average block; None if the model has none."""
+    try:
+        found = find_experts(model)
+    except ConfigError:
+        return None
+    owned = sum(parameter.numel() for each in found for parameter in model.get_submodule(each.name).parameters())
+    config = getattr(model, "config", None)
+    given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
+    experts = max(each.experts for each in found)
+    return ExpertWork(owned / blocks, experts, min(given, experts))
 
 
 def _counted(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:
