@@ -31,9 +31,10 @@ _MOST_POLL_SECONDS = 0.25
 _TELL_SECONDS = 1.0
 """Seconds between two messages of a host without news."""
 _STACK_SECONDS = 0.5
+_LAUNCHER_SECONDS = 4.0
+"""Seconds for torchrun to end the other ranks after a rank has ended; then the monitor kills them."""
 _LEAVE_SECONDS = 15.0
-"""Seconds for the other ranks to end after a rank has ended, by themselves or by the launcher; then the monitor kills
-them. It exceeds the seconds in which a rank finds the cause and destroys its process groups."""
+"""The same without torchrun, where ranks end by themselves: longer than they need to find the cause and to close."""
 _CAUSE_SECONDS = 1.5
 """Seconds for which a message that blames another rank waits for the message of that rank."""
 REPORT, EVENTS, TRACE = "watchdog_report.json", "watchdog_events.txt", "watchdog_trace.json"
@@ -67,6 +68,8 @@ class Orders:
     report: str
     """Folder of the report; empty: no report is written."""
     hub: HubPlace
+    launched: bool = False
+    """torchrun has started the ranks, and ends them."""
 
 
 @dataclass(slots=True)
@@ -233,7 +236,8 @@ class Monitor:
             for line, message in self.hub.poll(0.05):
                 self._hear_host(line.host, message)
         self._write(verdict)
-        self.ends_at = time.monotonic() + (_LEAVE_SECONDS if verdict.kind == "ended" else 0.0)
+        patience = _LAUNCHER_SECONDS if self.orders.launched else _LEAVE_SECONDS
+        self.ends_at = time.monotonic() + (patience if verdict.kind == "ended" else 0.0)
 
     def _write(self, verdict: Blame) -> None:
         if not self.orders.report:
