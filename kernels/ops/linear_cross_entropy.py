@@ -6,6 +6,8 @@ Only one chunk's logits are in memory at a time, as in Liger and in Apple's CCE 
 
 A chunk is large enough that its logits take about the bytes of all hidden states, C W ~ N H, and at least a quarter of
 the bytes of dW, C ~ H / 2: each chunk reads and writes all of dW, and its products must take long enough to hide that.
+Shapes alone decide it: dW is summed over the chunks, so that a size chosen by measured seconds would give other bits in
+each run, and a resumed run would not equal the run that was ended.
 
 Gradients are computed in one of two ways:
     with the loss   for all columns on one rank and a loss summed over the tokens: the forward finds dx and dW for a
