@@ -56,7 +56,7 @@ class KeepsWhole(Protocol):
 
 
 class HoldsMoments(Protocol):
-    """Optimizer of a rank."""
+    """Interface of an optimizer with moments that the inventory lists."""
 
     @property
     def places(self) -> Sequence[UpdatedTensor]:

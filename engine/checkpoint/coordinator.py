@@ -113,7 +113,7 @@ class StopSignal:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Stops recording signals: restores the previous handler, or makes the handler above skip this one."""
+        """Stops recording signals: restores the previous handler, or makes a later handler call that one."""
         if not self._active:
             return
         self._active = False

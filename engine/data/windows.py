@@ -316,7 +316,7 @@ class IndexedTokens(_TokenFile):
         if version != 1 or kind not in _TYPES:
             what = "floating-point numbers" if kind in _FLOATS else f"version {version}, type {kind}"
             raise EngineError(
-                f"{index} has {what}; tokens are integers of version 1. Write the corpus again with such tokens."
+                f"{index} has {what}, but token files have version 1 and integers. Write the corpus again."
             )
         least = _HEADER_BYTES + 12 * sequences + 8 * borders
         if raw.size not in (least, least + sequences):

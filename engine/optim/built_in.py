@@ -54,7 +54,7 @@ class GroupState:
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of the same state in a checkpoint, which stores codes as numbers."""
+        """Returns the bytes of this state in a checkpoint, which stores 8-bit codes as decoded numbers."""
         return (self.values + self.codes) * elements * itemsize
 
 

@@ -68,7 +68,7 @@ class StepPart:
 
     @property
     def hides(self) -> bool:
-        """Weights and state are where the parts after this one cannot read them."""
+        """True if weights or state are not on the device, so that later parts cannot read them."""
         return False
 
     def begin_step(self) -> None:

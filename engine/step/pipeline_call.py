@@ -380,7 +380,7 @@ class PipelineCall:
     # ------------------------------------------------------------------ what the executor calls
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the plan and the values of a stage."""
+        """Returns the partition's plan of a stage and the traced values of a microbatch."""
         traced = self._traced[microbatch]
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 

@@ -105,7 +105,7 @@ class StatesOnHost(StepPart):
 
     @property
     def hides(self) -> bool:
-        """True if some state is in host memory."""
+        """True if weights or state are in host memory, and so missing on the device."""
         return bool(self.states.kinds)
 
     def changing(self) -> AbstractContextManager[None]:

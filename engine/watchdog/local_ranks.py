@@ -136,6 +136,11 @@ class LocalRanks:
         """Descriptors of running processes: readable at the moment in which one ends."""
         return [local.process for local in self.ranks.values() if local.process is not None and local.state]
 
+    @property
+    def running(self) -> list[int]:
+        """Ranks whose processes run, in order."""
+        return sorted(rank for rank, local in self.ranks.items() if local.state)
+
     def views(self, detailed: bool) -> list[RankView]:
         """Returns the current views of all ranks of this host; ``refresh`` decides which of them run."""
         found = []

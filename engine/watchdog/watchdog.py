@@ -146,6 +146,7 @@ class Watchdog:
             slow_steps=self._config.straggler_steps,
             report=self._report,
             hub=hub,
+            launched="TORCHELASTIC_RUN_ID" in os.environ,
         )
         done = subprocess.run(
             [sys.executable, *MONITOR_COMMAND],

@@ -108,7 +108,10 @@ def gradient_kernel(
 
 
 class Asked(NamedTuple):
-    """Terms to compute in addition to the softmax; ``even`` requests ``weighted`` with weight 1 everywhere."""
+    """Terms of the loss that the kernel computes beside the sum of exponentials: the target's logit, a weighted sum.
+
+    ``even``: all logits have weight 1 in the weighted sum, as label smoothing needs.
+    """
 
     target: Tensor | None
     weight: Tensor | None

@@ -153,8 +153,10 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bo
 
 
 def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """Computes ``total += a b``, or ``total = a b`` if ``fresh``; sums of narrow operands have the dtype of
-    ``total``."""
+    """Computes ``total += a @ b``, or ``total = a @ b`` if ``fresh``, by a GEMM of the vendor's library.
+
+    Products of bf16 and fp16 operands are accumulated in the dtype of ``total``.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if fresh else 1)
     elif not multiplies_wide(a.device):

@@ -356,7 +356,7 @@ class AdafactorRule:
 
 
 def mean_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns the names and shapes of the means of a parameter."""
+    """Returns the names and shapes of Adafactor's running means of squared gradients for a parameter."""
     if len(shape) < 2:
         return {SQUARES: shape}
     return {ROWS: (*shape[:-1], 1), COLUMNS: (*shape[:-2], 1, shape[-1])}

@@ -11,6 +11,7 @@ from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
+from tests.faults.ends_of_ranks import ENDS_OF_RANKS
 from tests.faults.expert_load import EXPERT_LOAD
 from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
@@ -70,7 +71,7 @@ AREAS = {
     "step and precision": STEP_AND_PRECISION,
     "plain torch": PLAIN_TORCH,
     "checkpoint": CHECKPOINT,
-    "reliability": (*RELIABILITY, *JOB_ENDS),
+    "reliability": (*RELIABILITY, *JOB_ENDS, *ENDS_OF_RANKS),
     "host memory": HOST_MEMORY,
     "hosts": (*HOSTS, *LOOPS_OF_HOSTS, *KEYS_AND_VERSIONS),
     "kernels and planning": KERNELS_AND_PLANNING,

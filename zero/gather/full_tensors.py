@@ -65,7 +65,7 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedShards:
-    """One kind of tensor of the trained parameters."""
+    """Shards of one kind of tensor (weights, gradients or a moment) of all trained parameters, by name."""
 
     call: str
     """The public method, for errors."""

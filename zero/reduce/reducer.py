@@ -310,7 +310,7 @@ class SharedReduction:
         self._hooks = GradientHooks(trained, self.take, setup.start, self._products, warns=told)
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Takes the gradient of a parameter inside a backward."""
+        """Adds a gradient of the running backward to the sum of its parameter, which is reduced later."""
         self._seen.add(name)
         if self._watched is not None:
             self._watched.append(grad.isfinite().all())

@@ -121,7 +121,7 @@ def _chunks(stored: Mapping[Any, Any], folder: Path, what: str) -> dict[str, lis
             raise CheckpointError(f"{what} is damaged: it stores a chunk without a name; {COPY_AGAIN}")
         if info.get("transform_descriptors"):
             raise CheckpointError(
-                f"{folder} has compressed chunks, which are not read; save the checkpoint without extensions."
+                f"{folder} has compressed chunks, which are not read; save it without _extensions of the writer."
             )
         name, file = index.get("fqn"), info.get("relative_path")
         if not isinstance(name, str) or not isinstance(file, str) or not _FILE.fullmatch(file):

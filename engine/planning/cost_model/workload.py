@@ -111,7 +111,7 @@ class Workload:
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
 
     def keeps(self, recomputation: Recomputation) -> CutAmount:
-        """Returns bytes for each token and block."""
+        """Returns the bytes of activations that a token leaves in a block for the backward."""
         return self.kept[("none", "selective", "full").index(recomputation)]
 
 

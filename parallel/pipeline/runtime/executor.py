@@ -97,11 +97,12 @@ class _Live:
 
 
 class Executor:
-    """Player of the actions of one rank in the given order.
+    """Executor of the pipeline actions of one rank (F, B, I, W) in schedule order, with their messages.
 
-    posted    receives of an action are posted           post -> do
-    live      between F and B (or I)                     leaves, edges of sent values, loss
-    split     between I and W                            weight gradients are deferred
+    state     of a microbatch                            content
+    posted    its receives are posted, F or B is to come buffers of the receives
+    live      between F and B (or I)                     leaves, sent values and their edges in the graph, loss
+    split     between I and W                            deferred weight gradients
     """
 
     def __init__(self, transport: Transport, recorder: FlightRecorder | None = None) -> None:

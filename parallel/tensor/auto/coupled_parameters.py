@@ -77,7 +77,7 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """Returns the rows that each of ``tp`` ranks needs for its slice of ``inputs``, the inputs of ``row``.
+        """Returns the weight rows of earlier layers that each of ``tp`` ranks needs for its inputs of ``row``.
 
         One rank with the slices of k ranks needs the rows of all k, so an earlier result for a multiple of ``tp`` is
         used for ``tp`` as well.

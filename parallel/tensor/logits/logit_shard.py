@@ -131,7 +131,10 @@ class LogitShard:
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """Returns the shard with another ``local``; ``same``: values and order of tokens are unchanged."""
+        """Returns a shard of logits with the tensor ``local``, whose dim ``dim`` is the vocabulary.
+
+        ``same``: values and order of tokens are unchanged, so the softmax is shared.
+        """
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()
         return LogitShard(local, self.vocabulary, dim, softmax, self.product)

@@ -35,7 +35,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
         """Whole matrix -> updates that it has had."""
 
     def rule(self, group: Mapping[str, Any]) -> MatrixRule:
-        """Returns the rule of a group."""
+        """Returns the Shampoo hyperparameters of a parameter group."""
         raise NotImplementedError
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:

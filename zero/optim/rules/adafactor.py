@@ -57,7 +57,7 @@ class FactorRoutes(SumRoutes):
 
     @property
     def elements(self) -> int:
-        """Elements of the first sum: squares of gradients by row and column, and of the weights of each parameter."""
+        """Elements of the first all-reduce of a step: squares of gradients by row and column, and of weights."""
         return sum(mean_elements(row.shape) + 1 for row in self.rows)
 
     def traffic(self) -> tuple[Traffic, ...]:

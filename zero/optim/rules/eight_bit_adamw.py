@@ -36,7 +36,7 @@ class FlatAdamW8bit(FlatOptimizer):
 
     @property
     def kind(self) -> str:
-        """Name in checkpoints, which have Adam's fp32 moments."""
+        """Name of the optimizer in checkpoints: Adam, because they store the moments as fp32."""
         return "Adam"
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
