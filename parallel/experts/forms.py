@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, permutations
+from itertools import accumulate, combinations, permutations
 
 import torch
 from torch import nn
@@ -35,6 +35,8 @@ class RoutedExperts:
     arguments: Arguments
     own: tuple[str, ...]
     """Names of its parameters in the module, each [experts, ..]."""
+    counts: tuple[str, ...] = ()
+    """Attributes that are the number of its experts."""
 
     def named(self, name: str) -> "RoutedExperts":
         """Returns the same for another module of the same kind."""
@@ -89,7 +91,7 @@ def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yields (block, name of the list in it, names of its members) of lists of equal modules with parameters."""
     for name, block in model.named_modules():
         for child, members in block.named_children():
-            if not isinstance(members, nn.ModuleList | nn.ModuleDict) or len(members) < 2:
+            if not isinstance(members, nn.ModuleList | nn.ModuleDict) or len(list(members.children())) < 2:
                 continue
             kinds = {
                 (type(each), tuple((n, p.shape) for n, p in each.named_parameters())) for each in members.children()
@@ -144,9 +146,14 @@ def possible_widths(module: nn.Module) -> Sequence[int]:
     return sorted(set(sizes), key=lambda size: (-sizes.count(size), size))
 
 
-def count_names(module: nn.Module, experts: int) -> tuple[str, ...]:
-    """Returns the attributes of a module that are the number of its experts."""
-    return tuple(name for name, value in vars(module).items() if type(value) is int and value == experts)
+def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
+    """Yields sets of attributes that may count the experts of a module, the largest first; others are equal by chance.
+
+    A module with more than three such attributes has only the largest set.
+    """
+    names = [name for name, value in vars(module).items() if type(value) is int and value == experts]
+    for size in range(len(names), -1 if len(names) <= 3 else len(names) - 1, -1):
+        yield from combinations(names, size)
 
 
 def kind_of(module: nn.Module) -> tuple[object, ...]:

@@ -10,12 +10,14 @@ weights w [T, k]. It must hold:
     empty     no rows give no rows
 
 A block with a list of equal modules is called with experts that note their rows, and must ask for the same rows
-whatever they answer; a member must treat each row by itself.
+whatever they answer; a member must treat each row by itself. All of this holds in evaluation and, for a module whose
+results are not random then, in training.
 """
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,8 +27,8 @@ from torch.utils import _pytree as pytree
 from engine.parallel.experts.forms import (
     Arguments,
     RoutedExperts,
-    count_names,
     possible_arguments,
+    possible_counts,
     possible_widths,
     stacked_experts,
 )
@@ -52,14 +54,16 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     experts = stacked_experts(module)
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
-    twin, reasons = _twin(module, min(experts, _MOST)), list[str]()
-    for arguments in possible_arguments(module):
-        for width in possible_widths(module):
-            reason = _Trial(twin, arguments, width).failure()
-            if reason is None:
-                own = tuple(own for own, _ in module.named_parameters(recurse=False))
-                return RoutedExperts(name, experts, width, arguments, own)
-            reasons.append(reason)
+    reasons = list[str]()
+    for counts in possible_counts(module, experts):
+        twin = _twin(module, min(experts, _MOST), counts)
+        for arguments in possible_arguments(module):
+            for width in possible_widths(module):
+                reason = _Trial(twin, arguments, width, counts).failure()
+                if reason is None:
+                    own = tuple(own for own, _ in module.named_parameters(recurse=False))
+                    return RoutedExperts(name, experts, width, arguments, own, counts)
+                reasons.append(reason)
     told = [reason for reason in reasons if reason != _REFUSED]
     return Unproven(name, told[0] if told else "it is not called with rows, numbers of experts and weights")
 
@@ -70,8 +74,8 @@ _REFUSED = "it does not take these arguments"
 class _Trial:
     """Calls of a twin with random content."""
 
-    def __init__(self, twin: nn.Module, arguments: Arguments, width: int) -> None:
-        self._twin, self._arguments, self._experts = twin, arguments, stacked_experts(twin)
+    def __init__(self, twin: nn.Module, arguments: Arguments, width: int, counts: Sequence[str]) -> None:
+        self._twin, self._arguments, self._experts, self._counts = twin, arguments, stacked_experts(twin), counts
         draw = torch.Generator().manual_seed(0)
         chosen = min(_CHOSEN, self._experts)
         self._rows = torch.randn(_ROWS, width, generator=draw)
@@ -81,10 +85,18 @@ class _Trial:
     @torch.no_grad()
     def failure(self) -> str | None:
         """Returns the rule that does not hold; None if all hold."""
+        return self._failure_in(False) or self._failure_in(True)
+
+    def _failure_in(self, training: bool) -> str | None:
+        self._twin.train(training)
         x, n, w = self._rows, self._numbers, self._weights
         whole = self._call(self._twin, x, n, w)
         if whole is None or whole.shape != x.shape or not whole.isfinite().all():
             return _REFUSED
+        if (whole != 0).any(1).sum() * 2 < len(x):  # no expert is asked: other arguments are the numbers
+            return _REFUSED
+        if training and not _close(self._call(self._twin, x, n, w), whole):
+            return None
         some = torch.arange(0, _ROWS, 2).flip(0)
         if not _close(self._call(self._twin, x[some], n[some], w[some]), whole[some]):
             return "a row's result depends on other rows"
@@ -105,7 +117,7 @@ class _Trial:
         others = [index for index in range(self._experts) if index not in chosen]
         if wanted is None or not _close(self._call(_without(self._twin, others), x, n, w), wanted):
             return "a row's result depends on experts that it does not ask for"
-        alone = _with_only(self._twin, chosen)
+        alone = _with_only(self._twin, chosen, self._counts)
         if not _close(self._call(alone, x, n - chosen[0], w), wanted):
             return "its forward needs the number of all experts"
         empty = self._call(alone, x[:0], n[:0], w[:0])
@@ -125,8 +137,8 @@ def _close(a: Tensor | int | None, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
-def _twin(module: nn.Module, experts: int) -> nn.Module:
-    """Returns a copy of ``module`` in evaluation, with random fp32 parameters of its first ``experts`` experts."""
+def _twin(module: nn.Module, experts: int, counts: Sequence[str]) -> nn.Module:
+    """Returns a copy of ``module`` with random fp32 parameters of its first ``experts`` experts."""
     draw = torch.Generator().manual_seed(1)
     fresh = {
         id(parameter): nn.Parameter(
@@ -134,8 +146,7 @@ def _twin(module: nn.Module, experts: int) -> nn.Module:
         )
         for parameter in module.parameters()
     }
-    counts = count_names(module, stacked_experts(module))
-    twin = copy.deepcopy(module, dict(fresh)).eval()
+    twin = copy.deepcopy(module, dict(fresh))
     for name in counts:
         setattr(twin, name, experts)
     return twin
@@ -149,10 +160,9 @@ def _without(twin: nn.Module, experts: Sequence[int]) -> nn.Module:
     return copy.deepcopy(twin, dict(fresh))
 
 
-def _with_only(twin: nn.Module, chosen: Sequence[int]) -> nn.Module:
+def _with_only(twin: nn.Module, chosen: Sequence[int], counts: Sequence[str]) -> nn.Module:
     """Returns ``twin`` with the experts ``chosen`` alone."""
     fresh = {id(each): nn.Parameter(each.detach()[chosen[0] : chosen[-1] + 1].clone()) for each in twin.parameters()}
-    counts = count_names(twin, stacked_experts(twin))
     alone = copy.deepcopy(twin, dict(fresh))
     for name in counts:
         setattr(alone, name, len(chosen))
@@ -168,6 +178,8 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
     required = _required(block)
     if required is None or any(isinstance(each, nn.Embedding) for each in block.modules()):
         return "its block is not called with one tensor"
+    if any(True for each in members for _ in each.buffers()):
+        return "its members have buffers, which are not shared among ranks"
     draw = torch.Generator().manual_seed(1)
     shared, notes = _random(members[0], {}, draw), _Notes()
     stand_ins = [_Scaled(shared, number, notes) for number in range(len(members))]
@@ -221,9 +233,17 @@ class _ListTrial:
     @torch.no_grad()
     def failure(self) -> str | None:
         """Returns the rule that does not hold; None if all hold."""
+        return self._failure_in(False) or self._failure_in(True)
+
+    def _failure_in(self, training: bool) -> str | None:
+        self._twin.train(training)
         whole, asked = self._run()
         if whole is None or not asked or not all(torch.isfinite(leaf).all() for leaf in whole):
             return _REFUSED
+        if training:
+            same, _ = self._run()
+            if same is None or not all(_close(a, b) for a, b in zip(same, whole, strict=True)):
+                return None
         _, first = self._run(zeros=True)
         same = [number for number, _ in first] == [number for number, _ in asked]
         if not same or not all(torch.equal(a, b) for (_, a), (_, b) in zip(first, asked, strict=True)):
@@ -231,7 +251,9 @@ class _ListTrial:
         for _, rows in asked[:2]:
             if rows.dim() < 2 or not self._by_rows(rows.reshape(-1, rows.shape[-1])):
                 return "a row's result depends on other rows"
-        again, _ = self._run(answers=[self._shared(rows) * (1 + number / 8) for number, rows in asked])
+        answers = [self._shared(rows) * (1 + number / 8) for number, rows in asked]
+        with _without_values(self._shared):
+            again, _ = self._run(answers=answers)
         if again is None or not all(_close(a, b) for a, b in zip(again, whole, strict=True)):
             return "its block does more with its experts than to call them"
         return None
@@ -256,6 +278,19 @@ class _ListTrial:
             return None, []
         leaves = pytree.tree_leaves(out)
         return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()], notes.asked
+
+
+@contextmanager
+def _without_values(module: nn.Module) -> Iterator[None]:
+    """Context in which the parameters of ``module`` are NaN."""
+    kept = [(parameter, parameter.data) for parameter in module.parameters()]
+    for parameter, values in kept:
+        parameter.data = torch.full_like(values, torch.nan)
+    try:
+        yield
+    finally:
+        for parameter, values in kept:
+            parameter.data = values
 
 
 def _required(module: nn.Module) -> str | None:

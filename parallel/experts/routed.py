@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round, exchange, swap_rows
-from engine.parallel.experts.forms import RoutedExperts, count_names, expert_bounds
+from engine.parallel.experts.forms import RoutedExperts, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.collectives import gather_whole, slice_of
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
@@ -49,7 +49,6 @@ class SharedExperts:
         index, bounds = comm.grid.index(AXIS), expert_bounds(found.experts, comm.grid.size(AXIS))
         self.count = bounds[index + 1] - bounds[index]
         """Number of experts on this rank."""
-        self._counts = count_names(module, found.experts)
         self._bounds = torch.tensor(bounds)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -112,12 +111,12 @@ class SharedExperts:
     @contextmanager
     def _counting(self) -> Any:
         """Context in which the attributes of the module that are the number of its experts are those of this rank."""
-        for name in self._counts:
+        for name in self._found.counts:
             object.__setattr__(self._module, name, self.count)
         try:
             yield
         finally:
-            for name in self._counts:
+            for name in self._found.counts:
                 object.__setattr__(self._module, name, self._found.experts)
 
     def _tensors(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -56,6 +56,8 @@ class Member(nn.Module):
 class Listed(nn.Module):
     """Block with a gate and a list of experts, which its own loop calls; an expert without rows is skipped."""
 
+    seen: Tensor
+
     def __init__(self, experts: int, chosen: int = 2) -> None:
         super().__init__()
         self.chosen, self.calls = chosen, 0

@@ -88,7 +88,7 @@ def test_rows_and_their_gradients_travel_as_often_as_they_are_sent() -> None:
         rows = (10.0 * rank + torch.arange(sum(gives[rank]))).repeat(4, 1).T.contiguous().requires_grad_()
         tie = torch.zeros((), requires_grad=True)
         (got,) = exchange((rows,), gives[rank], gets[rank], comm, DISPATCH, (tie,))
-        (got * (rank + 1)).sum().backward()
+        (got * (rank + 1)).sum().backward()  # type: ignore[no-untyped-call]
         assert rows.grad is not None and tie.grad is not None and not tie.grad
         (row,) = comm.tally.rows()
         assert (row.axis, row.label, row.calls) == (AXIS, DISPATCH, 2)
@@ -106,7 +106,7 @@ def test_several_tensors_travel_in_one_node_and_a_missing_gradient_is_zeros() ->
         x, w = torch.ones(2, 3, requires_grad=True), torch.ones(2, 1, requires_grad=True)
         rows, weight = exchange((x, w), (1, 1), (1, 1), comm, DISPATCH, ())
         assert rows.grad_fn is weight.grad_fn
-        (weight if comm.grid.rank else rows).sum().backward()  # the other tensor has no gradient here
+        (weight if comm.grid.rank else rows).sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None and w.grad is not None
         return [*x.grad[:, 0].tolist(), *w.grad[:, 0].tolist()]
 
@@ -120,7 +120,7 @@ def test_a_rank_without_rows_that_depends_on_nothing_joins_the_backward_by_its_t
         (rows,) = exchange((x,), gives, gets, comm, DISPATCH, ())
         made = 3 * rows if len(rows) else torch.zeros(0, 2)
         (back,) = exchange((made,), gets, gives, comm, COMBINE, (rows,) if tied and not len(rows) else ())
-        (back.sum() + x.sum()).backward()
+        (back.sum() + x.sum()).backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
         return float(x.grad.sum())
 

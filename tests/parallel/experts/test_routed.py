@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.experts import routed
-from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch
+from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round
 from engine.parallel.experts.forms import Arguments, RoutedExperts, expert_bounds
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.model.forward_patch import ForwardPatches
@@ -64,7 +64,9 @@ def shared(comm: Comm, experts: int) -> Stacked:
     assert isinstance(module, Stacked)
     for each in (module.up, module.down):
         each.data = each.data[bounds[index] : bounds[index + 1]].clone()
-    found = RoutedExperts("moe", experts, WIDTH, Arguments("hidden", "index", "weights"), ("up", "down"))
+    found = RoutedExperts(
+        "moe", experts, WIDTH, Arguments("hidden", "index", "weights"), ("up", "down"), ("num_experts",)
+    )
     share_experts(model, [found], comm, TensorAxis(comm), ForwardPatches())
     return module
 
@@ -74,8 +76,8 @@ def on_ranks(experts: int, parts: Sequence[Given]) -> list[Made]:
         module = shared(comm, experts)
         results = run(module, parts[comm.grid.rank])
         assert module.num_experts == experts, "the attribute is of this rank only while its forward runs"
-        grads = (torch.zeros_like(each) if each.grad is None else each.grad for each in (module.up, module.down))
-        return Made(*results, *grads, comm.tally.rows())
+        up, down = (torch.zeros_like(each) if each.grad is None else each.grad for each in (module.up, module.down))
+        return Made(*results, up, down, comm.tally.rows())
 
     return on_expert_ranks(len(parts), body)
 
@@ -108,7 +110,7 @@ def test_a_bound_of_the_rows_of_a_round_changes_no_result(
 
     class Watched(Dispatch):
         @property
-        def rounds(self) -> list[routed.Round]:
+        def rounds(self) -> list[Round]:
             most.extend(max(each.gets) for each in super().rounds)
             return super().rounds
 
