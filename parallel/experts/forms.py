@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, permutations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
@@ -22,6 +22,18 @@ class Arguments:
     """Numbers of the experts of each row [T, k], integers."""
     weights: str
     """Weight of each expert of each row [T, k]."""
+    order: tuple[int, int, int] = (0, 1, 2)
+    """Positions of rows, numbers and weights in a call."""
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Names of the arguments."""
+        return self.rows, self.numbers, self.weights
+
+    def ordered(self, rows: Tensor, numbers: Tensor, weights: Tensor) -> Sequence[Tensor]:
+        """Returns positional arguments: code that a forward hands them to may give them other names."""
+        given = dict(zip(self.order, (rows, numbers, weights), strict=True))
+        return [given[position] for position in range(3)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,9 @@ def possible_arguments(module: nn.Module) -> Iterator[Arguments]:
     names = [each.name for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     required = [each.name for each in given if each.default is each.empty and each.kind not in (4, 2)]
     if len(names) >= 3 and set(required) <= set(names[:3]):
-        for rows, numbers, weights in permutations(names[:3]):
-            yield Arguments(rows, numbers, weights)
+        for order in permutations(range(3)):
+            rows, numbers, weights = (names[position] for position in order)
+            yield Arguments(rows, numbers, weights, (order[0], order[1], order[2]))
 
 
 def possible_widths(module: nn.Module) -> Sequence[int]:

@@ -108,9 +108,8 @@ class _Trial:
 
     def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor) -> Tensor | None:
         """Returns the result, or None if the module raises or returns anything but a tensor."""
-        names = self._arguments
         try:
-            result: object = module(**{names.rows: x, names.numbers: n, names.weights: w})
+            result: object = module(*self._arguments.ordered(x, n, w))
         except Exception:  # any: it is code of the user with arguments that it may not be made for
             return None
         return result if isinstance(result, Tensor) else None
