@@ -1,51 +1,27 @@
 """Modules that own experts, found by their parameters, and the ranks that hold each expert."""
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, permutations
+from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from engine.parallel.experts.calls import Call
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
-    """Names of the arguments of a module of routed experts."""
-
-    rows: str
-    """Rows of the stream [T, H]."""
-    numbers: str
-    """Numbers of the experts of each row [T, k], integers."""
-    weights: str
-    """Weight of each expert of each row [T, k]."""
-    order: tuple[int, int, int] = (0, 1, 2)
-    """Positions of rows, numbers and weights in a call."""
-
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """Names of the arguments."""
-        return self.rows, self.numbers, self.weights
-
-    def ordered(self, rows: Tensor, numbers: Tensor, weights: Tensor) -> Sequence[Tensor]:
-        """Returns positional arguments: code that a forward hands them to may give them other names."""
-        given = dict(zip(self.order, (rows, numbers, weights), strict=True))
-        return [given[position] for position in range(3)]
-
-
-@dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Module that owns all experts of a layer and is called with rows, numbers of experts and weights."""
+    """Module that owns all experts of a layer and is called with the rows of each."""
 
     name: str
     """Name of the module."""
     experts: int
     width: int
     """Width H of its rows."""
-    arguments: Arguments
+    call: Call
     own: tuple[str, ...]
     """Names of its parameters in the module, each [experts, ..]."""
 
@@ -82,20 +58,6 @@ def stacked_experts(module: nn.Module) -> int:
     sizes = {parameter.shape[0] for parameter in own if parameter.dim() >= 2}
     stacked = all(parameter.dim() >= 2 for parameter in own) and any(parameter.dim() == 3 for parameter in own)
     return sizes.pop() if stacked and len(sizes) == 1 and min(sizes) > 1 else 0
-
-
-def possible_arguments(module: nn.Module) -> Iterator[Arguments]:
-    """Yields the assignments of a forward's first three arguments to rows, numbers and weights, the usual one first."""
-    try:
-        given = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return
-    names = [each.name for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    required = [each.name for each in given if each.default is each.empty and each.kind not in (4, 2)]
-    if len(names) >= 3 and set(required) <= set(names[:3]):
-        for order in permutations(range(3)):
-            rows, numbers, weights = (names[position] for position in order)
-            yield Arguments(rows, numbers, weights, (order[0], order[1], order[2]))
 
 
 def possible_widths(module: nn.Module) -> Sequence[int]:
