@@ -1,38 +1,26 @@
 """Modules that own experts, found by their parameters, and the ranks that hold each expert."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, permutations
+from itertools import accumulate, combinations
 
 import torch
 from torch import nn
 
+from engine.parallel.experts.calls import Call
 from engine.parallel.shard_table import Range
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
-    """Names of the arguments of a module of routed experts."""
-
-    rows: str
-    """Rows of the stream [T, H]."""
-    numbers: str
-    """Numbers of the experts of each row [T, k], integers."""
-    weights: str
-    """Weight of each expert of each row [T, k]."""
-
-
-@dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Module that owns all experts of a layer and is called with rows, numbers of experts and weights."""
+    """Module that owns all experts of a layer and is called with the rows of each."""
 
     name: str
     """Name of the module."""
     experts: int
     width: int
     """Width H of its rows."""
-    arguments: Arguments
+    call: Call
     own: tuple[str, ...]
     """Names of its parameters in the module, each [experts, ..]."""
     counts: tuple[str, ...] = ()
@@ -125,19 +113,6 @@ def stacked_experts(module: nn.Module) -> int:
     sizes = {parameter.shape[0] for parameter in own if parameter.dim() >= 2}
     stacked = all(parameter.dim() >= 2 for parameter in own) and any(parameter.dim() == 3 for parameter in own)
     return sizes.pop() if stacked and len(sizes) == 1 and min(sizes) > 1 else 0
-
-
-def possible_arguments(module: nn.Module) -> Iterator[Arguments]:
-    """Yields the assignments of a forward's first three arguments to rows, numbers and weights, the usual one first."""
-    try:
-        given = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return
-    names = [each.name for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    required = [each.name for each in given if each.default is each.empty and each.kind not in (4, 2)]
-    if len(names) >= 3 and set(required) <= set(names[:3]):
-        for rows, numbers, weights in permutations(names[:3]):
-            yield Arguments(rows, numbers, weights)
 
 
 def possible_widths(module: nn.Module) -> Sequence[int]:

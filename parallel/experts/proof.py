@@ -1,11 +1,11 @@
 """Proof by trial that the experts of a module may be computed on other ranks, before anything is sharded.
 
 A twin of the module with random parameters, and few experts, is called with random rows x [T, H], numbers n [T, k] and
-weights w [T, k]. It must hold:
+weights w [T, k], in each form of call that its signature allows. It must hold:
 
     rows      f(x[p], n[p], w[p]) = f(x, n, w)[p]                    a row does not depend on other rows
     slots     f(x, n, w) = sum over j of f(x, n[:, j], w[:, j])      experts of a row are added
-    local     the same with NaN in the parameters of experts that no row asks for
+    local     the same with NaN in the parameters of experts that no row asks for; NaN if it is in those asked for
     renumber  the same with the experts of one rank alone, counted from 0
     empty     no rows give no rows
 
@@ -24,17 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from engine.parallel.experts.forms import (
-    Arguments,
-    RoutedExperts,
-    possible_arguments,
-    possible_counts,
-    possible_widths,
-    stacked_experts,
-)
+from engine.parallel.experts.calls import Call, Rows, possible_calls
+from engine.parallel.experts.forms import RoutedExperts, possible_counts, possible_widths, stacked_experts
 
-_ROWS, _CHOSEN, _MOST = 12, 2, 4
-"""Rows and experts of a row in a trial, and the most experts of a twin."""
+_ROWS, _MOST = 12, 4
+"""Rows of a trial, and the most experts of a twin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +51,34 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     reasons = list[str]()
     for counts in possible_counts(module, experts):
         twin = _twin(module, min(experts, _MOST), counts)
-        for arguments in possible_arguments(module):
+        for call in possible_calls(module):
             for width in possible_widths(module):
-                reason = _Trial(twin, arguments, width, counts).failure()
+                reason = _Trial(twin, call, width, counts).failure()
                 if reason is None:
                     own = tuple(own for own, _ in module.named_parameters(recurse=False))
-                    return RoutedExperts(name, experts, width, arguments, own, counts)
+                    return RoutedExperts(name, experts, width, call, own, counts)
                 reasons.append(reason)
     told = [reason for reason in reasons if reason != _REFUSED]
-    return Unproven(name, told[0] if told else "it is not called with rows, numbers of experts and weights")
+    return Unproven(name, told[0] if told else _UNKNOWN)
 
 
 _REFUSED = "it does not take these arguments"
+_UNKNOWN = (
+    "its arguments are neither rows, numbers of experts and weights, nor rows and their number for each expert, nor "
+    "equally many rows for each expert"
+)
 
 
 class _Trial:
     """Calls of a twin with random content."""
 
-    def __init__(self, twin: nn.Module, arguments: Arguments, width: int, counts: Sequence[str]) -> None:
-        self._twin, self._arguments, self._experts, self._counts = twin, arguments, stacked_experts(twin), counts
+    def __init__(self, twin: nn.Module, call: Call, width: int, counts: Sequence[str]) -> None:
+        self._twin, self._form, self._experts, self._counts = twin, call, stacked_experts(twin), counts
+        self._names = list(inspect.signature(twin.forward).parameters)
         draw = torch.Generator().manual_seed(0)
-        chosen = min(_CHOSEN, self._experts)
+        chosen = min(call.slots, self._experts)
         self._rows = torch.randn(_ROWS, width, generator=draw)
-        self._weights = torch.rand(_ROWS, chosen, generator=draw) + 0.5
+        self._weights = torch.rand(_ROWS, chosen, generator=draw) + 0.5  # without effect if the form has no weights
         self._numbers = torch.stack([torch.randperm(self._experts, generator=draw)[:chosen] for _ in range(_ROWS)])
 
     @torch.no_grad()
@@ -91,9 +90,7 @@ class _Trial:
         self._twin.train(training)
         x, n, w = self._rows, self._numbers, self._weights
         whole = self._call(self._twin, x, n, w)
-        if whole is None or whole.shape != x.shape or not whole.isfinite().all():
-            return _REFUSED
-        if (whole != 0).any(1).sum() * 2 < len(x):  # no expert is asked: other arguments are the numbers
+        if whole is None or whole.dim() != 2 or len(whole) != len(x) or not whole.isfinite().all():
             return _REFUSED
         if training and not _close(self._call(self._twin, x, n, w), whole):
             return None
@@ -114,23 +111,26 @@ class _Trial:
         token, slot = ((self._numbers >= chosen[0]) & (self._numbers <= chosen[-1])).nonzero().unbind(1)
         x, n, w = self._rows[token], self._numbers[token, slot][:, None], self._weights[token, slot][:, None]
         wanted = self._call(self._twin, x, n, w)
+        asked = self._call(_without(self._twin, chosen), x, n, w)
+        if wanted is None or asked is None or not asked.isnan().any(-1).all():
+            return _REFUSED  # numbers that choose nothing may be weights
         others = [index for index in range(self._experts) if index not in chosen]
-        if wanted is None or not _close(self._call(_without(self._twin, others), x, n, w), wanted):
+        if not _close(self._call(_without(self._twin, others), x, n, w), wanted):
             return "a row's result depends on experts that it does not ask for"
         alone = _with_only(self._twin, chosen, self._counts)
         if not _close(self._call(alone, x, n - chosen[0], w), wanted):
             return "its forward needs the number of all experts"
         empty = self._call(alone, x[:0], n[:0], w[:0])
-        return None if empty is not None and empty.shape == x[:0].shape else "it cannot be called without rows"
+        return None if empty is not None and empty.shape == wanted[:0].shape else "it cannot be called without rows"
 
     def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor) -> Tensor | None:
         """Returns the result, or None if the module raises or returns anything but a tensor."""
-        names = self._arguments
-        try:
-            result: object = module(**{names.rows: x, names.numbers: n, names.weights: w})
+        written = self._form.write(Rows(x, n, w), next(module.parameters()).shape[0], {})
+        try:  # by position: a forward may hand its arguments to code that has other names for them
+            result: object = module(*(written.arguments[name] for name in self._names[: len(written.arguments)]))
+            return written.back(result) if isinstance(result, Tensor) else None
         except Exception:  # any: it is code of the user with arguments that it may not be made for
             return None
-        return result if isinstance(result, Tensor) else None
 
 
 def _close(a: Tensor | int | None, b: Tensor) -> bool:

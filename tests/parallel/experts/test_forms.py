@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from engine.parallel.experts.calls import CountedCall, MajorCall, RoutedCall, possible_calls
 from engine.parallel.experts.forms import (
-    Arguments,
     ListedExperts,
     RoutedExperts,
     alike_lists,
@@ -18,7 +18,6 @@ from engine.parallel.experts.forms import (
     expert_cut,
     kind_of,
     owner_cut,
-    possible_arguments,
     possible_counts,
     possible_widths,
     stacked_experts,
@@ -100,6 +99,13 @@ class Four(nn.Module):
         return a
 
 
+class Two(nn.Module):
+    """Two required arguments."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a
+
+
 class More(nn.Module):
     """Three required arguments, and others with defaults."""
 
@@ -114,11 +120,13 @@ class Keyword(nn.Module):
         return x
 
 
-def test_arguments_are_the_first_three_in_any_order() -> None:
-    found = list(possible_arguments(Stacked(2)))
-    assert found[0] == Arguments("hidden", "index", "weights") and len(set(found)) == 6
-    assert Arguments(rows="x", numbers="numbers", weights="weights") in list(possible_arguments(More()))
-    assert list(possible_arguments(Four())) == list(possible_arguments(Keyword())) == []
+def test_calls_are_those_that_a_signature_allows_and_arguments_come_in_any_order() -> None:
+    found = list(possible_calls(Stacked(2)))
+    assert found[0] == RoutedCall("hidden", "index", "weights") and len(set(found)) == 6
+    assert RoutedCall(rows="x", numbers="numbers", weights="weights") in list(possible_calls(More()))
+    assert list(possible_calls(Four())) == list(possible_calls(Keyword())) == []
+    assert {type(each) for each in possible_calls(Two())} == {CountedCall}
+    assert {type(each) for each in possible_calls(Member())} == {MajorCall}
 
 
 def test_counts_of_experts_are_found_by_value_and_a_flag_is_none() -> None:
@@ -159,7 +167,7 @@ def test_lists_of_equal_members_are_found_with_their_blocks() -> None:
 
 
 def test_names_of_parameters_follow_the_module() -> None:
-    stacked = RoutedExperts("a", 4, 6, Arguments("x", "n", "w"), ("up", "down")).named("b.c")
+    stacked = RoutedExperts("a", 4, 6, RoutedCall("x", "n", "w"), ("up", "down")).named("b.c")
     assert stacked.parameters == ("b.c.up", "b.c.down")
     listed = ListedExperts("a", ("a.e.0", "a.e.1"), 6, 6, ("w",)).named("b", ("b.e.0", "b.e.1", "b.e.2"))
     assert (listed.block, listed.experts) == ("b", 3)

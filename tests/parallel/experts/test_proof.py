@@ -9,9 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.parallel.experts.forms import Arguments, RoutedExperts
+from engine.parallel.experts.calls import RoutedCall
+from engine.parallel.experts.forms import RoutedExperts
 from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
 from tests.parallel.experts.moe import WIDTH, Listed, Member, Stacked
+
+UNKNOWN = (
+    "its arguments are neither rows, numbers of experts and weights, nor rows and their number for each expert, nor "
+    "equally many rows for each expert"
+)
 
 
 class Turned(Stacked):
@@ -60,7 +66,7 @@ def test_a_module_of_routed_experts_is_proven_with_its_arguments(
 ) -> None:
     found = prove_routed("moe", module)
     width, experts = module.up.shape[2], module.num_experts
-    assert found == RoutedExperts("moe", experts, width, Arguments(*names), ("up", "down"), counts)
+    assert found == RoutedExperts("moe", experts, width, RoutedCall(*names), ("up", "down"), counts)
     assert module.training and module.up.isfinite().all() and len(module.up) == experts, "the module is as it was"
 
 
@@ -172,10 +178,10 @@ class Pair(Stacked):
         (Dense, "a row's result depends on experts that it does not ask for"),
         (Whole, "a row's result depends on experts that it does not ask for"),
         (Numbered, "its forward needs the number of all experts"),
-        (Elsewhere, "it is not called with rows, numbers of experts and weights"),
+        (Elsewhere, UNKNOWN),
         (NeverEmpty, "it cannot be called without rows"),
         (Buffered, "it has buffers, which are not shared among ranks"),
-        (Pair, "it is not called with rows, numbers of experts and weights"),
+        (Pair, UNKNOWN),
     ],
 )
 def test_each_rule_refuses_its_trap(kind: Callable[[int], nn.Module], reason: str) -> None:
