@@ -189,8 +189,9 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
         for shape in ((2, _ROWS // 2, width), (_ROWS, width)):
             reason = _ListTrial(twin, shared, notes, required, torch.randn(shape, generator=draw)).failure()
             if reason is None:
+                rows = notes.asked[0][1]  # a block may view its input as rows of another width
                 with torch.no_grad():
-                    return width, shared(torch.zeros(1, width)).shape[-1]
+                    return rows.shape[-1], shared(torch.zeros(1, rows.shape[-1])).shape[-1]
             reasons.append(reason)
     told = [reason for reason in reasons if reason != _REFUSED]
     return told[0] if told else "its block is not called with one tensor"
@@ -239,6 +240,8 @@ class _ListTrial:
         self._twin.train(training)
         whole, asked = self._run()
         if whole is None or not asked or not all(torch.isfinite(leaf).all() for leaf in whole):
+            return _REFUSED
+        if len({rows.shape[-1:] for _, rows in asked}) > 1:
             return _REFUSED
         if training:
             same, _ = self._run()

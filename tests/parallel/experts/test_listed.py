@@ -18,7 +18,7 @@ from engine.parallel.experts.forms import ListedExperts, expert_bounds
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.tp_axis import TensorAxis
-from tests.parallel.experts.moe import WIDTH, Listed, on_expert_ranks
+from tests.parallel.experts.moe import WIDTH, Always, Listed, on_expert_ranks
 
 OWN = ("up.weight", "up.bias", "down.weight", "down.bias")
 
@@ -115,6 +115,11 @@ def grads_of(block: Listed, number: int) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
 
 
+def has_none(block: Listed, number: int) -> bool:
+    """Returns True if an expert has no gradient, as one that nobody has called."""
+    return all(parameter.grad is None for parameter in block.experts[number].parameters())
+
+
 def compare(kind: Callable[[int], Listed], experts: int, rows: Sequence[int], again: bool = False) -> None:
     """Compares thread ranks with ``rows`` each to one process."""
     hidden, ranks = given(rows), len(rows)
@@ -128,7 +133,8 @@ def compare(kind: Callable[[int], Listed], experts: int, rows: Sequence[int], ag
         drawn = torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
         return results, drawn, block
 
-    found, whole, grads = on_expert_ranks(ranks, body), made(kind, experts), list[Tensor]()
+    found, whole = on_expert_ranks(ranks, body), made(kind, experts)
+    grads, absent = list[Tensor](), list[bool]()
     for rank, (results, drawn, block) in enumerate(found):
         whole.gate.weight.grad = None
         seed(rank)
@@ -138,8 +144,10 @@ def compare(kind: Callable[[int], Listed], experts: int, rows: Sequence[int], ag
         assert torch.equal(drawn, right), "the numbers after the block are those of one forward"
         assert again or block.calls == int(block.seen) == 1, "one call changes state once"
         grads += [grads_of(block, number) for number in range(bounds[rank], bounds[rank + 1])]
+        absent += [has_none(block, number) for number in range(bounds[rank], bounds[rank + 1])]
     for number, own in enumerate(grads):
         torch.testing.assert_close(own, grads_of(whole, number), rtol=1e-5, atol=1e-5)
+    assert absent == [has_none(whole, number) for number in range(experts)], "an expert that is called has a gradient"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +156,11 @@ def compare(kind: Callable[[int], Listed], experts: int, rows: Sequence[int], ag
 )
 def test_a_shared_list_is_one_process_with_all_experts(experts: int, rows: tuple[int, ...]) -> None:
     compare(Listed, experts, rows)
+
+
+@pytest.mark.parametrize("rows", [(6, 5), (1, 0), (0, 0)])
+def test_an_expert_that_is_called_without_rows_has_a_gradient_of_zeros(rows: tuple[int, ...]) -> None:
+    compare(Always, 5, rows)
 
 
 @pytest.mark.parametrize("rows", [(6, 4), (5, 0), (0, 0, 3)])

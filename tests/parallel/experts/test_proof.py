@@ -266,6 +266,14 @@ def test_a_block_with_a_list_of_experts_is_proven_with_its_widths(chosen: int) -
     assert block.calls == 0 and not block.seen and block.training, "the block is as it was"
 
 
+def test_a_block_that_views_its_input_as_rows_is_proven_with_the_width_of_the_rows() -> None:
+    class Viewing(Listed):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden.view(-1, WIDTH)).view_as(hidden)
+
+    assert prove_listed(Viewing(4), "experts") == (WIDTH, WIDTH)
+
+
 def test_members_may_have_results_of_another_width() -> None:
     block = Heads(lambda: Member(WIDTH, 5, out=9))
     assert prove_listed(block, "experts") == (WIDTH, 9)

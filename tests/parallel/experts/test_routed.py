@@ -77,7 +77,8 @@ def on_ranks(experts: int, parts: Sequence[Given]) -> list[Made]:
         module = shared(comm, experts)
         results = run(module, parts[comm.grid.rank])
         assert module.num_experts == experts, "the attribute is of this rank only while its forward runs"
-        up, down = (torch.zeros_like(each) if each.grad is None else each.grad for each in (module.up, module.down))
+        up, down = module.up.grad, module.down.grad
+        assert up is not None and down is not None, "experts without rows have gradients of zeros, as in one process"
         return Made(*results, up, down, comm.tally.rows())
 
     return on_expert_ranks(len(parts), body)
