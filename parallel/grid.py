@@ -406,6 +406,8 @@ def _data_parts(dp: int, shards: int, experts: int) -> _DataParts:
 def expert_problem(experts: int, dp: int, shard_size: int | None) -> str | None:
     """Returns the rule that a number of expert ranks breaks, with a remedy; None if it fits the data ranks."""
     shards = shard_size or dp
+    if experts > 1 and dp == 1:
+        return "is laid over data ranks, and there is one; give more of them, or one expert rank"
     if experts < 1 or dp % experts:
         fitting = [str(size) for size in range(1, dp + 1) if dp % size == 0]
         return f"does not divide the {dp} data ranks, over which experts are laid; give one of {', '.join(fitting)}"

@@ -205,7 +205,7 @@ def _within_gathers(
     if (shared := plan.shared_experts) is not None:
         uncounted = partial(counter.counting, None) if counter is not None else nullcontext
         share_experts(model, shared.routed, comm, axis, patches)
-        share_listed(model, shared.listed, comm, axis, uncounted, patches)
+        share_listed(model, shared.listed, comm, axis, patches, uncounted)
     if counter is not None:
         counter.install(model, patches)
     streams = RandomStreams(model, device, patches)

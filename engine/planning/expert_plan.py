@@ -146,7 +146,7 @@ def _cuts(
 def _missing(unproven: tuple[Unproven, ...]) -> str:
     if not unproven:
         return (
-            "the model has no experts: no module owns parameters [experts, ..] and is called with rows, numbers of "
-            "experts and weights, and no block calls a list of equal modules with rows"
+            "the model has no experts: no module owns parameters [experts, ..] and is called with the rows of each, "
+            "and no block calls a list of equal modules with rows"
         )
     return f"the experts of {unproven[0].name} cannot be shared, because {unproven[0].reason}"

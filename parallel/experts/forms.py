@@ -1,40 +1,30 @@
 """Modules that own experts, found by their parameters, and the ranks that hold each expert."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, permutations
+from itertools import accumulate, combinations
 
 import torch
 from torch import nn
 
+from engine.parallel.experts.calls import Call
 from engine.parallel.shard_table import Range
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
-    """Names of the arguments of a module of routed experts."""
-
-    rows: str
-    """Rows of the stream [T, H]."""
-    numbers: str
-    """Numbers of the experts of each row [T, k], integers."""
-    weights: str
-    """Weight of each expert of each row [T, k]."""
-
-
-@dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Module that owns all experts of a layer and is called with rows, numbers of experts and weights."""
+    """Module that owns all experts of a layer and is called with the rows of each."""
 
     name: str
     """Name of the module."""
     experts: int
     width: int
     """Width H of its rows."""
-    arguments: Arguments
+    call: Call
     own: tuple[str, ...]
     """Names of its parameters in the module, each [experts, ..]."""
+    counts: tuple[str, ...] = ()
+    """Attributes that are the number of its experts."""
 
     def named(self, name: str) -> "RoutedExperts":
         """Returns the same for another module of the same kind."""
@@ -94,7 +84,7 @@ def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yields (block, name of the list in it, names of its members) of lists of equal modules with parameters."""
     for name, block in model.named_modules():
         for child, members in block.named_children():
-            if not isinstance(members, nn.ModuleList | nn.ModuleDict) or len(members) < 2:
+            if not isinstance(members, nn.ModuleList | nn.ModuleDict) or len(list(members.children())) < 2:
                 continue
             kinds = {
                 (type(each), tuple((n, p.shape) for n, p in each.named_parameters())) for each in members.children()
@@ -130,28 +120,20 @@ def stacked_experts(module: nn.Module) -> int:
     return sizes.pop() if stacked and len(sizes) == 1 and min(sizes) > 1 else 0
 
 
-def possible_arguments(module: nn.Module) -> Iterator[Arguments]:
-    """Yields the assignments of a forward's first three arguments to rows, numbers and weights, the usual one first."""
-    try:
-        given = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return
-    names = [each.name for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    required = [each.name for each in given if each.default is each.empty and each.kind not in (4, 2)]
-    if len(names) >= 3 and set(required) <= set(names[:3]):
-        for rows, numbers, weights in permutations(names[:3]):
-            yield Arguments(rows, numbers, weights)
-
-
 def possible_widths(module: nn.Module) -> Sequence[int]:
     """Returns the widths that rows of a module may have: the sizes of its matrices, most frequent first."""
     sizes = [size for parameter in module.parameters() if parameter.dim() == 3 for size in parameter.shape[1:]]
     return sorted(set(sizes), key=lambda size: (-sizes.count(size), size))
 
 
-def count_names(module: nn.Module, experts: int) -> tuple[str, ...]:
-    """Returns the attributes of a module that are the number of its experts."""
-    return tuple(name for name, value in vars(module).items() if type(value) is int and value == experts)
+def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
+    """Yields sets of attributes that may count the experts of a module, the largest first; others are equal by chance.
+
+    A module with more than three such attributes has only the largest set.
+    """
+    names = [name for name, value in vars(module).items() if type(value) is int and value == experts]
+    for size in range(len(names), -1 if len(names) <= 3 else len(names) - 1, -1):
+        yield from combinations(names, size)
 
 
 def module_kind(module: nn.Module) -> tuple[object, ...]:

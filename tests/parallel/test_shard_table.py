@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.parallel.experts.forms import expert_bounds, expert_cut, owner_cut
 from engine.parallel.grid import ShardHolder as At
 from engine.parallel.shard_table import Division, Range, ShardRow, ShardTable, build_table
 
@@ -131,6 +132,38 @@ def test_shared_rows_beside_own_ones_are_counted_once() -> None:
 def test_a_row_that_holds_no_copies_is_not_walked_through() -> None:
     by_columns = replace(cut("experts", (0,), 1, Range(0, 3, (0,)), Range(3, 6, (1,))), shape=(2**50, 6))
     assert by_columns.copies(0) == by_columns.copies(1) == ()
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (5, 2), (7, 3)])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_each_expert_is_held_by_one_expert_rank_and_counted_once(experts: int, ranks: int, stacked: bool) -> None:
+    """Over expert, tensor and pipeline ranks, stacked in one parameter or each in its own, sharded unevenly too."""
+    model, sizes = nn.ParameterDict({"norm": nn.Parameter(torch.ones(3))}), expert_bounds(experts, ranks)
+    if stacked:
+        model["up"] = nn.Parameter(torch.ones(experts, 4, 3))
+        cuts = {"up": expert_cut(experts, ranks)}
+    else:
+        model.update({f"up{number}": nn.Parameter(torch.ones(4, 3)) for number in range(experts)})
+        owners = {number: rank for rank in range(ranks) for number in range(sizes[rank], sizes[rank + 1])}
+        cuts = {f"up{number}": owner_cut(4, rank) for number, rank in owners.items()}
+    table = build_table(model, {}, Division(2, experts=cuts, owners={name: (1,) for name in cuts}))
+    holders = [At(pp, tp, ep) for pp in range(2) for tp in range(2) for ep in range(ranks)]
+    for ep in range(ranks):
+        here = At(1, 1, ep)
+        held = [each for each in table.held_by(here) if each.name != "norm"]
+        assert sum(each.local_elements(each.part(here)) for each in held) == 12 * (sizes[ep + 1] - sizes[ep])
+        assert not [each for each in table.held_by(At(0, 0, ep)) if each.name != "norm"], "another stage"
+    for each in table:
+        counting = [at for at in holders if each.held(at) and each.counted(at)]
+        assert sum(each.local_elements(each.part(at)) for at in counting if each.axis == "ep") in (0, each.elements)
+        assert all(at.tp == 0 for at in counting) and each.equal_on_tensor_ranks
+        assert (each.axis == "ep") == (each.name in cuts) and not each.partial
+
+
+def test_gradients_of_stacked_experts_are_partial_where_tensor_ranks_divide_the_rows() -> None:
+    model = nn.ParameterDict({"up": nn.Parameter(torch.ones(4, 2, 3))})
+    (found,) = build_table(model, {}, Division(2, experts={"up": expert_cut(4, 2)}, partial={"up"}))
+    assert found.partial and found.axis == "ep" and not found.copies(0) and found.local_shape(1) == (2, 2, 3)
 
 
 def test_the_grid_divides_what_it_names_and_nothing_else() -> None:

@@ -1,0 +1,108 @@
+"""Every mixture of experts of the installed transformers that builds small from its configuration class.
+
+A family is a model type with a key for a number of experts whose small model stacks the matrices of experts in a
+parameter, or lists equal modules: types and modules are enumerated, and none is named here.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import first_line
+from tests.engine.parity.transformers_types import ModelType, build, model_types, text
+
+_EXPERTS = r"(num|n|moe_num)_(local_|routed_)?experts"
+_SIZES: tuple[tuple[str, int], ...] = (
+    (r"num_sparse_(en|de)coder_layers|(en|de)coder_sparse_step", 1),
+    (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts", 2),
+    (r"zero_expert_num|num_expert_group", 1),
+)
+_DENSE = r"first_k_dense_replace|num_dense_layers"
+"""Number of layers without experts before the others."""
+_WIDTH = r"(moe|expert)_intermediate_size"
+_SWITCHES = r"is_moe|enable_moe\w*"
+
+
+def has_experts(kind: ModelType) -> bool:
+    """Returns True if the configuration class of a type has a key for a number of experts."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[kind.name]()
+    except Exception:  # configurations that are not ours
+        return False
+    return any(re.fullmatch(_EXPERTS, name) for part in _parts(config) for name in vars(part))
+
+
+def small_mixture(kind: ModelType, implementation: str | None = None) -> nn.Module:
+    """The small model of a type with experts in its last layer at least.
+
+    Args:
+        implementation: transformers' implementation of experts; None: that of the configuration.
+    """
+    return build(kind, partial(_adjust, implementation))
+
+
+def _adjust(implementation: str | None, config: Any) -> None:
+    for part in _parts(config):
+        for name, value in list(vars(part).items()):
+            size = next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), None)
+            if isinstance(value, bool):
+                setattr(part, name, value or bool(re.fullmatch(_SWITCHES, name)))
+            elif value is None and re.fullmatch(_WIDTH, name):
+                setattr(part, name, 16)
+            elif isinstance(value, int) and re.fullmatch(_DENSE, name):
+                setattr(part, name, min(value, 1))
+            elif size is not None and (value is None or isinstance(value, int)):
+                setattr(part, name, size)
+        if implementation is not None:
+            part._experts_implementation = implementation
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(config, name, None)) is not None:
+            yield part
+
+
+def expert_modules(model: nn.Module) -> list[str]:
+    """Returns the modules that own matrices [experts, ..], and the lists of equal modules called experts."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            kinds = [tuple(p.shape for p in each.parameters()) for each in module.children()]
+            kinds = [kind for kind in kinds if kind]
+            if len(kinds) > 1 and len(set(kinds)) == 1 and "expert" in (name + type(module).__name__).lower():
+                found.append(name)
+        elif not type(module).__module__.startswith("torch.nn."):
+            own = [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
+            inside = [p for p in module.parameters() if p.dim() > 1]
+            if own and len(own) * 2 >= len(inside):
+                found.append(name)
+    return found
+
+
+def families() -> Iterator[ModelType]:
+    """Yields the types with experts in their small model."""
+    for kind in filter(has_experts, model_types()):
+        try:
+            with torch.device("meta"):
+                model = small_mixture(kind)
+        except Exception:  # configurations and models that are not ours
+            continue
+        if expert_modules(model):
+            yield kind
+
+
+def reason_not_to_try(kind: ModelType) -> str:
+    """Returns the reason for which a family cannot be tried; empty if it can."""
+    try:
+        loss = small_mixture(kind)(**text(2, 1)[0]).loss
+    except Exception as error:  # configurations and models that are not ours
+        return f"{type(error).__name__}: {first_line(error)}"
+    return "" if bool(torch.isfinite(loss)) else "its loss is not finite"
