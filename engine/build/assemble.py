@@ -162,7 +162,7 @@ def assemble_rank(
     average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
         model=model, rows=plan.table.held_by(holder), trained=buckets, frozen=frozen, optimizer=optimizer,
-        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
+        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer, grid=comm.grid)  # fmt: skip
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
@@ -197,6 +197,8 @@ def _within_gathers(
     _keep_out(model, plan, patches)
     if plan.shared_experts is not None:
         share_experts(model, plan.shared_experts.routed, comm, axis, patches)
+        if _compiles(model, plan):
+            leave_out_of_compilation(model, [each.name for each in plan.shared_experts.routed], patches)
     counter, streams = _expert_counter(model, plan, axis, device, patches), RandomStreams(model, device, patches)
     policy = plan.config.activation_checkpointing
     return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams
@@ -223,11 +225,14 @@ def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
 
 def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
     """Leave layers that communicate or read codes out of compilation, and modules in fp32 out of narrow dtypes."""
-    if plan.config.compile or any(map(has_compiled_code, model.modules())):
+    if _compiles(model, plan):
         cut = plan.tensor.layers if plan.tensor is not None else ()
-        shared = [each.name for each in plan.shared_experts.routed] if plan.shared_experts is not None else []
-        leave_out_of_compilation(model, {*cut, *quantized_layers(model), *shared}, patches)
+        leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)
     put_casts(model, plan.precision.kept, plan.precision.compute, patches)
+
+
+def _compiles(model: nn.Module, plan: Plan) -> bool:
+    return plan.config.compile or any(map(has_compiled_code, model.modules()))
 
 
 def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
