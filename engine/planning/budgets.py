@@ -402,7 +402,7 @@ def stage_traffic(
 
 
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
-    """Traffic of the control sum over the world and of the batch check over each replica.
+    """Traffic of the control sum over the world, and of the batch checks over each replica and group of experts.
 
     ``experts``: experts of all layers whose rows are counted.
     """
@@ -412,6 +412,8 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
         tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))
         if config.zero_optimization.offload_optimizer.device == "nvme":
             tally.add(Traffic("world", "disk", 1, sent_bytes("all_reduce", 8, world)))
+    if (sharing := config.parallel.expert) > 1:
+        tally.add(Traffic("ep", "batch check", 1, sent_bytes("all_reduce", 8, sharing)))
     if replica > 1:
         tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
     return tally
