@@ -9,6 +9,7 @@ from engine.config import Config
 from engine.errors import PlanError
 from engine.parallel.experts.forms import RoutedExperts, expert_cut, kind_of, stacked_experts
 from engine.parallel.experts.proof import Unproven, prove_routed
+from engine.parallel.model.parametrized_weights import adapted_modules
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
@@ -44,9 +45,12 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     if ranks == 1:
         return None
     proven: dict[object, RoutedExperts | Unproven] = {}
-    routed, unproven = list[RoutedExperts](), list[Unproven]()
+    routed, unproven, adapted = list[RoutedExperts](), list[Unproven](), adapted_modules(model)
     for name, module in model.named_modules():
         if not stacked_experts(module):
+            continue
+        if module in adapted:
+            unproven.append(Unproven(name, "adapters of their stacked parameters add to the experts of all ranks"))
             continue
         kind = kind_of(module)
         if kind not in proven:

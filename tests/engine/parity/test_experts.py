@@ -12,6 +12,10 @@ from engine.engine import Engine
 from engine.errors import EngineError, PlanError
 from tests.engine.parity.expert_runs import GRIDS, ROWS, WORDS, assert_equal, mixture, own_batch, run
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # PEFT asks for it
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+]
 ENCODED = {"zero_quantized_gradients": True}
 INTEGRITY: Mapping[str, Any] = {"integrity": {"every": 1}}
 STATE: Mapping[str, Mapping[str, Any]] = {
@@ -211,3 +215,27 @@ def test_data_ranks_predict_and_generate_for_unequal_rows(grid: str) -> None:
         expected = wanted[place * 2 // len(found)]
         assert made == expected[1]
         torch.testing.assert_close(logits, expected[0], rtol=1e-4, atol=1e-5)
+
+
+def adapted(**targets: Any) -> nn.Module:
+    """A mixture with LoRA adapters that are not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **targets)
+    return get_peft_model(mixture(), config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage"),
+    [("ep2", 3), *(pytest.param(grid, stage, marks=pytest.mark.long) for grid in GRIDS for stage in (0, 1))],
+)
+def test_adapters_beside_shared_experts_train_as_one_process(grid: str, stage: int) -> None:
+    make = partial(adapted, target_modules=["q_proj", "v_proj"])
+    assert_equal(run(GRIDS[grid], {"zero_optimization": {"stage": stage}}, make), run({"data": 1}, make=make))
+
+
+def test_experts_with_adapters_of_their_stacks_are_refused_before_training() -> None:
+    make = partial(adapted, target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.raises(PlanError, match=r"cannot be shared, because adapters of their stacked parameters"):
+        run(GRIDS["ep2"], make=make)
