@@ -42,7 +42,9 @@ def mixture(**changes: Any) -> nn.Module:
 
 def own_batch(eng: Engine, step: int) -> dict[str, Tensor]:
     """The rows of this data rank; microbatch i of rank r of n is row i * n + r, so that all grids add the same."""
-    ids = torch.randint(0, WORDS, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
+    rows = eng.config.train_batch_size
+    assert rows is not None
+    ids = torch.randint(0, WORDS, (rows, TOKENS), generator=torch.Generator().manual_seed(step))
     own = ids.view(-1, eng.grid.row_ranks, TOKENS)[:, eng.grid.row_rank]
     return {"input_ids": own, "labels": own}
 
