@@ -22,7 +22,7 @@ from engine.checkpoint.format.strict_json import Fields, dump
 from engine.errors import CheckpointError
 from engine.launch.run_folder import CHECKPOINTS
 from engine.parallel.comm.traffic import megabytes
-from engine.parallel.grid import Grid, saved_order
+from engine.parallel.grid import Grid, saved_grid, saved_order
 
 MODEL = "model/"
 
@@ -183,8 +183,8 @@ def _grid(manifest: Manifest) -> str:
     if "origin" in manifest.info:
         return f"from {manifest.info['origin']}; any grid loads it"
     grid = Fields(manifest.info.get("grid"), "the grid in the manifest")
-    sizes = {axis: grid.count(axis) for axis in Grid().sizes if axis in manifest.info["grid"]}
-    ranks = Grid(**sizes, order=saved_order(manifest.info["grid"]))
+    sizes = {axis: grid.count(axis) for axis in (*Grid().sizes, "ep") if axis in manifest.info["grid"]}
+    ranks = saved_grid({**sizes, "order": saved_order(manifest.info["grid"])})
     return f"{ranks}, ZeRO {grid.count('zero')}; any other grid loads it too"
 
 

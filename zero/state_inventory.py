@@ -5,7 +5,8 @@ ZeRO    weights                  masters, moments      equal on the data ranks
 1, 2    whole buckets            shards                weights
 3       shards                   shards                nothing
 
-What an optimizer keeps of whole parameters is equal where all data ranks have it, and not where its owner has.
+What an optimizer keeps of whole parameters is equal where all data ranks have it, and not where its owner has. For the
+parameters of experts, the data ranks are those along "edp", which hold the same experts.
 
 Frozen parameters are weights too: whole ones of their own below ZeRO 3. Gradients, residuals of encodings and secondary
 shards are held between steps as well, and no checkpoint has the latter.
@@ -19,6 +20,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from engine.parallel.grid import Axis, Grid, Spread
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
@@ -123,8 +125,15 @@ class StateTensor:
     home: Home = Home.DEVICE
     equal: bool = False
     """All data ranks hold it, in equal bits."""
+    spread: Spread = field(default_factory=Spread)
+    """Axes of the parameters that it belongs to."""
     writers: tuple[Tensor, ...] = ()
     """Other tensors in its memory, through which the program may write."""
+
+    @property
+    def copies(self) -> Axis:
+        """The axis along which ranks hold it in equal bits."""
+        return self.spread.copies if self.equal else self.spread.shard_copies
 
     def parameter(self, element: int) -> str:
         """Returns the parameter of an element."""
@@ -169,6 +178,8 @@ class StateInventory:
     reducer: HoldsResiduals | None = None
     encoder: MessageEncoder | None = None
     gatherer: HoldsSecondary | None = None
+    grid: Grid = field(default_factory=Grid)
+    """The grid of this rank."""
 
     @property
     def buckets(self) -> tuple[FlatBucket, ...]:
@@ -182,16 +193,22 @@ class StateInventory:
             if flat.sharded:
                 home = Home.HOST if flat.kept_on_host else Home.DEVICE
                 yield StateTensor(
-                    kind="weight", tensor=flat.kept, flat=flat, part=flat.owned, home=home, writers=optimized
-                )
+                    kind="weight", tensor=flat.kept, flat=flat, part=flat.owned, home=home, writers=optimized,
+                    spread=flat.bucket.spread,
+                )  # fmt: skip
             else:
                 writers, whole = (flat.kept, *flat.parameters, *optimized), slice(0, flat.bucket.elements)
-                yield StateTensor(kind="weight", tensor=flat.params, flat=flat, part=whole, equal=True, writers=writers)
+                yield StateTensor(
+                    kind="weight", tensor=flat.params, flat=flat, part=whole, equal=True, writers=writers,
+                    spread=flat.bucket.spread,
+                )  # fmt: skip
         placed = {slot.name for flat in self.buckets for slot in flat.bucket.slots}
         named = dict(self.model.named_parameters())
         for row in self.rows:
             if row.name not in placed and row.name in named:
-                yield StateTensor(kind="weight", tensor=named[row.name], name=row.name, equal=True)
+                yield StateTensor(
+                    kind="weight", tensor=named[row.name], name=row.name, equal=True, spread=self._spread(row.name)
+                )
 
     def masters(self) -> Iterator[StateTensor]:
         """Yields the master weights, which the optimizer updates in place of parameters."""
@@ -199,7 +216,7 @@ class StateInventory:
             if flat.master is not None:
                 yield StateTensor(
                     kind="master", tensor=flat.master, flat=flat, part=flat.owned, home=_updated_in(flat),
-                    equal=_is_whole(flat), writers=self._optimized(flat),
+                    equal=_is_whole(flat), writers=self._optimized(flat), spread=flat.bucket.spread,
                 )  # fmt: skip
 
     def updated(self) -> Iterator[StateTensor]:
@@ -207,7 +224,7 @@ class StateInventory:
         for flat in self.trained:
             yield StateTensor(
                 kind="weight" if flat.master is None else "master", tensor=flat.weights, flat=flat, part=flat.owned,
-                home=_updated_in(flat), equal=_is_whole(flat),
+                home=_updated_in(flat), equal=_is_whole(flat), spread=flat.bucket.spread,
             )  # fmt: skip
 
     def moments(self) -> Iterator[StateTensor]:
@@ -226,7 +243,9 @@ class StateInventory:
         for place in self.optimizer.places:
             flat, shape = place.flat, place.parameter.shape
             for kind, value in tensors.get(place.parameter, {}).items():
-                held = StateTensor(kind=kind, tensor=value, home=_updated_in(flat), equal=_is_whole(flat))
+                held = StateTensor(
+                    kind=kind, tensor=value, home=_updated_in(flat), equal=_is_whole(flat), spread=flat.bucket.spread
+                )
                 if value.shape == shape:
                     yield replace(held, flat=flat, part=place.part)
                 else:
@@ -236,7 +255,9 @@ class StateInventory:
         """Yields the state of whole parameters, in shapes of its own."""
         for name, own in updates.state.items():
             for kind, value in own.items():
-                yield StateTensor(kind=kind, tensor=value, name=name, equal=updates.on_all_data_ranks)
+                yield StateTensor(
+                    kind=kind, tensor=value, name=name, equal=updates.on_all_data_ranks, spread=self._spread(name)
+                )
 
     def averages(self) -> Iterator[StateTensor]:
         """Yields the moving average of the updated tensors."""
@@ -258,6 +279,11 @@ class StateInventory:
         """Yields secondary shards of gathered parameters on this node."""
         for shard in self.gatherer.secondary if self.gatherer is not None else ():
             yield StateTensor(kind="secondary shard", tensor=shard)
+
+    def _spread(self, name: str) -> Spread:
+        """Axes of a parameter."""
+        experts = any(row.name == name and row.axis == "ep" for row in self.rows)
+        return self.grid.expert_spread if experts else self.grid.spread
 
     def _optimized(self, flat: FlatBucket) -> tuple[Tensor, ...]:
         return tuple(place.parameter for place in self.optimizer.places if place.flat is flat)

@@ -167,7 +167,7 @@ def assemble_rank(
     average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
         model=model, rows=plan.table.held_by(holder), trained=buckets, frozen=frozen, optimizer=optimizer,
-        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
+        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer, grid=comm.grid)  # fmt: skip
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
@@ -206,6 +206,8 @@ def _within_gathers(
         uncounted = partial(counter.counting, None) if counter is not None else nullcontext
         share_experts(model, shared.routed, comm, axis, patches)
         share_listed(model, shared.listed, comm, axis, patches, uncounted)
+        if _compiles(model, plan):
+            leave_out_of_compilation(model, shared.blocks, patches)
     if counter is not None:
         counter.install(model, patches)
     streams = RandomStreams(model, device, patches)
@@ -223,11 +225,14 @@ def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
 
 def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
     """Excludes layers that communicate or read codes from compilation, and modules in fp32 from narrow dtypes."""
-    if plan.config.compile or any(map(has_compiled_code, model.modules())):
+    if _compiles(model, plan):
         cut = plan.tensor.layers if plan.tensor is not None else ()
-        shared = plan.shared_experts.blocks if plan.shared_experts is not None else ()
-        leave_out_of_compilation(model, {*cut, *quantized_layers(model), *shared}, patches)
+        leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)
     put_casts(model, plan.precision.kept, plan.precision.compute, patches)
+
+
+def _compiles(model: nn.Module, plan: Plan) -> bool:
+    return plan.config.compile or any(map(has_compiled_code, model.modules()))
 
 
 def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:

@@ -165,12 +165,14 @@ def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, pa
 def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: ForwardPatches) -> None:
     """Excludes these modules from torch.compile: they communicate, or dequantize a matrix at each read."""
     for module in map(model.get_submodule, names):
-        forward = vars(module).get("forward")
+        forward, note = vars(module).get("forward"), "is left out of torch.compile: it communicates or reads codes"
+        if forward is not None and getattr(forward, "__self__", None) is not module:  # a wrapper, of another object
+            eager = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+            patches.wrap_forward(module, PatchLayer.COMPILE, eager, note)
+            continue
         own = forward.__func__ if isinstance(forward, MethodType) else type(module).forward
         eager = torch.compiler.disable(own)  # type: ignore[no-untyped-call]
-        patches.replace_forward(
-            module, PatchLayer.COMPILE, eager, "is left out of torch.compile: it communicates or reads codes"
-        )
+        patches.replace_forward(module, PatchLayer.COMPILE, eager, note)
 
 
 def _compile(model: nn.Module, patches: ForwardPatches) -> None:

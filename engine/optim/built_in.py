@@ -13,6 +13,7 @@ import torch
 
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
+from engine.errors import PlanError
 from engine.kernels.optim.eight_bit_codes import StateFormat
 from engine.kernels.optim.matrix_rule import MatrixRule, MuonRule
 from engine.kernels.optim.preconditioned_rules import ShampooRule, SoapRule
@@ -162,6 +163,21 @@ def _kept(config: OptimizerConfig) -> GroupState:
     return GroupState(values=2)
 
 
+def refuse_experts(rows: Iterable[ShardRow], rules: Mapping[int, MatrixRule]) -> None:
+    """Refuses rules that update whole matrices of experts, which have no owners among the ranks of an expert.
+
+    Raises:
+        PlanError: a rule updates a parameter of experts that data ranks share.
+    """
+    name = next((row.name for row in rows if row.trainable and row.axis == "ep" and row.group in rules), None)
+    if name is not None:
+        raise PlanError(
+            f"the optimizer updates {name!r} as a whole matrix, but parallel.expert shares it among data ranks, and "
+            'only element-wise optimizers, Adafactor, LAMB and LARS update shared experts; give experts "AdamW" in a '
+            "list of optimizers, or leave parallel.expert out."
+        )
+
+
 Value = TypeVar("Value")
 
 
@@ -266,20 +282,25 @@ def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Conf
     ``groups``: optimizer groups that it updates.
     """
     own = tuple(row for row in rows if row.trainable and row.group in groups)
-    return FactorRoutes(own, _dividing(config), _dtype(own)) if own else None
+    return FactorRoutes(own, *_dividing(own, config), _dtype(own)) if own else None
 
 
 def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
     """Builds the norms of the parameters of a pipeline coordinate that LAMB and LARS update; None if there are none."""
     own = tuple(row for row in rows if row.trainable and row.group in groups)
-    return LayerRoutes(own, _dividing(config), _dtype(own)) if own else None
+    return LayerRoutes(own, *_dividing(own, config), _dtype(own)) if own else None
 
 
-def _dividing(config: Config) -> tuple[tuple[Axis, int], ...]:
-    """Returns the axes that divide the elements of parameters, with their ranks."""
-    shards = config.shards if config.zero_optimization.stage else 1
-    axes: list[tuple[Axis, int]] = [(config.grid(0).sharding, shards), ("tp", config.tp)]
-    return tuple(each for each in axes if each[1] > 1)
+def _dividing(rows: Sequence[ShardRow], config: Config) -> tuple[tuple[tuple[Axis, int], ...], bool]:
+    """Returns the axes that divide the elements of ``rows``, with their ranks, and ``SumRoutes.copied``.
+
+    Experts are divided over "ep" too. Shard groups that do not contain whole groups of experts sum over all data ranks.
+    """
+    grid, shards = config.grid(0), config.shards if config.zero_optimization.stage else 1
+    copied = shards < grid.experts and any(row.axis == "ep" for row in rows)
+    data: tuple[Axis, int] = (grid.shard_line, grid.size(grid.shard_line)) if copied else (grid.sharding, shards)
+    axes: list[tuple[Axis, int]] = [data, ("tp", config.tp)]
+    return tuple(each for each in axes if each[1] > 1), copied
 
 
 def _dtype(rows: Iterable[ShardRow]) -> torch.dtype:

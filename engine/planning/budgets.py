@@ -405,7 +405,7 @@ def stage_traffic(
 
 
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
-    """Returns the traffic of the control sum over the world and of the batch check over each replica.
+    """Returns the traffic of the control sum over the world, and of batch checks over replicas and groups of experts.
 
     ``experts``: experts of all layers with counted rows.
     """
@@ -415,6 +415,8 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
         tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))
         if config.zero_optimization.offload_optimizer.device == "nvme":
             tally.add(Traffic("world", "disk", 1, sent_bytes("all_reduce", 8, world)))
+    if (sharing := config.parallel.expert) > 1:
+        tally.add(Traffic("ep", "batch check", 1, sent_bytes("all_reduce", 8, sharing)))
     if replica > 1:
         tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
     return tally

@@ -16,10 +16,12 @@ from engine.parallel.experts.forms import (
     expert_cut,
     module_kind,
     owner_cut,
+    possible_stacks,
     stacked_experts,
 )
 from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
+from engine.parallel.model.parametrized_weights import adapted_modules
 from engine.program.expert_load import find_experts
 
 
@@ -49,6 +51,12 @@ class ExpertPlan:
     def blocks(self) -> tuple[str, ...]:
         """Names of the modules whose forwards communicate."""
         return tuple(each.name for each in self.shared)
+
+    @property
+    def divided(self) -> tuple[str, ...]:
+        """Parameters that have a part of the gradient on each tensor rank: tensor ranks divide the rows of experts."""
+        common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
+        return (*(name for each in self.routed for name in each.parameters), *common)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -103,11 +111,17 @@ def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ..
 def _routed(model: nn.Module) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:
     proven: dict[object, RoutedExperts | Unproven] = {}
     found = list[RoutedExperts | Unproven]()
+    adapted = adapted_modules(model)
     for name, module in model.named_modules():
-        if stacked_experts(module):
-            kind = module_kind(module)
-            if kind not in proven:
-                proven[kind] = prove_routed(name, module)
+        if next(possible_stacks(module), None) is None:
+            continue
+        if module in adapted:
+            found.append(Unproven(name, "adapters of their stacked parameters add to the experts of all ranks"))
+            continue
+        kind = module_kind(module)
+        if kind not in proven:
+            proven[kind] = prove_routed(name, module)
+        if isinstance(proven[kind], RoutedExperts) or stacked_experts(module):
             found.append(proven[kind].named(name))
     routed = tuple(each for each in found if isinstance(each, RoutedExperts))
     return routed, tuple(each for each in found if isinstance(each, Unproven))
@@ -133,7 +147,7 @@ def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven
 def _cuts(
     model: nn.Module, ranks: int, routed: tuple[RoutedExperts, ...], listed: tuple[ListedExperts, ...]
 ) -> dict[str, ExpertCut]:
-    cuts = {name: expert_cut(each.experts, ranks) for each in routed for name in each.parameters}
+    cuts = {name: expert_cut(each.experts, ranks, rows) for each in routed for name, rows in each.parameters.items()}
     for each in listed:
         bounds = expert_bounds(each.experts, ranks)
         for rank in range(ranks):

@@ -4,7 +4,7 @@ A plan is built from shapes alone, so the model may be on the meta device. The b
 partition, schedule and layouts from it, and measured bytes are compared with it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -14,7 +14,7 @@ from torch import nn
 from engine.config import Config
 from engine.kernels.codecs.weight_format import WeightFormat
 from engine.kernels.optim.matrix_rule import MatrixRule
-from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_state, layer_routes
+from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_state, layer_routes, refuse_experts
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
@@ -28,7 +28,7 @@ from engine.parallel.pipeline.schedule.kinds import make_schedule, training_sche
 from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
-from engine.parallel.shard_table import Division, ShardTable, build_table
+from engine.parallel.shard_table import Division, ShardRow, ShardTable, build_table
 from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace
@@ -220,19 +220,25 @@ class Plan:
         """Owners of the parameters that are updated as a whole; None if none is."""
         if self.own_rule is not None:
             own: dict[int, MatrixRule] = dict.fromkeys(range(len(self.groups)), self.own_rule)
+            refuse_experts(self.table, own)
             return MatrixOwners(self.config, self.table.rows, own, self.layouts, ways=3)
         rules = {index: kept.matrices for index, kept in enumerate(self._moments) if kept.matrices is not None}
+        refuse_experts(self.table, rules)
         return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
     def factors(self, coord: Coord) -> FactorRoutes | None:
         """Returns the sums of Adafactor at a position; None if it updates nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
-        return factor_routes(self.table.held_by(self.grid(0).holder(coord)), groups, self.config)
+        return factor_routes(self._summed(coord), groups, self.config)
 
     def layers(self, coord: Coord) -> LayerRoutes | None:
         """Returns the norms of LAMB and LARS at a position; None if they update nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.layerwise)
-        return layer_routes(self.table.held_by(self.grid(0).holder(coord)), groups, self.config)
+        return layer_routes(self._summed(coord), groups, self.config)
+
+    def _summed(self, coord: Coord) -> Iterator[ShardRow]:
+        """Yields the parameters of a pipeline coordinate, with those of experts that other data ranks hold."""
+        return (row for row in self.table if coord.pp in row.owners)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
         """Returns the gathers of sharded parameters at a position; None if parameters are not sharded."""
@@ -392,12 +398,10 @@ def _division(
     ranks = schedule.rank_of_stage
     experts = shared.cuts if shared is not None else {}
     partial = analysis.tensor.partial if analysis.tensor else frozenset[str]()
-    # tensor ranks divide the rows of routed experts, each of which has a part of the gradient then
-    divided = [name for each in shared.routed for name in each.parameters] if shared and config.tp > 1 else []
     return Division(
         tp=config.tp,
         cuts=analysis.tensor.parameters if analysis.tensor else {},
-        partial=partial.union(divided),
+        partial=partial.union(shared.divided if shared is not None and config.tp > 1 else ()),
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.trace.read_by_glue if analysis.trace else (),
         quantized=quantized,

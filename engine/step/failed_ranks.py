@@ -18,14 +18,23 @@ class OtherRankError(EngineError):
     """Problem of this rank because another rank has failed; see the error of that rank."""
 
 
-def problem_of_any(problem: BaseException | None, comm: Comm) -> BaseException | None:
-    """Returns this rank's problem with a step that no data rank has begun, or another rank's; None if no rank has one.
+def problem_of_any(
+    problem: BaseException | None, comm: Comm, device: torch.device, gathers: bool
+) -> BaseException | None:
+    """Returns this rank's problem with a step that no data rank has begun, or another rank's; None: no rank has one.
 
-    Forwards that gather parameters (ZeRO 3) must not begin where another data rank has no batch. The hosts of ranks
-    that gather together exchange one byte, so that nobody waits for a device.
+    Forwards that gather parameters (``gathers``, ZeRO 3) or send rows to experts must not begin where another data rank
+    has no batch. The hosts of ranks that gather together exchange one byte, so that nobody waits for a device; ranks
+    that share experts sum 8 bytes over the axis "ep".
     """
-    told = comm.agree_on_gathers(bytes([problem is not None]), "batch check")
-    if problem is not None or not any(map(any, told)):
+    failed = problem is not None
+    if gathers:
+        failed = any(map(any, comm.agree_on_gathers(bytes([failed]), "batch check")))
+    if comm.grid.experts > 1:
+        flag = torch.tensor([int(failed)], device=device)
+        comm.all_reduce(flag, "ep", "batch check", "max").wait()
+        failed = bool(flag)
+    if problem is not None or not failed:
         return problem
     return OtherRankError(
         "another data rank has no batch, so no rank makes this step; see the error of the rank that failed."

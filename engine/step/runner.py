@@ -240,7 +240,7 @@ class StepRunner:
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):
             taken = self._take(partial(split, batch, micro or self._config.micro), step)
-        together = together or self._runtime.gatherer is not None
+        together = together or self._runtime.data_ranks_meet
         count = self._most_forwards(len(taken), step) if together else len(taken)
         return join_outputs(self._outputs(step, taken, count))
 
@@ -361,8 +361,8 @@ class StepRunner:
             step.problem = problem
         if step.compares_paths:
             self._compare_paths(step, microbatches)
-        if runtime.gatherer is not None:
-            step.problem = problem_of_any(step.problem, self._comm)
+        if runtime.data_ranks_meet:
+            step.problem = problem_of_any(step.problem, self._comm, self._device, runtime.gatherer is not None)
         if step.problem is not None:
             return  # no action runs on any rank of the replica, so none waits; the control sum tells the other replicas
         try:

@@ -114,7 +114,13 @@ class RankRuntime:
     def communicates(self) -> bool:
         """True if forwards communicate, so that other ranks wait for a rank that fails."""
         grid = self.comm.grid
-        return grid.size("replica") > 1 or (self.gatherer is not None and grid.size(grid.sharding) > 1)
+        gathers = self.gatherer is not None and grid.size(grid.sharding) > 1
+        return grid.size("replica") > 1 or gathers or grid.experts > 1
+
+    @property
+    def data_ranks_meet(self) -> bool:
+        """True if data ranks communicate in forwards: they gather parameters, or send rows to experts."""
+        return self.gatherer is not None or self.comm.grid.experts > 1
 
     @contextmanager
     def forward(self, *key: int, trace: ModelTrace | None = None) -> Iterator[None]:

@@ -188,6 +188,7 @@ def _world_of(config: Config) -> int:
 
 def _described(config: Config) -> str:
     words = [f"{config.dp} data x {config.tp} tensor x {config.pp} pipeline ranks as threads"]
+    words += [f"{config.parallel.expert} ranks share experts"] if config.parallel.expert > 1 else []
     words += [config.parallel.schedule] if config.pp > 1 else []
     words += ["sequence parallel"] if config.parallel.sequence_parallel and config.tp > 1 else []
     words += [f"ZeRO {config.zero_optimization.stage}"]

@@ -25,9 +25,19 @@ _PUT_ON = "_activate_lora"
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
     """Patches modules with adapters of parameters, so that a call leaves their parameters unchanged."""
     for module in model.modules():
-        if hasattr(module, _PUT_ON) and isinstance(getattr(module, "parameter_name", None), str):
+        if _adapts(module):
             with patches.changing(module, PatchLayer.GATHER, "adds an adapter to a weight without a counted write"):
                 object.__setattr__(module, _PUT_ON, MethodType(_put_on, module))
+
+
+def adapted_modules(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules with parameters to which adapters add something during a call."""
+    adapters: Iterable[Any] = filter(_adapts, model.modules())
+    return {adapter.get_base_layer() for adapter in adapters}
+
+
+def _adapts(module: nn.Module) -> bool:
+    return hasattr(module, _PUT_ON) and isinstance(getattr(module, "parameter_name", None), str)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
 from tests.faults.scripts_of_deepspeed import SCRIPTS_OF_DEEPSPEED
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
+from tests.faults.shared_experts import SHARED_EXPERTS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
@@ -52,6 +53,7 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
+    "shared experts": SHARED_EXPERTS,
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

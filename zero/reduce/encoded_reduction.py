@@ -37,7 +37,7 @@ class EncodedReduction:
     def __init__(self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels) -> None:
         self._codec, self._comm, self._hops = BlockCodec(wire, kernels), comm, formats.hops
         self._ranks, self._size = formats.ranks, flat.bucket.elements // formats.ranks
-        self._line = comm.grid.shard_line
+        self._line = comm.grid.shard_line if formats.axis == comm.grid.sharding else formats.axis
         self._members = [formats.members(hop, comm.grid.index(self._line)) for hop in range(len(self._hops))]
         self.residuals: tuple[Tensor, ...] = ()
         """Residuals of the last encoding of each hop, fp32 [rows, s]; empty without error feedback."""
@@ -84,7 +84,7 @@ def encoded_reductions(
     for flat in buckets:
         wire = formats.of_gradients(flat.bucket)
         if wire is not None:
-            found[flat.bucket.index] = EncodedReduction(flat, wire, formats, comm, kernels)
+            found[flat.bucket.index] = EncodedReduction(flat, wire, formats.over(flat.bucket.spread), comm, kernels)
     return found
 
 

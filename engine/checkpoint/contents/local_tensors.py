@@ -246,8 +246,11 @@ class LocalTensors:
         kept: dict[str, list[StateTensor]] = {}
         for state in self.inventory.whole_state(updates):
             kept.setdefault(state.name, []).append(state)
-        first = grid.is_first(grid.copies if updates.on_all_data_ranks else grid.shard_copies, self.coord)
-        for row in self.ownership.plan.table.held_by(grid.holder(self.coord)):
+        holder = grid.holder(self.coord)
+        for row in self.ownership.plan.table.held_by(holder):
+            spread = grid.expert_spread if row.axis == "ep" else grid.spread
+            first = grid.is_first(spread.copies if updates.on_all_data_ranks else spread.shard_copies, self.coord)
+            first = first and (row.axis == "tp" or holder.ep in row.ranges[0].holders)
             # one tensor rank owns a sharded matrix; all tensor ranks have the state of other parameters
             stores = first and (self.coord.tp == 0 or (updates.by_owner and row.dim is not None))
             for state in kept.get(row.name, ()):

@@ -112,6 +112,10 @@ class _Walk:
         if _among(value.get(feature.switch), (*feature.off, None)):
             return
         at, given = join_path(path, feature.switch), value[feature.switch]
+        if feature.keys and given is True:
+            for key in [key for key in value if key != feature.switch]:
+                self._treat(join_path(path, key), value[key], feature.keys.get(key, Noted(feature.reason)), value)
+            return None
         if feature.passed and given is True:
             self.notes.append(
                 f"{at}: accepted; engine.deepspeed passes {feature.reason} to the model's forward in training; "

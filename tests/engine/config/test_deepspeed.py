@@ -132,6 +132,8 @@ def test_adam_is_adamw_unless_told(given: str, mode: bool | None, kind: str, dec
         ({"steps_per_print": float("inf")}, {}),
         ({"tensorboard": {"enabled": False, "output_path": "x"}}, {}),
         ({"tensorboard": None, "pipeline": None, "amp": None}, {}),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"parallel": {"expert": 2}}),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 2}}, {}),
     ],
 )
 def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -283,7 +285,11 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
             "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group spans several",
         ),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: accepted, changes nothing here"),
-        ({"expert_parallel": {"enabled": True}}, "there is no expert axis"),
+        ({"moe": {"enabled": True}}, "parallel.expert shares experts among data ranks"),
+        (
+            {"expert_parallel": {"enabled": True, "preset_model": "mixtral"}},
+            "expert_parallel.preset_model: accepted, changes nothing here; Trine finds the experts",
+        ),
         ({"compile": {"deepcompile": True}}, 'compiles blocks with "compile": true'),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "it concerns the inputs of recomputed blocks"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "gradients are summed in fp32"),

@@ -118,7 +118,7 @@ class FactoredUpdates:
         for maker in self._makers:
             maker.due.clear()
         used = [row for row in self._routes.rows if row.name not in unused]
-        every = counted_parts(self._places, due, self._routes.rows, self._holder)
+        every = counted_parts(self._places, due, self._routes, self._comm.grid)
         parts = [part for part in every if part.row.name not in unused]
         steps = {row.name: self._group(row)["step"] - missed.get(row.name, 0) for row in used}
         sums = self._zeros(self._routes.elements)

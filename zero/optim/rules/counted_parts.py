@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim.update_rules import MatrixPiece
-from engine.parallel.grid import Axis, ShardHolder
+from engine.parallel.grid import Axis, Grid, ShardHolder
 from engine.parallel.shard_table import ShardRow
+from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 LABEL = "statistics"
@@ -27,6 +28,8 @@ class SumRoutes:
     """The parameters of a pipeline coordinate."""
     axes: tuple[tuple[Axis, int], ...]
     """The axes over which elements are divided, and their ranks: that of the shards, and "tp"."""
+    copied: bool
+    """Several ranks of the first axis hold the same elements, and the first of them adds them."""
     dtype: torch.dtype
     """That of the widest weights."""
 
@@ -73,16 +76,25 @@ class CountedPart:
 
 
 def counted_parts(
-    places: Sequence[OptimizerTensor], due: Collection[Tensor], rows: Sequence[ShardRow], holder: ShardHolder
+    places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yields the parts of the tensors that are ``due``; ``holder``: the coordinates of this rank."""
+    """Yields the parts of the tensors that are ``due``."""
+    rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}
     for place in places:
+        adds = not routes.copied or grid.is_first(_copies(place.flat))
         for slot, part in place.slots() if place.parameter in due else ():
             row = rows[numbers[slot.name]]
             start = max(slot.start, place.part.start) - slot.start
             piece = MatrixPiece(slot.shape, start, start + part.stop - part.start)
-            yield CountedPart(row, numbers[slot.name], piece, place, part, _counted(row, piece, holder))
+            counted = _counted(row, piece, holder) if adds else ()
+            yield CountedPart(row, numbers[slot.name], piece, place, part, counted)
+
+
+def _copies(flat: FlatBucket) -> Axis:
+    """The axis along which ranks update the same elements of a bucket."""
+    spread = flat.bucket.spread
+    return spread.copies if flat.owned == slice(0, flat.bucket.elements) else spread.shard_copies
 
 
 def _counted(row: ShardRow, piece: MatrixPiece, holder: ShardHolder) -> tuple[slice, ...] | None:

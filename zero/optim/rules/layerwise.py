@@ -118,7 +118,6 @@ class LayerwiseUpdates:
     ) -> None:
         self._places, self._inner, self._routes, self._comm = places, inner, routes, comm
         self._names = frozenset(row.name for row in routes.rows)
-        self._holder = comm.grid.holder()
         self._device = places[0].flat.params.device if places else torch.device("cpu")
         parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
         self._makers = [part for part in parts if isinstance(part, FlatLayerwise)]
@@ -142,7 +141,7 @@ class LayerwiseUpdates:
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
         """Updates every parameter of the step at once; ``unused`` ones have no gradient, and keep their count."""
         due = {weight: maker for maker in self._makers for weight in maker.due}
-        parts = counted_parts(self._places, due.keys(), self._routes.rows, self._holder)
+        parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)
         used = [(part, *self._of(part, due, missed)) for part in parts if part.row.name not in unused]
         for maker in self._makers:
             maker.due.clear()
