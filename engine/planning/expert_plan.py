@@ -7,7 +7,7 @@ from torch import nn
 
 from engine.config import Config
 from engine.errors import PlanError
-from engine.parallel.experts.forms import RoutedExperts, expert_cut, kind_of, stacked_experts
+from engine.parallel.experts.forms import RoutedExperts, expert_cut, kind_of, possible_stacks, stacked_experts
 from engine.parallel.experts.proof import Unproven, prove_routed
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
@@ -24,7 +24,17 @@ class ExpertPlan:
     @property
     def cuts(self) -> Mapping[str, ParameterCut]:
         """Sharding of the parameters of experts, by name."""
-        return {name: expert_cut(each.experts, self.ranks) for each in self.routed for name in each.parameters}
+        return {
+            name: expert_cut(each.experts, self.ranks, rows)
+            for each in self.routed
+            for name, rows in each.parameters.items()
+        }
+
+    @property
+    def divided(self) -> tuple[str, ...]:
+        """Parameters that have a part of the gradient on each tensor rank: tensor ranks divide the rows of experts."""
+        common = [f"{each.name}.{own}" for each in self.routed for own in each.common]
+        return (*self.cuts, *common)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -46,7 +56,7 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     proven: dict[object, RoutedExperts | Unproven] = {}
     routed, unproven = list[RoutedExperts](), list[Unproven]()
     for name, module in model.named_modules():
-        if not stacked_experts(module):
+        if next(possible_stacks(module), None) is None:
             continue
         kind = kind_of(module)
         if kind not in proven:
@@ -54,7 +64,7 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
         found = proven[kind].named(name)
         if isinstance(found, RoutedExperts):
             routed.append(found)
-        else:
+        elif stacked_experts(module):
             unproven.append(found)
     if not routed:
         raise PlanError(f"parallel.expert is {ranks}, but {_missing(unproven)}; leave parallel.expert out.")

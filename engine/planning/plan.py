@@ -376,7 +376,7 @@ def _division(
     return Division(
         tp=config.tp,
         cuts=analysis.tensor.parameters if analysis.tensor else {},
-        partial=partial.union(experts if config.tp > 1 else ()),  # tensor ranks divide the rows of experts
+        partial=partial.union(shared.divided if shared is not None and config.tp > 1 else ()),
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.trace.read_by_glue if analysis.trace else (),
         quantized=quantized,

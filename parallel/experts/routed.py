@@ -63,13 +63,14 @@ class SharedExperts:
         x, numbers, weights = self._read(given)
         shape = given[self._found.call.names[0]].shape[:-1]
         if self._tensor.size == 1:
-            return self._routed(given, x, numbers, weights).unflatten(0, shape)
+            y = self._routed(given, x, numbers, weights)
+            return y.view(*shape, y.shape[-1])
         tokens, ranks = len(x), self._tensor.size
         more = (0, 0, 0, -tokens % ranks)
         x, weights = (slice_of(functional.pad(each, more), self._tensor, 0, EXPERT_ROWS) for each in (x, weights))
         numbers = functional.pad(numbers, more, value=-1).view(ranks, -1, numbers.shape[1])[self._tensor.index]
         y = gather_whole(self._routed(given, x, numbers, weights), self._tensor, 0, EXPERT_ROWS)[:tokens]
-        return y.unflatten(0, shape)
+        return y.view(*shape, y.shape[-1])
 
     def _routed(self, given: Mapping[str, Any], x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """Returns the module's output for rows of this rank, from the experts of all ranks of the axis "ep"."""
@@ -99,7 +100,7 @@ class SharedExperts:
         row, slot = (numbers >= 0).nonzero().unbind(1)
         out = self._compute(given, rows[row], numbers[row, slot][:, None].long(), weight[row, slot][:, None])
         y = out.new_zeros(len(rows), *out.shape[1:]).index_add(0, row, out)
-        ties = (rows, weight, *self._module.parameters(recurse=False)) if len(row) == 0 else ()
+        ties = (rows, weight, *self._module.parameters()) if len(row) == 0 else ()
         (back,) = exchange((y,), gets, gives, comm, COMBINE, ties)
         return back
 
