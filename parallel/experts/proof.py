@@ -19,13 +19,14 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from engine.parallel.experts.calls import Call, Rows, possible_calls
-from engine.parallel.experts.forms import RoutedExperts, possible_counts, possible_widths, stacked_experts
+from engine.parallel.experts.calls import ExpertCall, Rows, possible_calls
+from engine.parallel.experts.forms import RoutedExperts, Stack, possible_counts, possible_stacks, possible_widths
 
 _ROWS, _MOST = 12, 4
 """Rows of a trial, and the most experts of a twin."""
@@ -45,18 +46,17 @@ class Unproven:
 
 def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     """Tries each way to call ``module``, which stacks experts, and returns the first that is proven."""
-    experts = stacked_experts(module)
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
     reasons = list[str]()
-    for counts in possible_counts(module, experts):
-        twin = _twin(module, min(experts, _MOST), counts)
-        for call in possible_calls(module):
-            for width in possible_widths(module):
-                reason = _Trial(twin, call, width, counts).failure()
+    for stack in possible_stacks(module):
+        for counts in possible_counts(module, stack.experts):
+            counted = replace(stack, counts=counts)
+            twin = _twin(module, counted)
+            for call, width in product(possible_calls(module), possible_widths(module)):
+                reason = _Trial(twin, counted, call, width).failure()
                 if reason is None:
-                    own = tuple(own for own, _ in module.named_parameters(recurse=False))
-                    return RoutedExperts(name, experts, width, call, own, counts)
+                    return RoutedExperts(name, stack.experts, width, call, stack.own, stack.common, counts)
                 reasons.append(reason)
     told = [reason for reason in reasons if reason != _REFUSED]
     return Unproven(name, told[0] if told else _UNKNOWN)
@@ -72,8 +72,8 @@ _UNKNOWN = (
 class _Trial:
     """Calls of a twin with random content."""
 
-    def __init__(self, twin: nn.Module, call: Call, width: int, counts: Sequence[str]) -> None:
-        self._twin, self._form, self._experts, self._counts = twin, call, stacked_experts(twin), counts
+    def __init__(self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int) -> None:
+        self._twin, self._stack, self._form, self._experts = twin, stack, call, min(stack.experts, _MOST)
         self._names = list(inspect.signature(twin.forward).parameters)
         draw = torch.Generator().manual_seed(0)
         chosen = min(call.slots, self._experts)
@@ -111,62 +111,63 @@ class _Trial:
         token, slot = ((self._numbers >= chosen[0]) & (self._numbers <= chosen[-1])).nonzero().unbind(1)
         x, n, w = self._rows[token], self._numbers[token, slot][:, None], self._weights[token, slot][:, None]
         wanted = self._call(self._twin, x, n, w)
-        asked = self._call(_without(self._twin, chosen), x, n, w)
+        asked = self._call(self._without(chosen), x, n, w)
         if wanted is None or asked is None or not asked.isnan().any(-1).all():
             return _REFUSED  # numbers that choose nothing may be weights
         others = [index for index in range(self._experts) if index not in chosen]
-        if not _close(self._call(_without(self._twin, others), x, n, w), wanted):
+        if not _close(self._call(self._without(others), x, n, w), wanted):
             return "a row's result depends on experts that it does not ask for"
-        alone = _with_only(self._twin, chosen, self._counts)
-        if not _close(self._call(alone, x, n - chosen[0], w), wanted):
+        alone = self._with_only(chosen)
+        if not _close(self._call(alone, x, n - chosen[0], w, len(chosen)), wanted):
             return "its forward needs the number of all experts"
-        empty = self._call(alone, x[:0], n[:0], w[:0])
+        empty = self._call(alone, x[:0], n[:0], w[:0], len(chosen))
         return None if empty is not None and empty.shape == wanted[:0].shape else "it cannot be called without rows"
 
-    def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor) -> Tensor | None:
+    def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor, experts: int = 0) -> Tensor | None:
         """Returns the result, or None if the module raises or returns anything but a tensor."""
-        written = self._form.write(Rows(x, n, w), next(module.parameters()).shape[0], {})
+        written = self._form.write(Rows(x, n, w), experts or self._experts, {})
         try:  # by position: a forward may hand its arguments to code that has other names for them
             result: object = module(*(written.arguments[name] for name in self._names[: len(written.arguments)]))
             return written.back(result) if isinstance(result, Tensor) else None
         except Exception:  # any: it is code of the user with arguments that it may not be made for
             return None
 
+    def _without(self, experts: Sequence[int]) -> nn.Module:
+        """Returns the twin with NaN in the parameters of ``experts``."""
+        fresh = {id(each): nn.Parameter(each.detach().clone()) for each in self._twin.parameters()}
+        for name, rows in self._stack.own.items():
+            stacked = fresh[id(self._twin.get_parameter(name))].data
+            stacked.view(self._experts, rows, *stacked.shape[1:])[list(experts)] = torch.nan
+        return copy.deepcopy(self._twin, dict(fresh))
+
+    def _with_only(self, chosen: Sequence[int]) -> nn.Module:
+        """Returns the twin with the experts ``chosen`` alone."""
+        fresh = {
+            id(each): nn.Parameter(each.detach()[chosen[0] * rows : (chosen[-1] + 1) * rows].clone())
+            for name, rows in self._stack.own.items()
+            for each in (self._twin.get_parameter(name),)
+        }
+        alone = copy.deepcopy(self._twin, dict(fresh))
+        for name in self._stack.counts:
+            setattr(alone, name, len(chosen))
+        return alone
+
 
 def _close(a: Tensor | int | None, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
-def _twin(module: nn.Module, experts: int, counts: Sequence[str]) -> nn.Module:
-    """Returns a copy of ``module`` with random fp32 parameters of its first ``experts`` experts."""
-    draw = torch.Generator().manual_seed(1)
-    fresh = {
-        id(parameter): nn.Parameter(
-            torch.randn(experts, *parameter.shape[1:], generator=draw) * parameter.shape[-1] ** -0.5
-        )
-        for parameter in module.parameters()
-    }
+def _twin(module: nn.Module, stack: Stack) -> nn.Module:
+    """Returns a copy of ``module`` with random fp32 parameters of its first experts."""
+    draw, experts = torch.Generator().manual_seed(1), min(stack.experts, _MOST)
+    fresh = dict[int, nn.Parameter]()
+    for name, each in module.named_parameters():
+        sizes = (experts * stack.own[name], *each.shape[1:]) if name in stack.own else each.shape
+        fresh[id(each)] = nn.Parameter(torch.randn(sizes, generator=draw) * each.shape[-1] ** -0.5)
     twin = copy.deepcopy(module, dict(fresh))
-    for name in counts:
+    for name in stack.counts:
         setattr(twin, name, experts)
     return twin
-
-
-def _without(twin: nn.Module, experts: Sequence[int]) -> nn.Module:
-    """Returns ``twin`` with NaN in the parameters of ``experts``."""
-    fresh = {id(each): nn.Parameter(each.detach().clone()) for each in twin.parameters()}
-    for parameter in fresh.values():
-        parameter.data[list(experts)] = torch.nan
-    return copy.deepcopy(twin, dict(fresh))
-
-
-def _with_only(twin: nn.Module, chosen: Sequence[int], counts: Sequence[str]) -> nn.Module:
-    """Returns ``twin`` with the experts ``chosen`` alone."""
-    fresh = {id(each): nn.Parameter(each.detach()[chosen[0] : chosen[-1] + 1].clone()) for each in twin.parameters()}
-    alone = copy.deepcopy(twin, dict(fresh))
-    for name in counts:
-        setattr(alone, name, len(chosen))
-    return alone
 
 
 def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:

@@ -99,7 +99,7 @@ class SharedExperts:
         row, slot = (numbers >= 0).nonzero().unbind(1)
         out = self._compute(given, rows[row], numbers[row, slot][:, None].long(), weight[row, slot][:, None])
         y = out.new_zeros(len(rows), *out.shape[1:]).index_add(0, row, out)
-        ties = (rows, weight, *self._module.parameters(recurse=False)) if len(row) == 0 else ()
+        ties = (rows, weight, *self._module.parameters()) if len(row) == 0 else ()
         (back,) = exchange((y,), gets, gives, comm, COMBINE, ties)
         return back
 

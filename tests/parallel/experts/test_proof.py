@@ -66,7 +66,7 @@ def test_a_module_of_routed_experts_is_proven_with_its_arguments(
 ) -> None:
     found = prove_routed("moe", module)
     width, experts = module.up.shape[2], module.num_experts
-    assert found == RoutedExperts("moe", experts, width, RoutedCall(*names), ("up", "down"), counts)
+    assert found == RoutedExperts("moe", experts, width, RoutedCall(*names), {"up": 1, "down": 1}, (), counts)
     assert module.training and module.up.isfinite().all() and len(module.up) == experts, "the module is as it was"
 
 
