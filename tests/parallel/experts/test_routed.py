@@ -134,9 +134,10 @@ def test_bytes_are_rows_to_other_ranks_times_the_width(name: str) -> None:
         out = sum(len(pairs(numbers[rank], bounds, other)) for other in range(ranks) if other != rank)
         back = sum(len(pairs(numbers[other], bounds, rank)) for other in range(ranks) if other != rank)
         sent = {row.label: row.bytes for row in found.traffic if row.axis == AXIS}
-        assert sent[DISPATCH] == 4 * (WIDTH + chosen) * (out + back)
+        # rows, weights and numbers in one message; gradients of rows and weights come back
+        assert sent[DISPATCH] == 4 * ((WIDTH + 2 * chosen) * out + (WIDTH + chosen) * back)
         assert sent[COMBINE] == 4 * WIDTH * (back + out)
-        assert sent[ROUTING] == 4 * chosen * out + 8 * (ranks + 1) * (ranks - 1)  # numbers, and the table of counts
+        assert sent[ROUTING] == 8 * (ranks + 1) * (ranks - 1)  # the table of counts
 
 
 def test_experts_of_frozen_rows_and_frozen_experts_of_rows_join_one_backward() -> None:
@@ -165,6 +166,7 @@ def test_arguments_of_other_shapes_are_refused_before_anything_is_sent() -> None
         return str(caught.value)
 
     assert set(on_expert_ranks(2, body)) == {
-        "moe was called with [2, 3, 6], [2, 1], [2, 1], but with parallel.expert its arguments are rows [T, H] or [B, S, H], "
-        "numbers of experts [T, k] and their weights [T, k]; call it with these, or leave parallel.expert out."
+        "moe was called with [2, 3, 6], [2, 1], [2, 1], but with parallel.expert its arguments are rows [T, H] or "
+        "[B, S, H], numbers of experts [T, k] and their weights [T, k]; call it with these, or leave parallel.expert "
+        "out."
     }
