@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from engine.config import Config
@@ -19,6 +20,7 @@ from engine.parallel.experts.forms import (
     stacked_experts,
 )
 from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
+from engine.parallel.model.rng_streams import HostState
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,11 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     ranks = config.parallel.expert
     if ranks == 1:
         return None
-    routed, refused = _routed(model)
-    listed, others = _listed(model)
+    drawn = HostState.take()
+    with torch.random.fork_rng([]):  # trials may draw
+        routed, refused = _routed(model)
+        listed, others = _listed(model)
+    drawn.put()
     unproven = (*refused, *others)
     if not routed and not listed:
         raise PlanError(f"parallel.expert is {ranks}, but {_missing(unproven)}; leave parallel.expert out.")

@@ -50,7 +50,10 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
         return Unproven(name, "it has buffers, which are not shared among ranks")
     reasons = list[str]()
     for counts in possible_counts(module, experts):
-        twin = _twin(module, min(experts, _MOST), counts)
+        try:
+            twin = _twin(module, min(experts, _MOST), counts)
+        except Exception:  # any: attributes of the user's module decide
+            return Unproven(name, _UNCOPIED)
         for call in possible_calls(module):
             for width in possible_widths(module):
                 reason = _Trial(twin, call, width, counts).failure()
@@ -62,6 +65,7 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     return Unproven(name, told[0] if told else _UNKNOWN)
 
 
+_UNCOPIED = "it cannot be copied for a trial"
 _REFUSED = "it does not take these arguments"
 _UNKNOWN = (
     "its arguments are neither rows, numbers of experts and weights, nor rows and their number for each expert, nor "
@@ -181,9 +185,12 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
     if any(True for each in members for _ in each.buffers()):
         return "its members have buffers, which are not shared among ranks"
     draw = torch.Generator().manual_seed(1)
-    shared, notes = _random(members[0], {}, draw), _Notes()
-    stand_ins = [_Scaled(shared, number, notes) for number in range(len(members))]
-    twin = _random(block, dict(zip(map(id, members), stand_ins, strict=True)), draw)
+    try:
+        shared, notes = _random(members[0], {}, draw), _Notes()
+        stand_ins = [_Scaled(shared, number, notes) for number in range(len(members))]
+        twin = _random(block, dict(zip(map(id, members), stand_ins, strict=True)), draw)
+    except Exception:  # any: attributes of the user's module decide
+        return _UNCOPIED
     reasons = []
     for width in sorted({size for each in shared.parameters() if each.dim() == 2 for size in each.shape}):
         for shape in ((2, _ROWS // 2, width), (_ROWS, width)):

@@ -12,6 +12,7 @@ from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
 from tests.faults.expert_load import EXPERT_LOAD
+from tests.faults.experts import EXPERTS
 from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
@@ -77,6 +78,7 @@ AREAS = {
     "communicating kernels": COMMUNICATING_KERNELS,
     "data": DATA,
     "expert load": EXPERT_LOAD,
+    "experts": EXPERTS,
     "caught failures": (*CAUGHT_FAILURES, *PICKLED_WEIGHTS),
     "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED, *ANSWERS_TO_DEEPSPEED),
     "first GPU": (*FIRST_GPU, *COMPILED_AHEAD),
