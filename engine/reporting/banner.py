@@ -15,6 +15,7 @@ from engine.kernels.device import compiles_triton
 from engine.kernels.overlap import OverlapChoices
 from engine.parallel.comm.traffic import Tally, megabytes
 from engine.parallel.kernel_injection.inject import describe_replacements as replaced
+from engine.parallel.model.name_patterns import starred
 from engine.parallel.pipeline.report.text import draw
 from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
 from engine.parallel.tensor.collectives import LOGITS
@@ -57,6 +58,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         **_pipeline_lines(plan),
         **_kernel_lines(plan),
         "state": _state_line(plan, rank),
+        **_expert_line(plan),
         **_offload_line(plan, rank),
         "sends": _traffic_line(rank),
         "optimizer": _optimizer_line(plan),
@@ -241,6 +243,23 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
     return {"tensor": _INDENT.join(lines)}
 
 
+def _expert_line(plan: Plan) -> dict[str, str]:
+    """Returns the line about experts that data ranks share."""
+    if (shared := plan.shared_experts) is None:
+        return {}
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for each in shared.shared:
+        kinds.setdefault((starred(each.name), each.experts), []).append(each.name)
+    words = []
+    for (pattern, experts), names in kinds.items():
+        least, more = divmod(experts, shared.ranks)
+        held = f"{least} or {least + 1}" if more else f"{least}"
+        where = pattern if len(names) > 1 else names[0]
+        words.append(f"{experts} of {where} ({len(names)} module{'s' * (len(names) > 1)}), {held} on a rank")
+    asked = "; blocks with lists of experts run twice" * bool(shared.listed)
+    return {"experts": f"{shared.ranks} data ranks share {', '.join(words)}; tokens are sent to them{asked}"}
+
+
 def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> dict[str, str]:
     """Returns the line about overlap of tensor ranks' products with communication."""
     if plan.tensor is None:
@@ -351,10 +370,19 @@ def _traffic_line(rank: RankPlan) -> str:
 
 
 def _optimizer_line(plan: Plan) -> str:
-    optimizer = plan.config.optimizer
-    kind = optimizer.kind if optimizer and plan.moments is not None else "given in code"
-    schedule = plan.config.scheduler.type if plan.config.scheduler else "constant lr or given in code"
+    optimizer, scheduler = plan.config.optimizer, plan.config.scheduler
+    kind = _optimizer_words(plan.config) if optimizer and plan.moments is not None else "given in code"
+    unknown = {True: "schedule given in code", False: "constant lr", None: "constant lr or given in code"}
+    schedule = scheduler.type if scheduler else unknown[plan.own_schedule]
     return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"
+
+
+def _optimizer_words(config: Config) -> str:
+    """Returns the configured optimizers with their rates; one that the configuration does not name is a default."""
+    entries = config.optimizer.entries if config.optimizer is not None else ()
+    words = " + ".join(dict.fromkeys(f"{entry.type} lr {entry.params['lr']:g}" for entry in entries))
+    default = bool(config.written) and "optimizer" not in config.written
+    return words + " (the default, since the configuration names no optimizer)" * default
 
 
 logger = logging.getLogger("trine")

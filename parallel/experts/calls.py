@@ -1,6 +1,6 @@
 """Calls of modules that stack experts: the arguments that say which rows each expert gets, read and written.
 
-    routed    f(x [T, H], numbers [T, k], weights [T, k])    transformers
+    routed    f(x [T, H], numbers [T, k], weights [T, k])    transformers; x [B, S, H] and the same numbers: DBRX
     counted   f(x [T, H], counts [E])                        x in the order of experts: JetMoE, torchtitan
     major     f(x [E * C, H]) or f(x [E, C, H])              the same number of rows for each expert: Llama 4, GShard
 
@@ -37,7 +37,7 @@ class Written(NamedTuple):
     """Returns the results in the order of the rows."""
 
 
-class Call(Protocol):
+class ExpertCall(Protocol):
     """Form of the calls of a module of experts."""
 
     slots: ClassVar[int]
@@ -66,8 +66,10 @@ class RoutedCall:
     rows: str
     numbers: str
     weights: str
+    batched: bool = False
+    """Rows are [B, S, H], and not [T, H]."""
     slots: ClassVar[int] = 2
-    described: ClassVar[str] = "rows [T, H], numbers of experts [T, k] and their weights [T, k]"
+    described: ClassVar[str] = "rows [T, H] or [B, S, H], numbers of experts [T, k] and their weights [T, k]"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,14 +79,17 @@ class RoutedCall:
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
         """Returns the rows of a call; None if the arguments are of another form."""
         found: list[Any] = [given.get(name) for name in self.names]
-        if not all(isinstance(each, Tensor) and each.dim() == 2 for each in found):
+        dims = [each.dim() for each in found if isinstance(each, Tensor)]
+        if dims != [3 if self.batched else 2, 2, 2]:
             return None
-        x, numbers, weights = found
+        x, numbers, weights = found[0].reshape(-1, found[0].shape[-1]), *found[1:]
         return Rows(x, numbers, weights) if numbers.shape == weights.shape and len(x) == len(numbers) else None
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
         """Returns a call for the rows."""
-        return Written(dict(zip(self.names, rows, strict=True)), _same)
+        x = rows.x[None] if self.batched else rows.x
+        back = _first if self.batched else _same
+        return Written(dict(zip(self.names, (x, *rows[1:]), strict=True)), back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +173,15 @@ def _same(result: Tensor) -> Tensor:
     return result
 
 
+def _first(result: Tensor) -> Tensor:
+    return result.squeeze(0)
+
+
 def _one_expert_each(x: Tensor, numbers: Tensor) -> Rows:
     return Rows(x, numbers[:, None], x.new_ones(len(x), 1))
 
 
-def possible_calls(module: nn.Module) -> Iterator[Call]:
+def possible_calls(module: nn.Module) -> Iterator[ExpertCall]:
     """Yields the forms of call that the signature of a forward allows, the most frequent one first."""
     try:
         given = inspect.signature(module.forward).parameters.values()
@@ -181,7 +190,8 @@ def possible_calls(module: nn.Module) -> Iterator[Call]:
     names = [each.name for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     required = sum(each.default is each.empty and each.kind not in (4, 2) for each in given)
     if len(names) >= 3 >= required:
-        yield from (RoutedCall(*order) for order in permutations(names[:3]))
+        for rows, numbers, weights in permutations(names[:3]):
+            yield from (RoutedCall(rows, numbers, weights, batched) for batched in (False, True))
     if len(names) >= 2 >= required:
         for rows, counts in permutations(names[:2]):
             yield from (CountedCall(rows, counts, listed) for listed in (False, True))

@@ -7,7 +7,7 @@ from itertools import accumulate, combinations
 import torch
 from torch import nn
 
-from engine.parallel.experts.calls import Call
+from engine.parallel.experts.calls import ExpertCall
 from engine.parallel.shard_table import Range
 
 
@@ -20,9 +20,11 @@ class RoutedExperts:
     experts: int
     width: int
     """Width H of its rows."""
-    call: Call
-    own: tuple[str, ...]
-    """Names of its parameters in the module, each [experts, ..]."""
+    call: ExpertCall
+    own: Mapping[str, int]
+    """Rows of one expert in each of its parameters that stack experts, by the name in the module."""
+    common: tuple[str, ...] = ()
+    """Names in the module of vectors that all experts use, such as those of a norm, which every rank holds."""
     counts: tuple[str, ...] = ()
     """Attributes that are the number of its experts."""
 
@@ -31,9 +33,22 @@ class RoutedExperts:
         return replace(self, name=name)
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of its parameters in the model."""
-        return tuple(f"{self.name}.{own}" for own in self.own)
+    def parameters(self) -> Mapping[str, int]:
+        """Rows of one expert in each parameter that stacks experts, by the name in the model."""
+        return {f"{self.name}.{own}": rows for own, rows in self.own.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Parameters of a module that may be stacks of experts."""
+
+    experts: int
+    own: Mapping[str, int]
+    """Rows of one expert in each parameter that stacks experts."""
+    common: tuple[str, ...]
+    """Names of the other parameters."""
+    counts: tuple[str, ...] = ()
+    """Attributes that are the number of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +65,11 @@ class ListedExperts:
     """Width of their results."""
     own: tuple[str, ...]
     """Names of the parameters of one expert, in the expert."""
+
+    @property
+    def name(self) -> str:
+        """Name of the module whose forward communicates."""
+        return self.block
 
     @property
     def experts(self) -> int:
@@ -96,28 +116,58 @@ def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
 
 
-def expert_cut(experts: int, ranks: int) -> ExpertCut:
-    """Returns the sharding of parameters [experts, ..] over ``ranks``."""
-    bounds = expert_bounds(experts, ranks)
+def expert_cut(experts: int, ranks: int, rows: int = 1) -> ExpertCut:
+    """Returns the sharding of parameters [experts * rows, ..] over ``ranks``."""
+    bounds = [rows * bound for bound in expert_bounds(experts, ranks)]
     return ExpertCut(0, tuple(Range(bounds[rank], bounds[rank + 1], (rank,)) for rank in range(ranks)))
 
 
 def stacked_experts(module: nn.Module) -> int:
     """Returns the number of experts that a module's own parameters stack, [experts, ..]; 0 if they stack none.
 
-    At least one parameter is a matrix for each expert, and no other module inside has parameters.
+    At least one parameter is a matrix for each expert, and everything else with parameters inside has vectors only.
     """
-    own = list(module.parameters(recurse=False))
-    if type(module).__module__.startswith("torch.nn.") or not own or len(own) != sum(1 for _ in module.parameters()):
+    own = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() >= 2]
+    inside = sum(parameter.dim() >= 2 for parameter in module.parameters())
+    if type(module).__module__.startswith("torch.nn.") or len(own) != inside:
         return 0
-    sizes = {parameter.shape[0] for parameter in own if parameter.dim() >= 2}
-    stacked = all(parameter.dim() >= 2 for parameter in own) and any(parameter.dim() == 3 for parameter in own)
-    return sizes.pop() if stacked and len(sizes) == 1 and min(sizes) > 1 else 0
+    sizes = {parameter.shape[0] for parameter in own}
+    stacked = sum(parameter.dim() == 3 for parameter in own)
+    alone = len(own) == sum(1 for _ in module.parameters())  # a weight [out, in, width] with a bias is a convolution
+    return sizes.pop() if stacked > (not alone) and len(sizes) == 1 and min(sizes) > 1 else 0
+
+
+def possible_stacks(module: nn.Module) -> Iterator[Stack]:
+    """Yields the ways to take the parameters of a module for stacks of experts, the most frequent one first.
+
+    Matrices [experts, rows, width], with vectors for each expert or for all; or [experts * rows, width], with a number
+    of experts that the module has as an attribute.
+    """
+    named = dict(module.named_parameters())
+    matrices = [name for name, parameter in named.items() if parameter.dim() >= 2]
+    if experts := stacked_experts(module):
+        vectors = [name for name in named if name not in matrices]
+        each = [name for name in vectors if named[name].shape == (experts,)]
+        for own in ([*matrices, *each], matrices)[: 2 if each else 1]:
+            common = tuple(name for name in vectors if name not in own)
+            yield Stack(experts, dict.fromkeys(own, 1), common)
+    elif len(matrices) > 1 and len(matrices) == len(named) and not _has_layers(module):
+        for experts in dict.fromkeys(value for value in vars(module).values() if type(value) is int and value > 1):
+            if not any(parameter.shape[0] % experts for parameter in named.values()):
+                yield Stack(experts, {name: each.shape[0] // experts for name, each in named.items()}, ())
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """Returns True if a layer of torch inside a module has parameters."""
+    return any(
+        type(each).__module__.startswith("torch.nn.") and any(True for _ in each.parameters(recurse=False))
+        for each in module.modules()
+    )
 
 
 def possible_widths(module: nn.Module) -> Sequence[int]:
     """Returns the widths that rows of a module may have: the sizes of its matrices, most frequent first."""
-    sizes = [size for parameter in module.parameters() if parameter.dim() == 3 for size in parameter.shape[1:]]
+    sizes = [size for parameter in module.parameters() if parameter.dim() >= 2 for size in parameter.shape[1:]]
     return sorted(set(sizes), key=lambda size: (-sizes.count(size), size))
 
 
@@ -131,7 +181,7 @@ def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]
         yield from combinations(names, size)
 
 
-def kind_of(module: nn.Module) -> tuple[object, ...]:
+def module_kind(module: nn.Module) -> tuple[object, ...]:
     """Returns a key that is equal for modules of equal code, shapes and settings: a proof of one holds for all."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     settings = tuple(

@@ -9,7 +9,7 @@ the rows of pass 1 and the answers of pass 2.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -25,6 +25,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, exchange
 from engine.parallel.experts.forms import ListedExperts, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.model.rng_streams import HostState, generators_of
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -57,18 +58,30 @@ class _Expert:
 
 
 def share_listed(
-    model: nn.Module, found: Sequence[ListedExperts], comm: Comm, tensor: TensorAxis, patches: ForwardPatches
+    model: nn.Module,
+    found: Sequence[ListedExperts],
+    comm: Comm,
+    tensor: TensorAxis,
+    patches: ForwardPatches,
+    uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Wraps the forwards of the blocks in ``found`` and of their experts: rows are sent to the ranks of the experts."""
+    """Wraps the forwards of the blocks in ``found`` and of their experts: rows are sent to the ranks of the experts.
+
+    ``uncounted``: context of a first pass, whose rows are not counted.
+    """
     for each in found:
-        block = SharedList(each, model, comm, tensor)
+        block = SharedList(each, model, comm, tensor, uncounted)
         block.install(model, patches)
 
 
 class SharedList:
     """Block whose listed experts are shared among the ranks of the axis "ep"."""
 
-    def __init__(self, found: ListedExperts, model: nn.Module, comm: Comm, tensor: TensorAxis) -> None:
+    def __init__(
+        self, found: ListedExperts, model: nn.Module, comm: Comm, tensor: TensorAxis,
+        uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
+        self._uncounted = uncounted
         self._found, self._comm, self._tensor = found, comm, tensor
         block = model.get_submodule(found.block)
         self._own: Callable[..., Any] = block.forward
@@ -108,14 +121,14 @@ class SharedList:
         Raises:
             EngineError: the second pass asks experts for other rows than the first.
         """
-        if self._tensor.dry:
+        if self._tensor.dry or any(map(is_without_content, pytree.tree_leaves((args, kwargs)))):
             with self._passing(Pass.TRACE):
                 return self._own(*args, **kwargs)
         drawn = [(generator, generator.get_state()) for generator in generators_of(_device(args, kwargs))]
         host = HostState.take()
 
         def ask() -> None:
-            with self._passing(Pass.ASK):
+            with self._passing(Pass.ASK), self._uncounted():
                 self._own(*_copied(args), **_copied(kwargs))
 
         def answer() -> Any:

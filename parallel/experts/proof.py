@@ -19,13 +19,14 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from engine.parallel.experts.calls import Call, Rows, possible_calls
-from engine.parallel.experts.forms import RoutedExperts, possible_counts, possible_widths, stacked_experts
+from engine.parallel.experts.calls import ExpertCall, Rows, possible_calls
+from engine.parallel.experts.forms import RoutedExperts, Stack, possible_counts, possible_stacks, possible_widths
 
 _ROWS, _MOST = 12, 4
 """Rows of a trial, and the most experts of a twin."""
@@ -45,21 +46,19 @@ class Unproven:
 
 def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     """Tries each way to call ``module``, which stacks experts, and returns the first that is proven."""
-    experts = stacked_experts(module)
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
+    if not _can_copy(module):
+        return Unproven(name, _UNCOPIED)
     reasons = list[str]()
-    for counts in possible_counts(module, experts):
-        try:
-            twin = _twin(module, min(experts, _MOST), counts)
-        except Exception:  # any: attributes of the user's module decide
-            return Unproven(name, _UNCOPIED)
-        for call in possible_calls(module):
-            for width in possible_widths(module):
-                reason = _Trial(twin, call, width, counts).failure()
+    for stack in possible_stacks(module):
+        for counts in possible_counts(module, stack.experts):
+            counted = replace(stack, counts=counts)
+            twin = _twin(module, counted)
+            for call, width in product(possible_calls(module), possible_widths(module)):
+                reason = _Trial(twin, counted, call, width).failure()
                 if reason is None:
-                    own = tuple(own for own, _ in module.named_parameters(recurse=False))
-                    return RoutedExperts(name, experts, width, call, own, counts)
+                    return RoutedExperts(name, stack.experts, width, call, stack.own, stack.common, counts)
                 reasons.append(reason)
     told = [reason for reason in reasons if reason != _REFUSED]
     return Unproven(name, told[0] if told else _UNKNOWN)
@@ -76,8 +75,8 @@ _UNKNOWN = (
 class _Trial:
     """Calls of a twin with random content."""
 
-    def __init__(self, twin: nn.Module, call: Call, width: int, counts: Sequence[str]) -> None:
-        self._twin, self._form, self._experts, self._counts = twin, call, stacked_experts(twin), counts
+    def __init__(self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int) -> None:
+        self._twin, self._stack, self._form, self._experts = twin, stack, call, min(stack.experts, _MOST)
         self._names = list(inspect.signature(twin.forward).parameters)
         draw = torch.Generator().manual_seed(0)
         chosen = min(call.slots, self._experts)
@@ -115,62 +114,72 @@ class _Trial:
         token, slot = ((self._numbers >= chosen[0]) & (self._numbers <= chosen[-1])).nonzero().unbind(1)
         x, n, w = self._rows[token], self._numbers[token, slot][:, None], self._weights[token, slot][:, None]
         wanted = self._call(self._twin, x, n, w)
-        asked = self._call(_without(self._twin, chosen), x, n, w)
+        asked = self._call(self._without(chosen), x, n, w)
         if wanted is None or asked is None or not asked.isnan().any(-1).all():
             return _REFUSED  # numbers that choose nothing may be weights
         others = [index for index in range(self._experts) if index not in chosen]
-        if not _close(self._call(_without(self._twin, others), x, n, w), wanted):
+        if not _close(self._call(self._without(others), x, n, w), wanted):
             return "a row's result depends on experts that it does not ask for"
-        alone = _with_only(self._twin, chosen, self._counts)
-        if not _close(self._call(alone, x, n - chosen[0], w), wanted):
+        alone = self._with_only(chosen)
+        if not _close(self._call(alone, x, n - chosen[0], w, len(chosen)), wanted):
             return "its forward needs the number of all experts"
-        empty = self._call(alone, x[:0], n[:0], w[:0])
+        empty = self._call(alone, x[:0], n[:0], w[:0], len(chosen))
         return None if empty is not None and empty.shape == wanted[:0].shape else "it cannot be called without rows"
 
-    def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor) -> Tensor | None:
+    def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor, experts: int = 0) -> Tensor | None:
         """Returns the result, or None if the module raises or returns anything but a tensor."""
-        written = self._form.write(Rows(x, n, w), next(module.parameters()).shape[0], {})
+        written = self._form.write(Rows(x, n, w), experts or self._experts, {})
         try:  # by position: a forward may hand its arguments to code that has other names for them
             result: object = module(*(written.arguments[name] for name in self._names[: len(written.arguments)]))
             return written.back(result) if isinstance(result, Tensor) else None
         except Exception:  # any: it is code of the user with arguments that it may not be made for
             return None
 
+    def _without(self, experts: Sequence[int]) -> nn.Module:
+        """Returns the twin with NaN in the parameters of ``experts``."""
+        fresh = {id(each): nn.Parameter(each.detach().clone()) for each in self._twin.parameters()}
+        for name, rows in self._stack.own.items():
+            stacked = fresh[id(self._twin.get_parameter(name))].data
+            stacked.view(self._experts, rows, *stacked.shape[1:])[list(experts)] = torch.nan
+        return copy.deepcopy(self._twin, dict(fresh))
+
+    def _with_only(self, chosen: Sequence[int]) -> nn.Module:
+        """Returns the twin with the experts ``chosen`` alone."""
+        fresh = {
+            id(each): nn.Parameter(each.detach()[chosen[0] * rows : (chosen[-1] + 1) * rows].clone())
+            for name, rows in self._stack.own.items()
+            for each in (self._twin.get_parameter(name),)
+        }
+        alone = copy.deepcopy(self._twin, dict(fresh))
+        for name in self._stack.counts:
+            setattr(alone, name, len(chosen))
+        return alone
+
+
+def _can_copy(module: nn.Module) -> bool:
+    """Returns True if a module without its parameters can be copied."""
+    try:
+        copy.deepcopy(module, {id(each): each for each in module.parameters()})
+    except Exception:  # any: attributes of the user's module decide
+        return False
+    return True
+
 
 def _close(a: Tensor | int | None, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
-def _twin(module: nn.Module, experts: int, counts: Sequence[str]) -> nn.Module:
-    """Returns a copy of ``module`` with random fp32 parameters of its first ``experts`` experts."""
-    draw = torch.Generator().manual_seed(1)
-    fresh = {
-        id(parameter): nn.Parameter(
-            torch.randn(experts, *parameter.shape[1:], generator=draw) * parameter.shape[-1] ** -0.5
-        )
-        for parameter in module.parameters()
-    }
+def _twin(module: nn.Module, stack: Stack) -> nn.Module:
+    """Returns a copy of ``module`` with random fp32 parameters of its first experts."""
+    draw, experts = torch.Generator().manual_seed(1), min(stack.experts, _MOST)
+    fresh = dict[int, nn.Parameter]()
+    for name, each in module.named_parameters():
+        sizes = (experts * stack.own[name], *each.shape[1:]) if name in stack.own else each.shape
+        fresh[id(each)] = nn.Parameter(torch.randn(sizes, generator=draw) * each.shape[-1] ** -0.5)
     twin = copy.deepcopy(module, dict(fresh))
-    for name in counts:
+    for name in stack.counts:
         setattr(twin, name, experts)
     return twin
-
-
-def _without(twin: nn.Module, experts: Sequence[int]) -> nn.Module:
-    """Returns ``twin`` with NaN in the parameters of ``experts``."""
-    fresh = {id(each): nn.Parameter(each.detach().clone()) for each in twin.parameters()}
-    for parameter in fresh.values():
-        parameter.data[list(experts)] = torch.nan
-    return copy.deepcopy(twin, dict(fresh))
-
-
-def _with_only(twin: nn.Module, chosen: Sequence[int], counts: Sequence[str]) -> nn.Module:
-    """Returns ``twin`` with the experts ``chosen`` alone."""
-    fresh = {id(each): nn.Parameter(each.detach()[chosen[0] : chosen[-1] + 1].clone()) for each in twin.parameters()}
-    alone = copy.deepcopy(twin, dict(fresh))
-    for name in counts:
-        setattr(alone, name, len(chosen))
-    return alone
 
 
 def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
@@ -179,18 +188,17 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
     All members of the twin's list share the parameters of one, and scale its result, so that they differ.
     """
     members = list(block.get_submodule(child).children())
-    required = _required(block)
+    required = required_argument(block)
     if required is None or any(isinstance(each, nn.Embedding) for each in block.modules()):
         return "its block is not called with one tensor"
     if any(True for each in members for _ in each.buffers()):
         return "its members have buffers, which are not shared among ranks"
-    draw = torch.Generator().manual_seed(1)
-    try:
-        shared, notes = _random(members[0], {}, draw), _Notes()
-        stand_ins = [_Scaled(shared, number, notes) for number in range(len(members))]
-        twin = _random(block, dict(zip(map(id, members), stand_ins, strict=True)), draw)
-    except Exception:  # any: attributes of the user's module decide
+    if not _can_copy(block):
         return _UNCOPIED
+    draw = torch.Generator().manual_seed(1)
+    shared, notes = random_copy(members[0], {}, draw), _Notes()
+    stand_ins = [_Scaled(shared, number, notes) for number in range(len(members))]
+    twin = random_copy(block, dict(zip(map(id, members), stand_ins, strict=True)), draw)
     reasons = []
     for width in sorted({size for each in shared.parameters() if each.dim() == 2 for size in each.shape}):
         for shape in ((2, _ROWS // 2, width), (_ROWS, width)):
@@ -251,9 +259,9 @@ class _ListTrial:
         if len({rows.shape[-1:] for _, rows in asked}) > 1:
             return _REFUSED
         if training:
-            same, _ = self._run()
-            if same is None or not all(_close(a, b) for a, b in zip(same, whole, strict=True)):
-                return None
+            again, _ = self._run()
+            if again is None or not all(_close(a, b) for a, b in zip(again, whole, strict=True)):
+                return None  # it draws random numbers, so two runs differ anyway
         _, first = self._run(zeros=True)
         same = [number for number, _ in first] == [number for number, _ in asked]
         if not same or not all(torch.equal(a, b) for (_, a), (_, b) in zip(first, asked, strict=True)):
@@ -303,7 +311,7 @@ def _without_values(module: nn.Module) -> Iterator[None]:
             parameter.data = values
 
 
-def _required(module: nn.Module) -> str | None:
+def required_argument(module: nn.Module) -> str | None:
     """Returns the only argument that the forward of a module requires; None if there are more, or none."""
     try:
         given = inspect.signature(module.forward).parameters.values()
@@ -314,7 +322,7 @@ def _required(module: nn.Module) -> str | None:
     return required[0] if len(required) == 1 else None
 
 
-def _random(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
+def random_copy(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
     """Returns a copy of ``module`` in evaluation with random fp32 parameters; ``memo`` has copies of its children."""
     inside = {id(parameter) for each in memo.values() for parameter in each.parameters()}
     left = {id(p) for key in memo for m in module.modules() if id(m) == key for p in m.parameters()}

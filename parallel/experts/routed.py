@@ -16,6 +16,7 @@ from engine.parallel.experts.calls import Rows
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round, exchange, swap_rows
 from engine.parallel.experts.forms import RoutedExperts, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.tensor.collectives import gather_whole, slice_of
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full
@@ -62,17 +63,17 @@ class SharedExperts:
         x, numbers, weights = self._read(given)
         shape = given[self._found.call.names[0]].shape[:-1]
         if self._tensor.size == 1:
-            return self._routed(given, x, numbers, weights).unflatten(0, shape)
+            return _with_shape(self._routed(given, x, numbers, weights), shape)
         tokens, ranks = len(x), self._tensor.size
         more = (0, 0, 0, -tokens % ranks)
         x, weights = (slice_of(functional.pad(each, more), self._tensor, 0, EXPERT_ROWS) for each in (x, weights))
         numbers = functional.pad(numbers, more, value=-1).view(ranks, -1, numbers.shape[1])[self._tensor.index]
         y = gather_whole(self._routed(given, x, numbers, weights), self._tensor, 0, EXPERT_ROWS)[:tokens]
-        return y.unflatten(0, shape)
+        return _with_shape(y, shape)
 
     def _routed(self, given: Mapping[str, Any], x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """Returns the module's output for rows of this rank, from the experts of all ranks of the axis "ep"."""
-        if self._tensor.dry:
+        if self._tensor.dry or is_without_content(numbers):
             return self._compute(given, x, numbers.clamp(0, self.count - 1), weights)
         if self._bounds.device != numbers.device:
             self._bounds = self._bounds.to(numbers.device)
@@ -98,7 +99,7 @@ class SharedExperts:
         row, slot = (numbers >= 0).nonzero().unbind(1)
         out = self._compute(given, rows[row], numbers[row, slot][:, None].long(), weight[row, slot][:, None])
         y = out.new_zeros(len(rows), *out.shape[1:]).index_add(0, row, out)
-        ties = (rows, weight, *self._module.parameters(recurse=False)) if len(row) == 0 else ()
+        ties = (rows, weight, *self._module.parameters()) if len(row) == 0 else ()
         (back,) = exchange((y,), gets, gives, comm, COMBINE, ties)
         return back
 
@@ -137,3 +138,8 @@ class SharedExperts:
                 f"{call.described}; call it with these, or leave parallel.expert out."
             )
         return rows
+
+
+def _with_shape(y: Tensor, shape: torch.Size) -> Tensor:
+    """Returns rows [T, H] in the shape of the rows that the module was called with."""
+    return y.view(*shape, y.shape[-1])

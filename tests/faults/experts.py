@@ -201,6 +201,15 @@ EXPERTS = (
         tests=(_STORED,),
     ),
     Fault(
+        name="moments-of-experts-not-loaded",
+        about="Experts keep the moments from before the load of a checkpoint with other expert ranks.",
+        file="engine/checkpoint/load.py",
+        old="self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))",
+        new="own = self.local_tensors.state(moments)\n"
+        '        self._fill(held for held in own if held.row.axis == "tp" and not self._left_out(held.tensor))',
+        tests=(_STORED,),
+    ),
+    Fault(
         name="trial-in-evaluation-alone",
         about="Experts that drop rows only in training are shared, though a rank drops others than one process.",
         file=_PROOF,

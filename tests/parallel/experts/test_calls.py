@@ -4,90 +4,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from engine.parallel.experts.calls import Call, CountedCall, MajorCall, RoutedCall, Rows
+from engine.parallel.experts.calls import CountedCall, ExpertCall, MajorCall, RoutedCall, Rows
 from engine.parallel.experts.forms import RoutedExperts
 from engine.parallel.experts.proof import Unproven, prove_routed
-
-EXPERTS, WIDTH, INNER = 4, 6, 10
-
-
-class Stacked(nn.Module):
-    """Two matrices of each expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER))
-        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
-
-
-class Counted(Stacked):
-    """Experts with a tensor of counts, as torchtitan calls them."""
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        parts = x.split(num_tokens_per_expert.tolist())
-        return torch.cat(
-            [part.mm(up).relu().mm(down) for part, up, down in zip(parts, self.up, self.down, strict=True)]
-        )
-
-
-class Listed(Counted):
-    """Experts with a list of counts after the rows, as JetMoE calls them, to another width."""
-
-    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
-        return torch.cat([part.mm(up) for part, up in zip(x.split(sizes), self.up, strict=True)])
-
-
-class Major(Stacked):
-    """Experts with a dim for the experts, as GShard calls them."""
-
-    def forward(self, dispatched: Tensor) -> Tensor:
-        hidden = torch.einsum("ech,ehm->ecm", dispatched, self.up).relu()
-        return torch.einsum("ecm,emh->ech", hidden, self.down)
-
-
-class FlatMajor(Major):
-    """Experts with equally many rows, as Llama 4 calls them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.view(len(self.up), -1, WIDTH)).view(-1, WIDTH)
-
-
-class Reversed(Stacked):
-    """Experts with weights before numbers, which hand their arguments to code with other names."""
-
-    def forward(self, w: Tensor, n: Tensor, x: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for expert in range(len(self.up)):
-            row, slot = (n == expert).nonzero().unbind(1)
-            out = out.index_add(0, row, x[row].mm(self.up[expert]).relu().mm(self.down[expert]) * w[row, slot][:, None])
-        return out
-
-
-class Renamed(Reversed):
-    """Experts whose forward has the names of another one, as a decorator makes them."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return Reversed.forward(self, *args, **kwargs)
-
-    forward.__wrapped__ = lambda self, weights, numbers, rows: None  # type: ignore[attr-defined]
-
-
-class Centred(Counted):
-    """Experts that subtract the mean of their rows."""
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        parts = [part - part.mean(0) for part in x.split(num_tokens_per_expert.tolist())]
-        return super().forward(torch.cat(parts), num_tokens_per_expert)
-
-
-class Capacity(Major):
-    """Experts that drop all rows but two."""
-
-    def forward(self, dispatched: Tensor) -> Tensor:
-        keep = (torch.arange(dispatched.shape[1]) < 2)[:, None]
-        return super().forward(dispatched) * keep
+from tests.parallel.experts.stacks import (
+    EXPERTS,
+    INNER,
+    WIDTH,
+    Capacity,
+    Centred,
+    Counted,
+    FlatMajor,
+    Flattened,
+    Listed,
+    Major,
+    Normed,
+    Renamed,
+    Reversed,
+)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +35,23 @@ class Capacity(Major):
         (FlatMajor, MajorCall("x", flat=True)),
         (Reversed, RoutedCall("x", "n", "w")),
         (Renamed, RoutedCall("rows", "numbers", "weights")),
+        (Flattened, RoutedCall("x", "n", "w", batched=True)),
+        (Normed, RoutedCall("x", "n", "w")),
     ],
 )
-def test_form_of_call_is_found_by_trial(kind: type[nn.Module], call: Call) -> None:
+def test_form_of_call_is_found_by_trial(kind: type[nn.Module], call: ExpertCall) -> None:
     found = prove_routed("experts", kind())
     assert isinstance(found, RoutedExperts), found
     assert (found.call, found.experts, found.width) == (call, EXPERTS, WIDTH)
+
+
+def test_parameters_of_experts_are_told_from_those_that_all_experts_use() -> None:
+    flattened, normed = (prove_routed("experts", kind()) for kind in (Flattened, Normed))
+    assert isinstance(flattened, RoutedExperts)
+    assert isinstance(normed, RoutedExperts)
+    assert flattened.parameters == {"experts.up": INNER, "experts.down": INNER}
+    assert dict(normed.own) == {"up": 1, "down": 1, "scale": 1}
+    assert normed.common == ("norm.weight", "norm.bias")
 
 
 @pytest.mark.parametrize("kind", [Centred, Capacity])
@@ -151,5 +98,5 @@ def test_major_call_for_some_rows_gives_their_results(flat: bool, some: list[int
         (MajorCall("x", flat=False), {"x": torch.zeros(8, 1, 2)}),
     ],
 )
-def test_arguments_of_another_form_are_not_read(call: Call, given: dict[str, Any]) -> None:
+def test_arguments_of_another_form_are_not_read(call: ExpertCall, given: dict[str, Any]) -> None:
     assert call.read(given, EXPERTS) is None

@@ -16,7 +16,7 @@ from engine.parallel.experts.forms import (
     alike_lists,
     expert_bounds,
     expert_cut,
-    kind_of,
+    module_kind,
     owner_cut,
     possible_counts,
     possible_widths,
@@ -77,7 +77,7 @@ class Unequal(Stacked):
 @pytest.mark.parametrize(
     ("module", "experts"),
     [
-        (Stacked(4), 4), (WithBias(), 4), (WithNorm(), 0), (WithLayer(), 0), (Unequal(), 0), (Stacked(1), 0),
+        (Stacked(4), 4), (WithBias(), 4), (WithNorm(), 4), (WithLayer(), 0), (Unequal(), 0), (Stacked(1), 0),
         (nn.Linear(4, 4), 0), (nn.Bilinear(2, 3, 4), 0), (nn.Identity(), 0), (Member(), 0),
     ],
     ids=lambda value: type(value).__name__,
@@ -122,7 +122,7 @@ class Keyword(nn.Module):
 
 def test_calls_are_those_that_a_signature_allows_and_arguments_come_in_any_order() -> None:
     found = list(possible_calls(Stacked(2)))
-    assert found[0] == RoutedCall("hidden", "index", "weights") and len(set(found)) == 6
+    assert found[0] == RoutedCall("hidden", "index", "weights") and len(set(found)) == 12
     assert RoutedCall(rows="x", numbers="numbers", weights="weights") in list(possible_calls(More()))
     assert list(possible_calls(Four())) == list(possible_calls(Keyword())) == []
     assert {type(each) for each in possible_calls(Two())} == {CountedCall}
@@ -139,9 +139,9 @@ def test_counts_of_experts_are_found_by_value_and_a_flag_is_none() -> None:
 
 def test_modules_of_one_kind_have_equal_code_shapes_and_settings() -> None:
     first, second = Stacked(4), Stacked(4)
-    assert kind_of(first) == kind_of(second.eval()) and kind_of(first) != kind_of(Stacked(5))
+    assert module_kind(first) == module_kind(second.eval()) and module_kind(first) != module_kind(Stacked(5))
     second.top = 2  # type: ignore[assignment]
-    assert kind_of(first) != kind_of(second)
+    assert module_kind(first) != module_kind(second)
 
 
 class Layers(nn.Module):
@@ -167,7 +167,7 @@ def test_lists_of_equal_members_are_found_with_their_blocks() -> None:
 
 
 def test_names_of_parameters_follow_the_module() -> None:
-    stacked = RoutedExperts("a", 4, 6, RoutedCall("x", "n", "w"), ("up", "down")).named("b.c")
-    assert stacked.parameters == ("b.c.up", "b.c.down")
+    stacked = RoutedExperts("a", 4, 6, RoutedCall("x", "n", "w"), {"up": 1, "down": 1}).named("b.c")
+    assert stacked.parameters == {"b.c.up": 1, "b.c.down": 1}
     listed = ListedExperts("a", ("a.e.0", "a.e.1"), 6, 6, ("w",)).named("b", ("b.e.0", "b.e.1", "b.e.2"))
     assert (listed.block, listed.experts) == ("b", 3)

@@ -75,7 +75,7 @@ def test_a_module_of_routed_experts_is_proven_with_its_arguments(
 ) -> None:
     found = prove_routed("moe", module)
     width, experts = module.up.shape[2], module.num_experts
-    assert found == RoutedExperts("moe", experts, width, RoutedCall(*names), ("up", "down"), counts)
+    assert found == RoutedExperts("moe", experts, width, RoutedCall(*names), {"up": 1, "down": 1}, (), counts)
     assert module.training and module.up.isfinite().all() and len(module.up) == experts, "the module is as it was"
 
 
@@ -130,7 +130,8 @@ class Whole(Stacked):
     """A scale that reads the experts of all ranks."""
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return super().forward(hidden, index, weights) / self.up.norm()
+        found: Tensor = super().forward(hidden, index, weights)
+        return found.div(self.up.norm())
 
 
 class Numbered(Stacked):

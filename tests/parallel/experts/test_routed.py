@@ -66,7 +66,7 @@ def shared(comm: Comm, experts: int) -> Stacked:
     for each in (module.up, module.down):
         each.data = each.data[bounds[index] : bounds[index + 1]].clone()
     found = RoutedExperts(
-        "moe", experts, WIDTH, RoutedCall("hidden", "index", "weights"), ("up", "down"), ("num_experts",)
+        "moe", experts, WIDTH, RoutedCall("hidden", "index", "weights"), {"up": 1, "down": 1}, (), ("num_experts",)
     )
     share_experts(model, [found], comm, TensorAxis(comm), ForwardPatches())
     return module
@@ -165,6 +165,6 @@ def test_arguments_of_other_shapes_are_refused_before_anything_is_sent() -> None
         return str(caught.value)
 
     assert set(on_expert_ranks(2, body)) == {
-        "moe was called with [2, 3, 6], [2, 1], [2, 1], but with parallel.expert its arguments are rows [T, H], "
-        "numbers of experts [T, k] and their weights [T, k]; call it with these, or leave parallel.expert out."
+        "moe was called with [2, 3, 6], [2, 1], [2, 1], but with parallel.expert its arguments are rows [T, H] or "
+        "[B, S, H], numbers of experts [T, k] and their weights [T, k]; call it with these, or leave parallel.expert out."
     }
