@@ -166,5 +166,6 @@ def test_arguments_of_other_shapes_are_refused_before_anything_is_sent() -> None
 
     assert set(on_expert_ranks(2, body)) == {
         "moe was called with [2, 3, 6], [2, 1], [2, 1], but with parallel.expert its arguments are rows [T, H] or "
-        "[B, S, H], numbers of experts [T, k] and their weights [T, k]; call it with these, or leave parallel.expert out."
+        "[B, S, H], numbers of experts [T, k] and their weights [T, k]; call it with these, or leave parallel.expert "
+        "out."
     }
