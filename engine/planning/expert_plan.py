@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from engine.config import Config
@@ -22,6 +23,7 @@ from engine.parallel.experts.forms import (
 from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
 from engine.parallel.model.parametrized_weights import adapted_modules
+from engine.parallel.model.rng_streams import HostState
 from engine.program.expert_load import find_experts
 
 
@@ -75,8 +77,11 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     ranks = config.parallel.expert
     if ranks == 1:
         return None
-    routed, refused = _routed(model)
-    listed, others = _listed(model)
+    drawn = HostState.take()
+    with torch.random.fork_rng([]):  # trials may draw
+        routed, refused = _routed(model)
+        listed, others = _listed(model)
+    drawn.put()
     unproven = (*refused, *others)
     if not routed and not listed:
         raise PlanError(f"parallel.expert is {ranks}, but {_missing(unproven)}; leave parallel.expert out.")

@@ -48,6 +48,8 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     """Tries each way to call ``module``, which stacks experts, and returns the first that is proven."""
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
+    if not _can_copy(module):
+        return Unproven(name, _UNCOPIED)
     reasons = list[str]()
     for stack in possible_stacks(module):
         for counts in possible_counts(module, stack.experts):
@@ -62,6 +64,7 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     return Unproven(name, told[0] if told else _UNKNOWN)
 
 
+_UNCOPIED = "it cannot be copied for a trial"
 _REFUSED = "it does not take these arguments"
 _UNKNOWN = (
     "its arguments are neither rows, numbers of experts and weights, nor rows and their number for each expert, nor "
@@ -153,6 +156,15 @@ class _Trial:
         return alone
 
 
+def _can_copy(module: nn.Module) -> bool:
+    """Returns True if a module without its parameters can be copied."""
+    try:
+        copy.deepcopy(module, {id(each): each for each in module.parameters()})
+    except Exception:  # any: attributes of the user's module decide
+        return False
+    return True
+
+
 def _close(a: Tensor | int | None, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
@@ -181,6 +193,8 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
         return "its block is not called with one tensor"
     if any(True for each in members for _ in each.buffers()):
         return "its members have buffers, which are not shared among ranks"
+    if not _can_copy(block):
+        return _UNCOPIED
     draw = torch.Generator().manual_seed(1)
     shared, notes = random_copy(members[0], {}, draw), _Notes()
     stand_ins = [_Scaled(shared, number, notes) for number in range(len(members))]

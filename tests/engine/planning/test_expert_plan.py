@@ -15,7 +15,7 @@ from engine.parallel.comm.world import World
 from engine.parallel.experts.forms import owner_cut
 from engine.planning.expert_plan import find_expert_plan
 from tests.parallel.experts.moe import WIDTH, Listed, Stacked
-from tests.parallel.experts.test_proof import Capacity, Heads, Stack
+from tests.parallel.experts.test_proof import Capacity, Dropping, Heads, Stack
 
 SETTINGS = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
 
@@ -143,7 +143,7 @@ def test_experts_that_cannot_be_shared_stay_on_every_rank_and_are_noted_beside_o
 
 
 def test_a_proof_leaves_the_random_numbers_of_the_user_alone() -> None:
-    model, settings = nn.Sequential(Routed(4), Listed(4)), load_config(config(2), 2)
+    model, settings = nn.Sequential(Routed(4, Dropping), Listed(4)), load_config(config(2), 2)
     torch.manual_seed(0)
     wanted = torch.rand(2)
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Proofs by trial: modules that may be shared, and a trap for each rule."""
 
 from collections.abc import Callable
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,13 @@ class CountedTwice(Stacked):
         return super().forward(hidden, index, weights) + 0 * one_hot.sum(1, keepdim=True)
 
 
+class Dropping(Stacked):
+    """Results that are random in training."""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return functional.dropout(super().forward(hidden, index, weights), 0.5, self.training)
+
+
 class Wide(Stacked):
     """As many experts as columns of a row, and an attribute for each."""
 
@@ -57,6 +65,7 @@ class Wide(Stacked):
         (Stacked(2, width=5, inner=7), ("hidden", "index", "weights"), ("num_experts",)),
         (Turned(5), ("x", "chosen", "scores"), ("num_experts",)),
         (CountedTwice(6), ("hidden", "index", "weights"), ("num_experts", "total")),
+        (Dropping(6), ("hidden", "index", "weights"), ("num_experts",)),
         (Wide(), ("hidden", "index", "weights"), ("num_experts",)),
     ],
     ids=lambda value: type(value).__name__,
@@ -153,6 +162,14 @@ class NeverEmpty(Stacked):
         return super().forward(hidden, index, weights)
 
 
+class Locked(Stacked):
+    """An attribute without a copy."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.lock = Lock()
+
+
 class Buffered(Stacked):
     """A buffer."""
 
@@ -183,6 +200,7 @@ class Pair(Stacked):
         (NeverEmpty, "it cannot be called without rows"),
         (Buffered, "it has buffers, which are not shared among ranks"),
         (Pair, UNKNOWN),
+        (Locked, "it cannot be copied for a trial"),
     ],
 )
 def test_each_rule_refuses_its_trap(kind: Callable[[int], nn.Module], reason: str) -> None:
@@ -288,6 +306,7 @@ def test_members_may_have_results_of_another_width() -> None:
         (Heads(Normed), "its members have buffers, which are not shared among ranks"),
         (Heads(Centered), "a row's result depends on other rows"),
         (Reader(4), "its block does more with its experts than to call them"),
+        (Heads(lambda: Locked(2)), "it cannot be copied for a trial"),
         (TwoInputs(4), "its block is not called with one tensor"),
     ],
     ids=lambda value: type(value).__name__,
