@@ -103,6 +103,13 @@ def test_encoded_gradients_of_experts_are_sent_to_the_ranks_that_hold_them_as_pl
     assert found.extra == [[]] * len(found.extra)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("grid", "stage"), [("ep2", 0), ("dp4-ep2", 3)])
+def test_compiled_blocks_leave_shared_experts_out(grid: str, stage: int) -> None:
+    found = run(GRIDS[grid], {"compile": True, "zero_optimization": {"stage": stage}})
+    assert_equal(found, run({"data": 1}))
+
+
 def test_matrix_optimizers_of_shared_experts_are_refused_before_training() -> None:
     optimizer = [{"match": "*bias", "type": "Muon"}, {"type": "AdamW"}]
     with pytest.raises(PlanError, match=r"updates 'experts.bias' as a whole matrix, but parallel.expert shares it"):
