@@ -69,19 +69,19 @@ def initialize(
 ) -> Engine:
     """Places ``model`` on the grid that ``config`` describes, and returns its engine. Collective.
 
-    Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. Freezes what no optimizer updates.
+    Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. Freezes parameters without an optimizer.
 
     Args:
         model: a module, or a callable that builds one, the same on all ranks. Wrappers (DDP, compiled) are removed.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics, or torch's; None: the output has it.
+        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics, or torch's; None: the model's loss.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
         optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or one over the model's parameters.
         lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or one over the passed ``optimizer``.
         inputs: the part of a batch for forward: keys or positions, or ``microbatch -> arguments``. None: everything, or
             with ``loss_fn`` the parts that the signature of forward takes.
-        whole: keys or positions of tensors that are not split into microbatches, as those without the example's rows.
+        whole: keys or positions of tensors that are not split into microbatches, such as tensors without rows.
         world: this rank's identity, for ranks that are threads (``run_thread_ranks``); None: read from the launcher.
 
     Raises:

@@ -154,7 +154,7 @@ class Engine(TrainingLoop, NamedState):
         The patches of modules around it come first, then its own and those of modules inside it.
 
         Args:
-            module: its name, as in ``model.named_modules()``; empty: the whole model.
+            module: name of the module, as in ``model.named_modules()``; empty: the whole model.
 
         Raises:
             EngineError: the model has no module of that name.
@@ -197,7 +197,7 @@ class Engine(TrainingLoop, NamedState):
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
             raise EngineError(
-                "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
+                "train_batch was called under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
         with self._parts.comm.within(self._parts.update.made):
             with self._parts.comm.noted("train_batch"):
@@ -293,8 +293,8 @@ class Engine(TrainingLoop, NamedState):
         parts = self._parts
         if parts.loop is not None and parts.loop.unfinished:
             raise EngineError(
-                f"generate inside an accumulation of {parts.loop.unfinished} microbatch(es); call eng.step() first, "
-                "or eng.zero_grad() to drop their gradients."
+                f"generate was called inside an accumulation of {parts.loop.unfinished} microbatch(es); call "
+                "eng.step() first, or eng.zero_grad() to drop their gradients."
             )
         with parts.evaluated():
             return Generation(parts.model, parts.runner, parts.comm, parts.device).run(inputs, options)
@@ -311,8 +311,9 @@ class Engine(TrainingLoop, NamedState):
     ) -> PendingSave:
         """Begins a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
 
-        It appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the result
-        blocks until then and raises if the save failed, which is also logged. Weights are sent over a host group.
+        The folder appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the
+        result blocks until then and raises if the save failed, which is also logged. Weights are sent over a host
+        group.
 
         Args:
             folder: folder of the run; None: ``checkpoint.folder``, which keeps the newest ``checkpoint.keep``.
@@ -340,9 +341,9 @@ class Engine(TrainingLoop, NamedState):
     ) -> Any:
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns its client state; a dict refuses iteration, so that a script that unpacks DeepSpeed's pair fails. Every
-        block that is read is checked. With ``load_module_only``, only weights and buffers are loaded; without
-        ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without ``strict``,
+        Returns the checkpoint's client state; a dict refuses iteration, so that a script that unpacks DeepSpeed's pair
+        fails. Every block that is read is checked. With ``load_module_only``, only weights and buffers are loaded;
+        without ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without ``strict``,
         parameters and buffers that the checkpoint lacks keep their values, and parameters that were not trained get
         fresh optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint returns None.
         Without ``load_lr_scheduler_states``, a torch scheduler restarts after the next update, which uses the saved
@@ -431,7 +432,7 @@ class Engine(TrainingLoop, NamedState):
         self._parts.resources.refuse_closed(call)
         if self._parts.built is None:
             raise EngineError(
-                f"{call} before the plan, which a batch without labels cannot make; pass example_batch=... to "
-                "engine.initialize, or train a batch first."
+                f"{call} was called before the model is placed on the grid, which needs a batch with labels; pass "
+                "example_batch=... to engine.initialize, or train a batch first."
             )
         self._parts.comm.join(call)

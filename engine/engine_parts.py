@@ -144,7 +144,8 @@ class EngineResources:
         """
         if self._closed:
             raise EngineError(
-                f"{call} after close(), which released the engine's parts; build a new engine with engine.initialize."
+                f"{call} was called after close(), which released the engine's parts; build a new engine with "
+                "engine.initialize."
             )
         for check in self._refusals:
             check(call)
@@ -208,8 +209,8 @@ class EngineParts:
         """
         if self.built is None:
             raise EngineError(
-                "the plan needs a batch, but none has been passed yet; pass example_batch=... to engine.initialize, "
-                "or train a batch first."
+                "the model cannot be placed on the grid before a batch is passed; pass example_batch=... to "
+                "engine.initialize, or train a batch first."
             )
         return self.built
 

@@ -2,6 +2,9 @@
 
 import re
 
+COPY_AGAIN = "copy it again, or load another checkpoint."
+"""Remedy of a damaged checkpoint, the end of a message."""
+
 
 class EngineError(Exception):
     """Base of all errors that Trine raises on purpose.
@@ -39,7 +42,7 @@ class CorruptionError(EngineError):
     """Silent corruption: bits of weights or optimizer state have changed, or copies of them differ between ranks."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the first line of the error's message, or its class name if the message is empty.
 
     A C++ source location at the start is removed: ``[../gloo/transport/tcp/pair.cc:538] Connection closed``.

@@ -87,8 +87,8 @@ class TrainingLoop:
         """
         if (stages := self._parts.config.pp) > 1 and self._parts.control.piped:
             raise EngineError(
-                f"scale(loss) with parallel.pipeline {stages}: loss.backward() ends at the outputs and does not reach "
-                "the stages that computed them; call eng.backward(loss)."
+                f"scale(loss) was called with parallel.pipeline {stages}: loss.backward() ends at the outputs and "
+                "does not reach the stages that computed them; call eng.backward(loss)."
             )
         return self._looped("scale(loss)").scale(loss)
 

@@ -155,7 +155,8 @@ class NamedState:
     def _check_average(self, call: str) -> None:
         if self._parts.runtime.averaged is None or ("ema" in call and self._parts.runtime.average is None):
             raise EngineError(
-                f'{call} of a run without an average; give "ema": {{"decay": 0.999}} in the configuration.'
+                f'{call} was called in a run without an average of its weights; give "ema": {{"decay": 0.999}} in the '
+                "configuration."
             )
 
     @contextmanager
@@ -262,7 +263,7 @@ class NamedState:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves state of the trained model to host memory, until ``reload_states``; its bytes stay the same.
+        """Moves state of the trained model to host memory, until ``reload_states``; no byte changes.
 
         A call that needs the offloaded state raises. ``non_blocking``: copies may still run when this returns.
 
@@ -326,7 +327,7 @@ class NamedState:
 
 
 def _pieces(states: Iterable[StateTensor]) -> list[HeldPart]:
-    """The elements of buckets among what this rank holds."""
+    """Returns the elements of buckets on this rank."""
     return [HeldPart(held.flat, held.part, held.tensor.view(-1)) for held in states if held.flat is not None]
 
 

@@ -1,10 +1,10 @@
-"""The device that a rank computes on: the single place for differences between GPUs, other accelerators and the CPU.
+"""Device of a rank: the only module with differences between GPUs, other accelerators and the CPU.
 
-    host           the CPU: an operator has run when its call returns, and the host reads any tensor
+    host           the CPU: an operator has run when the call returns, and the host reads any tensor
     accelerator    any other type: operators are queued, and the host waits for them when it reads a tensor
 
-All that torch knows of a type it is asked by the type's name; what it does not know is a row of :data:`ACCELERATORS`.
-AMD's GPUs are "cuda" in torch.
+Torch reports most properties of a type by name; :data:`ACCELERATORS` contains the others. AMD's GPUs are "cuda" in
+torch.
 """
 
 from collections import deque
@@ -19,19 +19,21 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Properties of a type of device that torch does not report."""
+    """Properties of a device type that torch does not report."""
 
     collectives: str
-    """The backend of ``torch.distributed`` that carries its tensors."""
+    """The backend of ``torch.distributed`` for its tensors."""
     hidden_by: str
-    """The variable that makes devices invisible to a process."""
+    """The environment variable that hides devices from a process."""
     compiles_triton: bool
     """True if the kernels of ``kernels/gpu`` are compiled for it."""
     multiplies_wide: bool
-    """True if torch multiplies 16-bit matrices into an fp32 one on it."""
+    """True if torch multiplies 16-bit matrices into an fp32 matrix on it."""
     link: tuple[float, float]
-    """(seconds of latency, bytes per second) between devices of one node, roughly; enough for a plan, in which a
-    transfer is short compared with a stage."""
+    """Rough (seconds of latency, bytes per second) between devices of one node.
+
+    The precision suffices for plans, because a transfer is short compared with a stage.
+    """
 
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
@@ -52,22 +54,22 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         ),
     }
 )
-"""By type, in the order in which a rank looks for one."""
+"""Properties by type, in the order of a rank's search."""
 
 
 def find_accelerator() -> str | None:
-    """The type of the accelerators that this process sees; None if there is none."""
+    """Returns the type of the accelerators visible to this process; None without accelerators."""
     return next((name for name in ACCELERATORS if _module(name).is_available()), None)
 
 
 def count_devices(kind: str) -> int:
-    """Returns the number of devices of a type that this process sees."""
+    """Returns the number of devices of a type visible to this process."""
     count: int = _module(kind).device_count()
     return count
 
 
 def is_host(device: torch.device) -> bool:
-    """Returns True if ``device`` is the CPU: the host reads its tensors without waiting."""
+    """Returns True if ``device`` is the CPU: the host reads its tensors without a wait."""
     return device.type == "cpu"
 
 
@@ -78,35 +80,35 @@ def compiles_triton(device: torch.device) -> bool:
 
 
 def multiplies_wide(device: torch.device) -> bool:
-    """Returns True if torch multiplies 16-bit matrices into an fp32 one on ``device``."""
+    """Returns True if torch multiplies 16-bit matrices into an fp32 matrix on ``device``."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.multiplies_wide
 
 
 def collectives_for(device: torch.device) -> str:
-    """The backend of ``torch.distributed`` for tensors on ``device``; gloo where no other is known."""
+    """Returns the backend of ``torch.distributed`` for tensors on ``device``; gloo for unknown types."""
     row = ACCELERATORS.get(device.type)
     return "gloo" if row is None else row.collectives
 
 
 def expected_link(kind: str) -> tuple[float, float]:
-    """(seconds of latency, bytes per second) between two ranks of a node with this type of device, roughly."""
+    """Returns rough (seconds of latency, bytes per second) between two ranks of a node with this device type."""
     row = ACCELERATORS.get(kind)
     return _GLOO_LINK if row is None else row.link
 
 
 _GLOO_LINK = (200e-6, 1e9)
-"""Between processes of one host."""
+"""Rough latency and bandwidth of gloo between processes of one host."""
 
 
 def use_device(device: torch.device) -> None:
-    """Make ``device`` the current one of this thread: each thread has its own, and the CPU is always there."""
+    """Makes ``device`` the current device of this thread; does nothing for the CPU."""
     if _is_accelerator(device):
         _module(device.type).set_device(device)
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Give ``device`` the index of the current one of this thread where it has none; the CPU stays as it is."""
+    """Returns ``device`` with an index, by default the current device of this thread; the CPU is unchanged."""
     if not _is_accelerator(device):
         return device
     index = _module(device.type).current_device() if device.index is None else device.index
@@ -114,13 +116,13 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until ``device`` has done all that it was given."""
+    """Waits until ``device`` has finished all queued work."""
     if _is_accelerator(device):
         _module(device.type).synchronize(device)
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """An event after what the current stream has been given, for ``synchronize``; None on the host, which has done it.
+    """Records an event after the queued work of the current stream; None on the host, which queues nothing.
 
     The current device of this thread must be ``device``.
     """
@@ -132,7 +134,7 @@ def record_event(device: torch.device) -> torch.Event | None:
 
 
 def device_generator(device: torch.device) -> torch.Generator | None:
-    """The random generator that operators on ``device`` draw from; None on the host, which has the default one."""
+    """Returns the random generator of ``device``; None on the host, which uses torch's default generator."""
     if not _is_accelerator(device):
         return None
     module = _module(device.type)
@@ -142,39 +144,39 @@ def device_generator(device: torch.device) -> torch.Generator | None:
 
 
 def host_words(count: int, device: torch.device) -> torch.Tensor:
-    """Zeros, int32, in memory of the host that kernels on ``device`` read in place."""
+    """Returns int32 zeros in host memory that kernels on ``device`` read in place."""
     return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
 
 
 def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of the host, its content undefined, as large as ``tensor`` and reached by copies that nobody waits for."""
+    """Returns host memory of the size of ``tensor``, with undefined content, pinned for asynchronous copies."""
     if not _is_accelerator(tensor.device):
         return torch.empty_like(tensor)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
 def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros in host memory, page-locked if ``device`` is an accelerator, which then copies while the host goes on."""
+    """Returns zeros in host memory, page-locked if ``device`` is an accelerator, for asynchronous copies."""
     return torch.zeros(count, dtype=dtype, pin_memory=_is_accelerator(device))
 
 
 def host_bytes(count: int, pinned: bool) -> torch.Tensor:
-    """``count`` bytes of host memory, their content undefined; page-locked if ``pinned``."""
+    """Returns ``count`` bytes of host memory with undefined content; page-locked if ``pinned``."""
     return torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
 
 
 def peak_allocated(device: torch.device) -> int | None:
-    """The most bytes that were allocated at once on ``device``; None on the host, which does not count them."""
+    """Returns the peak of allocated bytes on ``device``; None on the host, which does not count them."""
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None
 
 
 def device_name(device: torch.device) -> str:
-    """The name that the vendor gives the device, such as "NVIDIA H100 80GB HBM3", or its type on the host."""
+    """Returns the vendor's name of the device, such as "NVIDIA H100 80GB HBM3", or the type on the host."""
     return str(_module(device.type).get_device_name(device)) if _is_accelerator(device) else device.type
 
 
 def triton_target(capability: tuple[int, int]) -> Any:
-    """An NVIDIA GPU of a compute capability, as Triton names its targets."""
+    """Returns Triton's target for an NVIDIA GPU of a compute capability."""
     from triton.backends.compiler import GPUTarget
 
     major, minor = capability
@@ -182,7 +184,7 @@ def triton_target(capability: tuple[int, int]) -> Any:
 
 
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Let the current stream of ``device`` go on after ``event`` of another one, and read ``tensors`` from there."""
+    """Makes the current stream of ``device`` wait for ``event`` of another stream before it reads ``tensors``."""
     if event is None:
         return
     event.wait()
@@ -193,30 +195,30 @@ def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable
 
 
 class PostedCopy:
-    """A copy of ``tensor`` that any stream of its device may read; it is made on the current stream."""
+    """Copy of ``tensor``, made on the current stream, that any stream of its device may read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.detach().clone()
         self._event = record_event(tensor.device)
 
     def read_on(self, device: torch.device) -> torch.Tensor:
-        """Return the copy on ``device``, for its current stream."""
+        """Returns the copy on ``device``, for its current stream."""
         if self._copy.device == device:
             hand_over(device, self._event, (self._copy,))
         return self._copy.to(device)
 
 
 class PinnedCopies:
-    """Copies to a device from pageable memory, through pinned memory that stays until the device has read it.
+    """Copies from pageable memory to a device, through pinned memory that stays until the device has read it.
 
-    A driver copies pageable memory through a buffer of its own, and may wait until the device comes to it.
+    A driver copies pageable memory through an internal buffer, and the host may wait for the device's queue.
     """
 
     def __init__(self) -> None:
         self._unread: deque[tuple[torch.Event, torch.Tensor]] = deque()
 
     def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return ``tensor`` on ``device``, the current one of this thread; the host does not wait."""
+        """Returns ``tensor`` on ``device``, the current device of this thread; the host does not wait."""
         pageable = _is_accelerator(device) and is_host(tensor.device) and tensor.numel() and not tensor.is_pinned()
         if not pageable:
             return tensor.to(device, non_blocking=True)
@@ -230,7 +232,7 @@ class PinnedCopies:
 
 
 class SideStream:
-    """A second queue of work on ``device``; on the host, where nothing is queued, work is done when it is given."""
+    """Second queue of work on ``device``; on the host, work runs immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -238,7 +240,7 @@ class SideStream:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Queues the block's work after all earlier work of the current stream."""
+        """Queues the work inside the context after all earlier work of the current stream."""
         if self._stream is None:
             yield
             return
@@ -248,7 +250,7 @@ class SideStream:
 
     @contextmanager
     def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
-        """Queues the block's work after ``events`` of :func:`record_event` only, whatever else runs."""
+        """Queues the work inside the context after ``events`` of :func:`record_event` only."""
         if self._stream is None:
             yield
             return
@@ -259,12 +261,13 @@ class SideStream:
             yield
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Frees the memory of ``tensor``, of the current stream, only after the work queued here by now."""
+        """Delays the reuse of the memory of ``tensor``, of the current stream, until the work queued here so far has
+        ended."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def join(self) -> None:
-        """Makes the current stream wait for the queued work of this one."""
+        """Makes the current stream wait for the queued work of this stream."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
@@ -275,5 +278,5 @@ def _is_accelerator(device: torch.device) -> bool:
 
 
 def _module(kind: str) -> Any:
-    """``torch.cuda``, or the module of another type with the same names."""
+    """Returns ``torch.cuda``, or the equivalent module of another type."""
     return torch.get_device_module(kind)

@@ -1,18 +1,18 @@
-"""Kernel dispatch: chooses the implementation of an operator, PyTorch (the reference) or a Triton kernel.
+"""Dispatch of kernels: the choice of an operator's implementation, PyTorch (the reference) or a Triton kernel.
 
     "reference"   PyTorch, on any device
-    "triton"      Triton, wherever the kernel supports the tensor
+    "triton"      Triton, if the kernel supports the tensor
     "auto"        on a GPU with Triton, the winner in ``tuned.json`` for the device, dtype and width; else PyTorch
 
 A row of ``tuned.json`` applies from its width up to the next row of the same device. Rows that name the device take
-precedence over rows of "*", which are estimates: nobody has measured them, and the log says so.
+precedence over rows of "*", which are estimates without a measurement; the log names them as such.
 
-Main gradients: sums into which products add the gradients of weights (Megatron-LM: gradient accumulation fusion).
+Main gradients are sums to which products add the gradients of weights (Megatron-LM: gradient accumulation fusion).
 
-    apart    dW = dy' x    memory of its own       main += dW    another pass over both
+    apart    dW = dy' x    separate memory         main += dW    another pass over both
     added    main += dy' x                         in the product's epilogue
 
-Whose sum it is, and when it may be used, the layers above decide: :class:`MainGradient` is what a product sees of it.
+Higher layers own the sums and decide on their use; a product only gets the interface :class:`MainGradient`.
 """
 
 import importlib.util
@@ -39,29 +39,29 @@ logger = logging.getLogger("trine")
 
 
 class OpenSum(NamedTuple):
-    """The sum of one parameter's gradients, to add to."""
+    """Sum of one parameter's gradients, open for additions."""
 
     into: Tensor
-    """In the shape of the parameter; fp32, or the parameter's dtype."""
+    """The sum, in the shape of the parameter; fp32, or the parameter's dtype."""
     holds: bool
-    """False: nothing has been added yet and the content is stale, so that a product overwrites it."""
+    """False: the content is stale, so that the first product overwrites it."""
 
 
 class MainGradient(Protocol):
-    """The main gradient of one parameter."""
+    """Main gradient of one parameter."""
 
     def begin(self, node: Any | None) -> OpenSum | None:
-        """The sum to add to in the running backward; None: the gradient has to be made and returned.
+        """Returns the sum for additions in the running backward; None: the caller must return a gradient.
 
         ``node``: the node that accumulates the parameter's gradients in this backward; None: autograd takes no part.
         """
 
     def end(self, node: Any | None) -> None:
-        """The product has been added, or its kernel launched."""
+        """Ends the addition, after the product's kernel has been launched."""
 
 
 class MainGradients:
-    """The main gradients of one engine, by parameter. Empty: every gradient is made apart."""
+    """Main gradients of one engine, by parameter. If empty, every gradient is a separate tensor."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Tensor, MainGradient]] = {}
@@ -74,11 +74,11 @@ class MainGradients:
         self._of[id(parameter)] = parameter, main
 
     def clear(self) -> None:
-        """Makes products return every gradient as a tensor of its own again."""
+        """Makes products return every gradient as a separate tensor again."""
         self._of.clear()
 
     def use(self, weight: Tensor) -> MainGradient | None:
-        """The main gradient for a product of a forward with ``weight``, if there is one for this very tensor."""
+        """Returns the main gradient for a forward's product with ``weight``, if this exact tensor is registered."""
         if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None
         parameter, main = self._of.get(id(weight), (None, None))
@@ -88,18 +88,18 @@ class MainGradients:
 def is_executed(node: Any) -> bool:
     """Returns True if the running backward executes ``node``.
 
-    A nested ``torch.autograd.grad`` inside a recomputed block asks for other gradients and may leave it out.
+    A nested ``torch.autograd.grad`` inside a recomputed block computes other gradients and may skip the node.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch raises this if backward asks for the gradient of this very node
+    except RuntimeError:  # torch raises this if backward returns the gradient of this node itself
         return False
 
 
 def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
-    """The sum that a product in a backward adds to; None: it has to return its gradient.
+    """Returns the sum that a product of a backward adds to; None: the product must return a gradient.
 
-    ``node``: as in :meth:`MainGradient.begin`. Second derivatives go through gradients that are made.
+    ``node``: as in :meth:`MainGradient.begin`. Second derivatives need returned gradients.
     """
     if main is None or torch.is_grad_enabled() or (node is not None and not is_executed(node)):
         return None
@@ -108,12 +108,12 @@ def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
 
 Mode = Literal["auto", "reference", "triton"]
 NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
-"""Dtypes that the kernels support."""
+"""Dtypes of the kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """One row of ``tuned.json``: the faster implementation of an operator from ``width`` on."""
+    """Row of ``tuned.json``: the faster implementation of an operator from ``width`` on."""
 
     operator: str
     device: str
@@ -121,10 +121,10 @@ class TunedChoice:
     dtype: str
     """Glob pattern for the dtype name."""
     width: int
-    """Smallest width that the row applies to: elements of a row, or inputs of a matrix product."""
+    """Smallest width of the row's range: elements of a row, or inputs of a matrix product."""
     triton: bool
     speedup: float | None = None
-    """Measured time of PyTorch over the time of Triton; None for an estimate from the bytes that are moved."""
+    """Measured time of PyTorch over the time of Triton; None for an estimate from the moved bytes."""
 
     @property
     def reason(self) -> str:
@@ -133,20 +133,21 @@ class TunedChoice:
 
 
 def read_choices(text: str) -> tuple[TunedChoice, ...]:
-    """Parse a table of choices from JSON."""
+    """Parses a table of choices from JSON."""
     return tuple(TunedChoice(**row) for row in json.loads(text)["winners"])
 
 
 @cache
 def shipped_choices() -> tuple[TunedChoice, ...]:
-    """Return the table that ships with this package."""
+    """Returns the table that ships with this package."""
     return read_choices((Path(__file__).resolve().parent / "tuned.json").read_text(encoding="utf-8"))
 
 
 def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: str, width: int) -> TunedChoice | None:
-    """Return the row that applies: of this device before "*", then of the largest width up to ``width``.
+    """Returns the row for a call: a row of this device before "*", then the largest width up to ``width``.
 
-    "*" is any GPU: on CPUs Triton is interpreted, which is for tests of the kernels and takes a hundred times as long.
+    "*" is any GPU: on CPUs an interpreter runs Triton, for tests of the kernels only, and takes a hundred times as
+    long.
     """
     held = [
         row
@@ -161,17 +162,17 @@ def find_choice(rows: Iterable[TunedChoice], operator: str, device: str, dtype: 
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton can be imported."""
+    """Returns True if Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton runs in interpreter mode, which accepts CPU tensors too."""
+    """Returns True if Triton runs in interpreter mode, which accepts CPU tensors too."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Return whether kernels can run on tensors of ``device``."""
+    """Returns True if kernels can run on tensors of ``device``."""
     return has_triton() and (compiles_triton(device) or (is_host(device) and is_interpreted()))
 
 
@@ -184,22 +185,22 @@ class Kernels:
         self._made: dict[tuple[Any, ...], bool] = {}
         self._products: dict[tuple[torch.device, torch.dtype], Kernels] = {}
         self.card: str | None = None
-        """GPU of the rows that apply; "" turns all kernels off, None uses the GPU that the tensor is on."""
+        """Name of the GPU for the search of rows; "" turns all kernels off, None uses the tensor's GPU."""
         self.main = MainGradients()
-        """Buckets to which products add the gradients of weights."""
+        """Main gradients to which products add the gradients of weights."""
 
     def replaces(self, device: torch.device) -> bool:
-        """Return whether modules of a model are given our operators at all; "auto" leaves CPU models unchanged."""
+        """Returns True if modules of a model get our operators; "auto" leaves CPU models unchanged."""
         return self.mode != "auto" or not is_host(device)
 
     def takes(self, operator: str, x: Tensor) -> bool:
-        """Return whether a Triton kernel should run on the rows of ``x``, in a dtype that the kernels support."""
+        """Returns True if a Triton kernel should run on the rows of ``x``, in a dtype that the kernels support."""
         return self.mode != "reference" and is_narrow(x) and self.triton(operator, x, x.shape[-1])
 
     def for_products(self, x: Tensor) -> "Kernels":
-        """Return the kernels of the products of a layer with ``x``: these, or the reference where none has Triton.
+        """Returns the kernels of a layer's products with ``x``: these, or the reference if Triton is never faster.
 
-        A layer asks once, and its three products ask nothing where the table has no width at which Triton is faster.
+        A layer asks once; with the reference, its three products need no further lookup.
         """
         if self.mode == "reference":
             return self
@@ -212,7 +213,7 @@ class Kernels:
         return found
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
-        """Return whether a Triton kernel should run on ``x``. Each new choice is logged once."""
+        """Returns True if a Triton kernel should run on ``x``. Each new choice is logged once."""
         if torch.compiler.is_compiling():
             # torch.compile may pass a symbolic width; the length of a range is a concrete int
             return self._known(operator, x.device, x.dtype, len(range(width)))
@@ -225,8 +226,8 @@ class Kernels:
             self._made[key] = self._decide(operator, device, dtype, width)
         return self._made[key]
 
-    # torch.compile treats the answer as a constant. torch.compiler.assume_constant_result would do the same, but it
-    # imports the compiler, which takes as long as importing torch.
+    # torch.compile treats the result as a constant. torch.compiler.assume_constant_result would do the same, but it
+    # imports the compiler, which takes as long as the import of torch.
     _known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
@@ -249,17 +250,17 @@ _PRODUCTS = ("linear", "linear_backward")
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Return whether autocast is on for the device of ``x``."""
+    """Returns True if autocast is on for the device of ``x``."""
     return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def is_narrow(x: Tensor) -> bool:
-    """Return whether the kernels support ``x``: fp32, fp16 or bf16, with a last dim."""
+    """Returns True if the kernels support ``x``: fp32, fp16 or bf16, with a last dim."""
     return x.dtype in NARROW and x.dim() > 0 and x.shape[-1] > 0
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """View [.., H] as [N, H] with contiguous rows; copies only where the leading dims cannot be merged."""
+    """Views [.., H] as [N, H] with contiguous rows; copies only where the leading dims cannot be merged."""
     x_NH = x.reshape(-1, x.shape[-1])
     return x_NH if x_NH.stride(1) == 1 or x_NH.shape[1] == 1 else x_NH.contiguous()
 
@@ -267,14 +268,14 @@ def rows_of(x: Tensor) -> Tensor:
 R = TypeVar("R")
 _LAUNCHES: ContextVar[bool] = ContextVar("launches", default=False)
 _PLAIN: Any = Tensor.__torch_dispatch__
-"""Marks a tensor class that runs no Python code of its own below autograd."""
+"""Dispatch method of tensor classes without Python code below autograd."""
 _has_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return the ``apply`` of ``function`` for tensors that no transform of torch.func has wrapped.
+    """Returns the ``apply`` of ``function`` for tensors without a wrapper of torch.func.
 
-    ``Function.apply`` looks for transforms in Python before it calls this one, which takes a fifth of its time.
+    ``Function.apply`` checks for transforms in Python before it calls this method; the check takes a fifth of the time.
     """
     return cast(Callable[..., Any], super(torch.autograd.Function, function).apply)  # type: ignore[misc]
 
@@ -283,14 +284,14 @@ _APPLY: Any = torch.autograd.Function.__dict__["apply"]
 
 
 def _is_plain() -> bool:
-    """Return whether ``Function.apply`` is torch's own; a trace replaces it meanwhile."""
+    """Returns True if ``Function.apply`` is torch's own; a running trace replaces it."""
     return torch.autograd.Function.__dict__["apply"] is _APPLY
 
 
 def _is_seen(tensor: Tensor) -> bool:
-    """Return whether ``Function.apply`` has to see a call.
+    """Returns True if ``Function.apply`` must handle the call.
 
-    A trace does, a transform of torch.func is at work, or one has left its wrapper on ``tensor``.
+    This is so in a trace, inside a transform of torch.func, and for a ``tensor`` with a transform's wrapper.
     """
     return not _is_plain() or torch._C._are_functorch_transforms_active() or _has_wrapper(tensor)
 
@@ -308,9 +309,9 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class FusedOperator(Generic[R]):
-    """A function of tensors, registered with torch as ``name``.
+    """Function of tensors, registered with torch as ``name``.
 
-    It takes positional arguments. It returns new tensors, apart from tensors named in ``mutates``, which it writes.
+    The function takes positional arguments and returns new tensors; it writes into the arguments named in ``mutates``.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
@@ -321,7 +322,7 @@ class FusedOperator(Generic[R]):
         self._plain_eager: Callable[..., Any]
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
-        """Register the function that makes outputs without content from inputs without content."""
+        """Registers the function that makes outputs of the right shapes from inputs without content."""
 
         def on_shapes(*args: Any) -> R:
             if _LAUNCHES.get():
@@ -333,7 +334,7 @@ class FusedOperator(Generic[R]):
         return fake
 
     def register_autograd(self, gradients: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
-        """Register the backward: ``setup_context(ctx, inputs, output)``, then ``gradients(ctx, *slopes)``."""
+        """Registers the backward: ``setup_context(ctx, inputs, output)``, then ``gradients(ctx, *slopes)``."""
         self.registered.register_autograd(gradients, setup_context=setup_context)
         function: Callable[..., R] = self._function
 
@@ -351,7 +352,7 @@ class FusedOperator(Generic[R]):
         self._eager, self._plain_eager = Eager, _plain_apply(Eager)
 
     def __call__(self, *args: Any) -> R:
-        """Run the function on ``args``."""
+        """Runs the function on ``args``."""
         if torch.compiler.is_compiling() or _is_watched():
             return cast(R, self.registered(*args))
         differentiable = False
@@ -361,19 +362,19 @@ class FusedOperator(Generic[R]):
                     return cast(R, self.registered(*args))
                 differentiable = differentiable or one.requires_grad
         if differentiable and torch.is_grad_enabled():
-            if self._eager is None:  # torch refuses the backward of this operator by its name
+            if self._eager is None:  # the registered operator raises torch's error, with the operator's name
                 return cast(R, self.registered(*args))
             apply = self._plain_eager if _is_plain() else self._eager.apply
             return cast(R, apply(*args))
         output = self._function(*args)
-        for index in self._written:  # autograd compares versions of saved tensors; a kernel's write changes none
+        for index in self._written:  # autograd compares versions of saved tensors, and kernels do not increment them
             torch.autograd.graph.increment_version(cast(Tensor, args[index]))
         return output
 
 
 @contextmanager
 def launching_on_shapes() -> Iterator[None]:
-    """Inside, operators on shapes run their function too, on the meta device, so that its launches can be noted."""
+    """Runs operators' functions on the meta device as well inside the context, so that launches can be recorded."""
     token = _LAUNCHES.set(True)
     try:
         yield
@@ -382,7 +383,7 @@ def launching_on_shapes() -> Iterator[None]:
 
 
 def _without_content(given: Any) -> Any:
-    """Returns a tensor on the meta device with the strides of ``given``; anything else as it is."""
+    """Returns a tensor on the meta device with the strides of ``given``; other objects unchanged."""
     if not isinstance(given, Tensor) or given.is_meta:
         return given
     storage = torch.empty(given.untyped_storage().nbytes() // given.element_size(), dtype=given.dtype, device="meta")
@@ -390,10 +391,10 @@ def _without_content(given: Any) -> Any:
 
 
 def fused_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], FusedOperator[R]]:
-    """Register the decorated function as the operator ``name``; ``mutates`` names the arguments that it writes."""
+    """Registers the decorated function as the operator ``name``; ``mutates``: names of written arguments."""
     return lambda function: FusedOperator(name, function, mutates)
 
 
 def _is_watched() -> bool:
-    """Return whether a dispatch mode or a transform of torch.func has to see the call."""
+    """Returns True if a dispatch mode or a transform of torch.func must handle the call."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())

@@ -1,31 +1,31 @@
-"""Kernels that communicate: where they were measured to win, what they know of other ranks, and which rows of experts
-travel. Nothing here needs Triton.
+"""Data of kernels that communicate: measured choices, memory of other ranks, and rows of experts, without Triton.
 
 A row of ``overlap.json`` is for one operation, GPU, dtype, number of ranks, and columns and depth of a product; it
-applies from its number of rows up to that of the next row of the same product. What has no row runs as where nothing
-was measured. ``python -m benchmarks overlap`` writes the rows.
+applies from its number of rows up to the next row of the same product. A product without a row runs without a measured
+choice. ``python -m benchmarks overlap`` writes the rows.
 
-A :class:`Mailbox` is what such a kernel knows of the other ranks: addresses of memory that all of them can write.
+A :class:`Mailbox` contains the addresses of memory that all ranks can write:
 
-    of each rank   2 x W slots     what the ranks write to it, in turns of two epochs
-                   2 x W x most    arrivals: the epoch in which a rank has written a tile, likewise
-    of this rank   W ended         what the host writes down: that a rank has ended, so nobody waits for it
+    of each rank   2 x W slots     data from the ranks, alternating between two epochs
+                   2 x W x most    arrivals: the epoch in which a rank has written a tile, alternating
+    of this rank   W ended         words of the host: a rank has ended, so kernels must not wait for it
 
-An *epoch* is the number of a call, from 1, counted by all ranks alike. Nothing is ever reset, so a signal that comes
-late, or twice, is one of an old epoch and means nothing any more.
+An *epoch* is the number of a call, from 1, equal on all ranks. Nothing is ever reset, so a late or repeated signal has
+an old epoch and no effect.
 
-Nobody has to say that a slot was read. In every call each rank waits for something of every other one. So a rank that
-writes in epoch e has ended e - 1, for which all others wrote after they had ended e - 2, whose tiles were in the slot.
-For the same reason an arrival that is waited for in epoch e is below e or equal to it; more than e says that the ranks
-do not make the same calls.
+No rank signals that it has read a slot, because each rank waits for every other rank in every call. A rank that writes
+in epoch e has ended epoch e - 1, in which all others wrote after the end of epoch e - 2, and the slot contains tiles of
+e - 2. For the same reason an arrival in epoch e is at most e; a larger value means that the ranks do not make the same
+calls.
 
-Experts are numbered over all ranks; rank r owns experts r*X to (r+1)*X. A rank's tokens are sorted by expert, so what
-it sends to another rank is one run of its rows. An owner keeps what has come sorted by expert, then by rank:
+Experts are numbered over all ranks; rank r owns experts r*X to (r+1)*X. A rank's tokens are sorted by expert, so the
+rows for another rank are one run. An owner stores received rows sorted by expert, then by rank:
 
     rank 0   a a b c c c d     counts [4, 0..]      rank 0 owns a, b    a0 a0 a1 b0 b1 b1
     rank 1   a b b d                                rank 1 owns c, d    c0 c0 c0 d0 d1
 
-Shape suffixes: W ranks, E experts of all ranks, X experts of a rank, T rows of a rank, R rows that its experts get.
+Shape suffixes: W ranks, E experts of all ranks, X experts of a rank, T rows of a rank, R rows for the experts of a
+rank.
 """
 
 import json
@@ -44,11 +44,11 @@ from engine.errors import EngineError
 Operation = Literal["gather_product", "product_scatter", "product_sum"]
 Way = Literal["fused", "copied", "chunks", "collectives"]
 IN_KERNEL: frozenset[Way] = frozenset({"fused", "copied"})
-"""Ways in which a kernel waits for rows or sends them; "copied": copies carry the rows to a kernel that waits."""
+"""Methods with a kernel that waits for rows or sends them; "copied": copy engines send rows to a waiting kernel."""
 
 
 class ProductSizes(NamedTuple):
-    """[rows, depth] x [depth, columns] as each rank multiplies; the rows are those of all ranks together."""
+    """Sizes of a rank's product [rows, depth] x [depth, columns]; rows count all ranks together."""
 
     rows: int
     columns: int
@@ -57,7 +57,7 @@ class ProductSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapChoice:
-    """The fastest way of an operation at one size."""
+    """Fastest method for an operation at one size."""
 
     operation: Operation
     device: str
@@ -65,14 +65,14 @@ class OverlapChoice:
     dtype: str
     ranks: int
     rows: int
-    """The fewest that the row applies to."""
+    """The fewest rows of the range of this row."""
     columns: int
     depth: int
     way: Way
     speedup: float
-    """Time of the fastest way without such a kernel over the time of the fastest with one."""
+    """Time of the fastest method without a communicating kernel over the time of the fastest with one."""
     tile: tuple[int, int, int, int, int] | None = None
-    """Rows, columns, depth, warps and stages; None: the tile that ships."""
+    """Rows, columns, depth, warps and stages; None: the default tile."""
 
     @property
     def fuses(self) -> bool:
@@ -81,13 +81,13 @@ class OverlapChoice:
 
 
 class OverlapChoices:
-    """The rows of one GPU and number of ranks."""
+    """Measured choices of one GPU and number of ranks."""
 
     def __init__(self, rows: Iterable[OverlapChoice]) -> None:
         self.rows = tuple(rows)
 
     def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
-        """The row that applies."""
+        """Returns the row for a product; None without a measurement."""
         product = (sizes.columns, sizes.depth)
         held = [
             row for row in self._of(operation, dtype) if (row.columns, row.depth) == product and row.rows <= sizes.rows
@@ -113,42 +113,42 @@ class OverlapChoices:
 
 
 def read_overlap(text: str) -> tuple[OverlapChoice, ...]:
-    """Parse a table from JSON."""
+    """Parses a table from JSON."""
     rows = json.loads(text)["winners"]
     return tuple(OverlapChoice(**(row | {"tile": tuple(row["tile"])} if row.get("tile") else row)) for row in rows)
 
 
 @cache
 def shipped_overlap() -> tuple[OverlapChoice, ...]:
-    """The table that ships with this package."""
+    """Returns the table that ships with this package."""
     return read_overlap((Path(__file__).resolve().parent / "overlap.json").read_text(encoding="utf-8"))
 
 
 def overlap_choices(device: str, ranks: int) -> OverlapChoices:
-    """Returns the measured choices for the GPU of this name with so many ranks."""
+    """Returns the measured choices for the GPU ``device`` with ``ranks`` ranks."""
     return OverlapChoices(row for row in shipped_overlap() if row.ranks == ranks and fnmatchcase(device, row.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mailbox:
-    """One rank's view of the memory of all ranks of an axis."""
+    """Addresses of the memory of all ranks of an axis, for one rank."""
 
     rank: int
     slots: Tensor
-    """Address of the slots of each rank, int64 [W]."""
+    """Addresses of the slots of each rank, int64 [W]."""
     arrivals: Tensor
-    """Address of the arrivals of each rank, and last of the words of this rank about ranks that have ended, int32 [W]:
-    int64 [W + 1]."""
+    """Addresses of the arrivals of each rank, then of this rank's words (int32 [W]) about ended ranks: int64 [W +
+    1]."""
     status: Tensor
-    """Status word of this rank, int64 [1]: the first missing signal; 0 if every signal came."""
+    """Status word of this rank, int64 [1]: the first missing signal; 0 if all signals have arrived."""
     capacity: int
     """Bytes of a slot."""
     most: int
-    """Tiles of a call that a rank can signal."""
+    """Most tiles of a call that a rank can signal."""
     patience: int
-    """Looks at a signal until it counts as lost."""
+    """Number of polls of a signal before the signal counts as lost."""
     multicast: int = 0
-    """Address of the slots of all ranks at once, through the switch between them; 0: there is no such."""
+    """Address of the slots of all ranks at once, through the switch; 0: no multicast."""
 
     @property
     def ranks(self) -> int:
@@ -157,7 +157,7 @@ class Mailbox:
 
 
 class Missing(NamedTuple):
-    """The first signal that did not come."""
+    """First signal that did not arrive."""
 
     rank: int
     tile: int
@@ -165,13 +165,13 @@ class Missing(NamedTuple):
 
 
 def read_status(word: int) -> Missing | None:
-    """Decodes a status word; None if every signal came."""
+    """Decodes a status word; None if all signals have arrived."""
     return Missing(word >> 24 & 0xFF, (word & 0xFFFFFF) - 1, word >> 32) if word else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """Numbers of rows that every rank sends to every expert, as ``rank`` sees them. All ranks have all counts."""
+    """Numbers of rows from every rank to every expert, with the perspective of ``rank``. All ranks have all counts."""
 
     counts: Tensor
     """Integers [W, E] on the host."""
@@ -202,7 +202,7 @@ class ExpertRows:
 
     @cached_property
     def received(self) -> Tensor:
-        """Rows that this rank's experts get from each rank, [W, X]."""
+        """Rows for this rank's experts from each rank, [W, X]."""
         return self.counts.view(self.ranks, self.ranks, -1)[:, self.rank].long()
 
     @property
@@ -212,30 +212,30 @@ class ExpertRows:
 
     @property
     def here(self) -> int:
-        """R: rows that its experts get."""
+        """R: rows for this rank's experts."""
         return int(self.received.sum())
 
     @property
     def sizes(self) -> Tensor:
-        """Rows of each of its experts, [X]."""
+        """Rows of each of this rank's experts, [X]."""
         return self.received.sum(0)
 
     def most_rows(self) -> int:
-        """Most rows that any rank sends to another."""
+        """Returns the most rows that any rank sends to another rank."""
         return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
 
     def most_tiles(self, height: int) -> int:
-        """Most tiles of ``height`` rows that any rank sends to another; without rows it still sends one signal."""
+        """Returns the most tiles of ``height`` rows from any rank to another; a rank without rows sends one signal."""
         tiles = -(-self.counts.view(self.ranks, self.ranks, -1) // height)
         return max(1, int(tiles.sum(2).max()))
 
     def source_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Tiles of this rank's own rows, int32 [n, 6]: what it ``sends`` to the owners, or gets back from them."""
+        """Returns the tiles of this rank's own rows, int32 [n, 6], sent to the owners (``sends``) or received back."""
         starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
         return self._tiles(self.sent, starts, height, sends)
 
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Tiles of the rows that this rank's experts get, int32 [n, 6], or that it ``sends`` back."""
+        """Returns the tiles of rows for this rank's experts, int32 [n, 6], received, or sent back (``sends``)."""
         return self._tiles(self.received, self._starts(), height, sends)
 
     def by_expert(self, parts: Sequence[Tensor]) -> Tensor:
@@ -244,16 +244,16 @@ class ExpertRows:
         return torch.cat([piece[expert] for expert in range(self.experts) for piece in pieces])
 
     def by_rank(self, rows: Tensor) -> list[Tensor]:
-        """The opposite of :meth:`by_expert`."""
+        """Sorts rows [R, ..] by rank, for their return: the inverse of :meth:`by_expert`."""
         pieces = torch.split(rows, self.received.t().flatten().tolist())
         return [torch.cat(pieces[rank :: self.ranks]) for rank in range(self.ranks)]
 
     def to_owners(self, tokens: Tensor) -> list[Tensor]:
-        """The rows of each owner in ``tokens`` [T, ..], which are sorted by expert."""
+        """Splits ``tokens`` [T, ..], sorted by expert, into the rows of each owner."""
         return list(torch.split(tokens, self.sent.sum(1).tolist()))
 
     def _starts(self) -> Tensor:
-        """First row of each rank and expert among all that come, [W, X]."""
+        """Returns the index of the first received row of each rank and expert, [W, X]."""
         sizes = self.received.t().flatten()
         return (sizes.cumsum(0) - sizes).view(self.experts, self.ranks).t()
 
@@ -262,7 +262,7 @@ class ExpertRows:
         peers = (self.rank + 1 + step) % self.ranks if sends else (self.rank - step) % self.ranks
         rows, starts = rows[peers], starts[peers]
         tiles = -(-rows // height)
-        tiles[:, 0] += tiles.sum(1) == 0  # a signal without rows: in every call each rank waits for every other one
+        tiles[:, 0] += tiles.sum(1) == 0  # a signal without rows: each rank waits for all others in every call
         first = tiles.flatten().cumsum(0) - tiles.flatten()
         chunk = torch.repeat_interleave(torch.arange(tiles.numel()), tiles.flatten())
         peer, expert = chunk // self.experts, chunk % self.experts

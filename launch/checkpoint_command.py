@@ -22,7 +22,7 @@ from engine.checkpoint.format.strict_json import Fields, dump
 from engine.errors import CheckpointError
 from engine.launch.run_folder import CHECKPOINTS
 from engine.parallel.comm.traffic import megabytes
-from engine.parallel.grid import Grid, saved_order
+from engine.parallel.grid import Grid, saved_grid, saved_order
 
 MODEL = "model/"
 
@@ -64,7 +64,10 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
             print(error, file=sys.stderr)
             damaged.append(step.name)
     if damaged:
-        raise CheckpointError(f"{len(damaged)} of {len(steps)} checkpoints are damaged: {', '.join(damaged)}.")
+        raise CheckpointError(
+            f"{len(damaged)} of {len(steps)} checkpoints are damaged: {', '.join(damaged)}; copy these again, or load "
+            "one of the others."
+        )
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
@@ -154,7 +157,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Describes a checkpoint in lines like those of a run's banner."""
+    """Describes a checkpoint in lines of the form of a run's banner."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(manifest),
@@ -180,8 +183,8 @@ def _grid(manifest: Manifest) -> str:
     if "origin" in manifest.info:
         return f"from {manifest.info['origin']}; any grid loads it"
     grid = Fields(manifest.info.get("grid"), "the grid in the manifest")
-    sizes = {axis: grid.count(axis) for axis in Grid().sizes if axis in manifest.info["grid"]}
-    ranks = Grid(**sizes, order=saved_order(manifest.info["grid"]))
+    sizes = {axis: grid.count(axis) for axis in (*Grid().sizes, "ep") if axis in manifest.info["grid"]}
+    ranks = saved_grid({**sizes, "order": saved_order(manifest.info["grid"])})
     return f"{ranks}, ZeRO {grid.count('zero')}; any other grid loads it too"
 
 

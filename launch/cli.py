@@ -2,9 +2,10 @@
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, _SubParsersAction
-from collections.abc import Iterator, Sequence
+from argparse import PARSER, REMAINDER, ArgumentParser, Namespace, _SubParsersAction
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class CommandParser(ArgumentParser):
-    """Parser of one command: an error shows the command's own usage and its most similar option."""
+    """Parser of one command: an error shows the command's own usage and its most similar option.
+
+    Options may stand before, between and after the other arguments, up to two dashes; argparse alone fills all optional
+    arguments at the first of them.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parses, and ends with an error if arguments remain."""
+        if not any(action.nargs in (PARSER, REMAINDER) for action in self._actions):
+            args = self._options_first(args)
         found, left = super().parse_known_args(args, namespace)
         if left:
             name = left[0].partition("=")[0]
@@ -48,9 +55,30 @@ class CommandParser(ArgumentParser):
             self.error(f"{name} is not an option of this command; {hint}")
         return found, left
 
+    def _options_first(self, words: Iterable[str]) -> list[str]:
+        """Returns the words with options, and their values, before all others."""
+        options, others, left = list[str](), list[str](), iter(words)
+        for word in left:
+            if word == "--":
+                others += [word, *left]
+            elif not self._is_option(word):
+                others.append(word)
+            else:
+                options += [word, *islice(left, int(self._takes_value(word)))]
+        return options + others
+
+    def _is_option(self, word: str) -> bool:
+        return word.partition("=")[0] in self._option_string_actions or (word.startswith("-") and " " not in word)
+
+    def _takes_value(self, word: str) -> bool:
+        """Returns True if the next word is the value of this option, which may be abbreviated."""
+        known = self._option_string_actions
+        near = [word] if word in known else [name for name in known if word[:2] == "--" and name.startswith(word)]
+        return any(known[name].nargs != 0 for name in near)
+
 
 def make_parser() -> ArgumentParser:
-    """Return the parser of ``trine`` with every command."""
+    """Returns the parser of ``trine`` with every command."""
     parser = CommandParser(prog="trine", description="3D-parallel training of unchanged PyTorch models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

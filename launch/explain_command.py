@@ -5,6 +5,7 @@ import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from difflib import SequenceMatcher, get_close_matches
 
 from engine.launch.raised_errors import RaisedError, raised_errors
 
@@ -12,22 +13,28 @@ SHOWN = 3
 """Errors that an answer shows at most."""
 ENOUGH = 0.5
 """Share of the words that an error must have."""
+PASTED = 6
+"""Words from which a text is compared as a whole message."""
 WIDTH = 100
 
 
 def add_explain_options(parser: ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Adds the arguments of the command."""
     parser.add_argument("words", nargs="*", metavar="WORDS", help="words of the error, or all of its text")
     parser.add_argument("--all", action="store_true", help="list every error, or every one that fits the words")
 
 
 def explain(options: Namespace) -> int:
-    """Print the errors that fit the words best; exit status 1 if none does."""
+    """Prints the errors that fit the words best; exit status 1 if none does."""
     given = " ".join(options.words)
-    errors = list(dict.fromkeys(raised_errors()))
+    errors = list({(error.kind, error.text): error for error in raised_errors()}.values())
     if options.all:
         found = [error for error in errors if share_of_words(error, given) >= ENOUGH] if given else errors
-        print("\n".join(f"{error.kind}: {error.text}" for error in sorted(found, key=lambda one: (one.kind, one.text))))
+        print(
+            "\n".join(
+                f"{error.kind}: {readable(error.text)}" for error in sorted(found, key=lambda one: (one.kind, one.text))
+            )
+        )
         return 0 if found else 1
     if not given:
         print("trine explain takes words of an error; --all lists every error.", file=sys.stderr)
@@ -41,8 +48,9 @@ def explain(options: Namespace) -> int:
 
 
 def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
-    """Return the errors that fit ``given`` best; one alone if all of its constant text is in ``given``."""
-    known = [(share_of_words(error, given), constant(error), error) for error in errors]
+    """Returns the errors that fit ``given`` best; one alone if all of its constant text is in ``given``."""
+    asked = spelled(given, errors)
+    known = [(share_of_words(error, given, asked), constant(error), error) for error in errors]
     fits = sorted(known, key=lambda one: one[:2], reverse=True)
     whole = [error for share, _, error in fits if share > 1]
     if whole:
@@ -50,30 +58,59 @@ def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
     return [error for share, _, error in fits if share >= ENOUGH and share >= 0.8 * fits[0][0]][:SHOWN]
 
 
-def share_of_words(error: RaisedError, given: str) -> float:
-    """Return the share of the words of ``given`` in the error; 2 if its constant pieces are in ``given``, in order."""
+def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
+    """Returns the words of ``given`` without numbers and paths; a word of no error becomes the most similar one."""
+    vocabulary = {word for error in errors for word in words_of(error.text)}
+    words = [word for word in words_of(given) if not re.search(r"[\d/]", word)]
+    near = {word: get_close_matches(word, vocabulary, 1, 0.85) for word in {*words} - vocabulary}
+    return [(near.get(word) or [word])[0] for word in words]
+
+
+def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None = None) -> float:
+    """Returns the share of the words of ``given`` in the error; 2 if its constant pieces are in ``given``, in order.
+
+    A longer text, pasted from a run, counts by the share of the error's constant words that it has in their order: the
+    placeholders of the error stand for any words. ``asked``: words of ``given`` that are compared.
+    """
     said = " ".join(given.split())
     if constant(error) >= 12 and re.search(".*?".join(map(re.escape, pieces(error.text))), said, flags=re.DOTALL):
         return 2.0
-    words = re.findall(r"[\w.\-]*\w", said.lower())
-    have = set(re.findall(r"[\w.\-]*\w", error.text.lower()))
-    return sum(word in have for word in words) / len(words) if words else 0.0
+    words = words_of(said) if asked is None else asked
+    have = set(words_of(error.text))
+    share = sum(word in have for word in words) / len(words) if words else 0.0
+    fixed = words_of(" ".join(pieces(error.text)))
+    if len(words) < PASTED or len(fixed) < PASTED or share < ENOUGH / 2:
+        return share
+    blocks = SequenceMatcher(None, fixed, words, autojunk=False).get_matching_blocks()
+    return max(share, sum(block.size for block in blocks) / len(fixed))
+
+
+def words_of(text: str) -> list[str]:
+    """Returns the words of a text in lower case."""
+    return re.findall(r"[\w.\-]*\w", text.lower())
 
 
 def pieces(text: str) -> list[str]:
-    """Return the constant pieces of a message between its values."""
+    """Returns the constant pieces of a message between its values."""
     return [piece.strip() for piece in re.split(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text) if piece.strip()]
 
 
 def constant(error: RaisedError) -> int:
-    """Return the number of characters of the constant pieces."""
+    """Returns the number of characters of the constant pieces."""
     return sum(map(len, pieces(error.text)))
 
 
+def readable(text: str) -> str:
+    """Returns a message with <value> for each value, and [text] for a text that only some runs print."""
+    text = re.sub(r"\{\?([^{}]*)\}", r"[\1]", text)
+    return re.sub(r"\{([^{}\"']*)\}", r"<\1>", text)
+
+
 def described(error: RaisedError) -> str:
-    """Return the error, its cause and its remedy as paragraphs."""
-    clauses = re.split(r"; (?=[^;]*$)", error.text, maxsplit=1)
-    rule, remedy = clauses if len(clauses) == 2 else (error.text, "the sentence has no separate remedy.")
+    """Returns the error, its cause and its remedy as paragraphs."""
+    text = readable(error.text)
+    clauses = re.split(r"; (?=[^;]*$)", text, maxsplit=1)
+    rule, remedy = clauses if len(clauses) == 2 else (text, "the sentence has no separate remedy.")
     where = f"engine/{error.file}:{error.line}" + (f", {error.function}()" if error.function else "")
     about = " ".join(error.about.split("\n\n")[0].split())
     rows = (("error", f"{error.kind}: {rule}"), ("remedy", remedy), ("raised", where), ("context", about))

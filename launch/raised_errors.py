@@ -1,7 +1,8 @@
 """Every sentence that the product raises, read from its source: text, class, file and function.
 
 A message may be a name, a call or a branch; :class:`Scope` follows it to the texts that it can be. A value is a
-placeholder in braces, by its name in the code.
+placeholder in braces, by a noun from its name in the code; a text that a branch adds is one with a question mark.
+Errors that the product catches itself are left out.
 """
 
 import ast
@@ -9,22 +10,21 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = (
-    "ConfigError", "GridError", "PlanError", "NoRuleError", "ScheduleError", "EngineError", "LaunchError",
-    "CorruptionError", "CheckpointError",
+    "ConfigError", "GridError", "PlanError", "ScheduleError", "EngineError", "LaunchError", "CorruptionError",
+    "CheckpointError",
 )  # fmt: skip
-INTERNAL = ("RefusedError", "NeedsContentError", "SequenceError")
-"""Errors that become the end of a public one, or that the engine handles."""
-MOST_CHARACTERS = 110
-"""Of an expression that stands for a value."""
+REFUSALS = "RefusedError"
+"""Reasons of a configuration's rules; :class:`Problems` makes the sentence of the ConfigError from one."""
 
 
 class RaisedError(NamedTuple):
-    """A message with its place in the source."""
+    """Message with its place in the source."""
 
     kind: str
     """Name of the error class."""
@@ -39,7 +39,7 @@ class RaisedError(NamedTuple):
 
 
 def raised_errors(root: Path = ROOT) -> Iterator[RaisedError]:
-    """Yield every message of an error class, and every problem of a configuration."""
+    """Yields every message of an error class, and every problem of a configuration."""
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for file in sorted(files):
@@ -50,11 +50,11 @@ def raised_errors(root: Path = ROOT) -> Iterator[RaisedError]:
 
 def _of_file(file: str, tree: ast.Module) -> Iterator[RaisedError]:
     for function, call in _calls(tree, None):
-        kind, message = _message(call)
+        kind, message, form = _message(call, Scope(function, tree))
         if message is None:
             continue
         about = (function and ast.get_docstring(function)) or ast.get_docstring(tree) or ""
-        for text in Scope(function, tree).texts(message):
+        for text in map(form.format, Scope(function, tree).texts(message)):
             if re.search(r"[a-z]{3}", re.sub(r"\{.*?\}", "", text)) and not text.startswith("{["):
                 name = function.name if function else ""
                 yield RaisedError(kind, " ".join(text.split()), file, call.lineno, name, about)
@@ -67,16 +67,25 @@ def _calls(node: ast.AST, function: ast.FunctionDef | None) -> Iterator[tuple[as
         yield from _calls(child, child if isinstance(child, ast.FunctionDef) else function)
 
 
-def _message(call: ast.Call) -> tuple[str, ast.expr | None]:
+def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]:
+    """Returns the class of the error, its message (None if users never see it), and the sentence around the message."""
     name = call.func.id if isinstance(call.func, ast.Name) else ""
-    if name.endswith("Error") and call.args:
-        own = name in PUBLIC or name.startswith("_") or name in INTERNAL
-        return name, call.args[0] if own and not isinstance(call.args[0], ast.Starred) else None
+    if name.endswith("Error") and call.args and not isinstance(call.args[0], ast.Starred):
+        if name == REFUSALS:
+            return "ConfigError", call.args[0], "{{key}}: {{value}} {}; give {{allowed values}}."
+        kind = scope.public(name)
+        return kind, call.args[0] if kind else None, "{}"
     if isinstance(call.func, ast.Attribute) and call.func.attr == "add" and len(call.args) == 2:
         owner = ast.unparse(call.func.value)
         if "problems" in owner and not isinstance(call.args[0], ast.Starred):
-            return "ConfigError", call.args[1]
-    return name, None
+            keys = scope.texts(call.args[0], depth=0)
+            key = keys[0] if len(keys) == 1 else _placeholder(call.args[0])
+            return (
+                "ConfigError",
+                call.args[1],
+                (key or "{configuration}").replace("{", "{{").replace("}", "}}") + ": {}",
+            )
+    return name, None, "{}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,7 @@ class Scope:
     tree: ast.Module
 
     def texts(self, node: ast.expr, depth: int = 3) -> list[str]:
-        """Return every text that an expression can be."""
+        """Returns every text that an expression can be."""
         match node:
             case ast.Constant(value=str() as text):
                 return [text]
@@ -100,7 +109,15 @@ class Scope:
             case ast.Call(func=ast.Attribute(value=ast.Constant(value=str() as text), attr="format")):
                 return [text]
         found = self._values(node) if depth else []
-        return [text for value in found for text in self.texts(value, depth - 1)] or ["{" + _short(node) + "}"]
+        return [text for value in found for text in self.texts(value, depth - 1)] or [_placeholder(node)]
+
+    def public(self, name: str) -> str:
+        """Returns the public class that ``name`` is or derives from in its file; empty if there is none."""
+        if name in PUBLIC:
+            return name
+        classes = (node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+        bases = [base.id for node in classes for base in node.bases if isinstance(base, ast.Name)]
+        return next((base for base in bases if base in PUBLIC), "")
 
     def _values(self, node: ast.expr) -> list[ast.expr]:
         match node:
@@ -115,8 +132,18 @@ class Scope:
 
     def _part(self, part: ast.expr) -> str:
         if isinstance(part, ast.FormattedValue):
-            return "{" + _short(part.value) + "}"
+            return self._constant(part.value) or _placeholder(part.value)
         return str(part.value) if isinstance(part, ast.Constant) else ""
+
+    def _constant(self, node: ast.expr) -> str:
+        """Returns the text of a constant of this file or of the file that it is imported from; empty otherwise."""
+        if not isinstance(node, ast.Name) or not node.id.isupper():
+            return ""
+        for tree in (self.tree, *(_parsed(one.module) for one in self.tree.body if _imports(one, node.id))):
+            match Scope(None, tree)._assigned(node.id):
+                case [ast.Constant(value=str() as text)]:
+                    return text
+        return ""
 
     def _returns(self, name: str) -> list[ast.expr]:
         return [
@@ -141,17 +168,76 @@ class Scope:
         return []
 
 
-def _short(node: ast.expr) -> str:
+def _imports(node: ast.stmt, name: str) -> TypeGuard[ast.ImportFrom]:
+    return isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names)
+
+
+@cache
+def _parsed(module: str | None) -> ast.Module:
+    path = ROOT.joinpath(*str(module).split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8") if str(module).startswith("engine.") else "")
+
+
+def _placeholder(node: ast.expr) -> str:
+    noun = re.sub(r"[{}]", "", _noun(node))
+    return "{" + noun + "}"
+
+
+def _noun(node: ast.expr) -> str:
+    """Returns a noun for a value of a message; a text that a branch adds begins with a question mark."""
+    match node:
+        case ast.Constant(value=value):
+            return f"?{value}" if isinstance(value, str) else str(value)
+        case ast.Name(id=name):
+            return _words(name)
+        case ast.Attribute(value=owner, attr=name):
+            return _noun(owner) if name in _PLAIN else _words(name)
+        case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mult()):
+            return f"?{text}"
+        case ast.BinOp(op=ast.Div(), right=right):
+            return _noun(right)
+        case ast.BinOp(left=ast.Constant(), right=operand) | ast.BinOp(left=operand) | ast.Compare(left=operand):
+            return _noun(operand)
+        case ast.IfExp(body=body, orelse=other):
+            return " or ".join(filter(None, dict.fromkeys((_noun(body), _noun(other).removeprefix("?")))))
+        case ast.BoolOp(values=values):
+            return " or ".join(dict.fromkeys(_noun(value).removeprefix("?") for value in values))
+        case ast.GeneratorExp(elt=inner) | ast.ListComp(elt=inner) | ast.NamedExpr(value=inner):
+            return _noun(inner)
+        case ast.Starred(value=inner) | ast.UnaryOp(operand=inner) | ast.Subscript(value=inner):
+            return _noun(inner)
+        case ast.JoinedStr(values=parts):
+            values = [part.value for part in parts if isinstance(part, ast.FormattedValue)]
+            return _noun(values[0]) if values else ""
+        case ast.Call():
+            return _noun_of_call(node)
+    return "value"
+
+
+_PLAIN = ("name", "text", "words", "value", "__name__", "args")
+"""Attributes that a noun leaves out."""
+_METHODS = ("removeprefix", "removesuffix", "replace", "strip", "rstrip", "splitlines", "lower", "format", "get")
+"""Methods whose object is the noun."""
+
+
+def _noun_of_call(node: ast.Call) -> str:
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="join"), args=[inner]):
-            return _short(inner) + ", ..."
-        case ast.Call(func=ast.Name(id="str" | "repr" | "sorted" | "list" | "map"), args=[*_, inner]):
-            return _short(inner)
-        case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mult()):
-            return text.strip()
-        case ast.IfExp(body=ast.Constant(value=str() as text), orelse=ast.Constant(value=str() as other)):
-            return f"{text.strip()} or {other.strip()}" if text and other else (text or other).strip()
-        case ast.GeneratorExp(elt=element) | ast.ListComp(elt=element):
-            return _short(element)
-    text = ast.unparse(node).replace("self.", "").replace(".__name__", "").replace("_", " ").strip()
-    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
+            return f"{_noun(inner).removeprefix('?')}, ..."
+        case ast.Call(func=ast.Name(id="type"), args=[inner]):
+            return f"type of {_noun(inner)}"
+        case ast.Call(func=ast.Name(id="len"), args=[inner]):
+            return f"number of {_noun(inner)}"
+        case ast.Call(func=ast.Name(), args=[*_, inner]):
+            return _noun(inner)
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)):
+            return _noun(owner) if name in _METHODS else _words(name)
+        case ast.Call(func=ast.Name(id=name)):
+            return _words(name)
+    return "value"
+
+
+def _words(name: str) -> str:
+    words = name.strip("_").replace("_", " ").lower()
+    return {"what": "item", "why": "reason", "how": "means"}.get(words, words)

@@ -183,7 +183,7 @@ messages: of all ranks"""
 
 
 def _print_comparison(asked: _Asked, cost: Cost) -> list[Panel]:
-    """Prints all kinds, the least idle first, and returns the panels of those that allow these sizes."""
+    """Prints all kinds, the least idle first, and returns the panels of kinds that allow these sizes."""
     found: list[tuple[Summary, Panel]] = []
     refused: dict[str, str] = {}
     for kind in SCHEDULE_KINDS.values():
@@ -228,4 +228,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise EngineError(f"{path}: {error.strerror}; name a file in an existing folder.") from None
+        raise EngineError(f"{path} cannot be written ({error.strerror}); name a file in an existing folder.") from None

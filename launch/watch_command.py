@@ -19,8 +19,8 @@ from engine.watchdog.monitor import REPORT
 from engine.watchdog.view import RankView
 
 _HEAD = ("rank", "host", "pid", "step", "is in", "for", "finished before")
-_LATEST_DEAD = 3
-"""Number of dead jobs that are listed; further ones are counted."""
+_LATEST_DEAD, _RECENT_HOURS = 3, 1
+"""Number of dead jobs that are listed, and hours since their end; further ones are counted."""
 _WAITS_HEAD = ("rank", "has waited in", "between", "times", "in all")
 
 
@@ -28,7 +28,9 @@ def add_watch_options(command: ArgumentParser) -> None:
     """Adds the arguments of ``trine watch``."""
     about = "folder of the watchdog's report (watchdog.folder or checkpoint.folder); default: jobs of this host"
     command.add_argument("folder", type=Path, nargs="?", help=about)
-    command.add_argument("--all", action="store_true", help=f"list every dead job instead of the latest {_LATEST_DEAD}")
+    command.add_argument("--all", action="store_true", help=(
+        f"list every dead job instead of the latest {_LATEST_DEAD} of the last {_RECENT_HOURS} h"
+    ))  # fmt: skip
     command.add_argument("--waits", action="store_true", help="also show the waits of each rank by stream")
     command.add_argument(
         "--every", type=float, default=0.0, metavar="SECONDS", help="repeat the output at this interval"
@@ -51,23 +53,37 @@ def show_ranks(options: Namespace) -> None:
 
 
 def _jobs(waits: bool, every: bool) -> list[str]:
-    """Returns the lines of this user's jobs on this host: all running jobs, and the latest dead ones."""
+    """Returns the lines of this user's jobs on this host: all running jobs, and the latest that have ended."""
     live: list[tuple[float, list[str]]] = []
     dead: list[tuple[float, list[str]]] = []
     for folder in sorted(flight_folder().iterdir()):
         local = LocalRanks(folder)
         local.refresh()
         if views := local.views(detailed=False):
+            runs, idle = any(view.runs for view in views), min(view.idle for view in views)
             name = f"job {folder.name}, {len(views)} of {_size(local)} ranks on this host"
-            idle = min(view.idle for view in views)
-            (live if any(view.runs for view in views) else dead).append((idle, [name, *_tables(views, waits), ""]))
+            name += "" if runs else f", ended {_duration(idle)} ago"
+            (live if runs else dead).append((idle, [name, *_tables(views, waits), ""]))
         local.close(remove=False)
     dead.sort(key=lambda job: job[0])
-    shown = dead if every else dead[:_LATEST_DEAD]
+    recent = [job for job in dead if job[0] < _RECENT_HOURS * 3600]
+    shown = dead if every else recent[:_LATEST_DEAD]
     lines = [line for _, job in (*live, *reversed(shown)) for line in job]
     if len(dead) > len(shown):
-        lines += [f"{len(dead) - len(shown)} more jobs have ended here; trine watch --all lists them", ""]
-    return lines[:-1] or ["no rank of this user runs on this host under a watchdog"]
+        more = len(dead) - len(shown)
+        ended, them = ("jobs have", "them") if more > 1 else ("job has", "it")
+        lines += [f"{more} {'more ' * bool(lines)}{ended} ended here; trine watch --all lists {them}", ""]
+    if not live:
+        lines = ["no rank of this user runs on this host under a watchdog", "", *lines]
+    return lines[:-1]
+
+
+def _duration(seconds: float) -> str:
+    """Returns a duration in its largest unit."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _size(local: LocalRanks) -> int:
@@ -88,7 +104,10 @@ def _report(folder: Path, waits: bool) -> list[str]:
             "checkpoint.folder of its configuration, or no folder for the jobs of this host."
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"{path} cannot be read ({type(error).__name__}: {error}); it may be damaged.") from error
+        raise EngineError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); it may be damaged; remove it, and let the job "
+            "write it again."
+        ) from error
     for rank in blamed:
         lines += ["", f"stack of rank {rank}:", stacks[rank].rstrip()]
     return lines

@@ -123,7 +123,7 @@ class Coord(Mapping[str, int]):
         return self._indices["tp"]
 
 
-class Holder(NamedTuple):
+class ShardHolder(NamedTuple):
     """Coordinates that decide which parts of which parameters a rank holds."""
 
     pp: int = 0
@@ -262,10 +262,10 @@ class Grid:
         self._check(rank)
         return Coord(**{axis: self.index(axis, rank) for axis in self.sizes})
 
-    def holder(self, coord: Coord | None = None) -> Holder:
+    def holder(self, coord: Coord | None = None) -> ShardHolder:
         """Returns the coordinates that decide which parameters the rank at ``coord``, or this rank, holds."""
         coord = coord or self._coord
-        return Holder(coord.pp, coord.tp, coord.dp % self.experts)
+        return ShardHolder(coord.pp, coord.tp, coord.dp % self.experts)
 
     def rank_at(self, **indices: int) -> int:
         """Returns the rank at a position, 0 along every axis without an index; inverse of :meth:`coord`."""
@@ -406,6 +406,8 @@ def _data_parts(dp: int, shards: int, experts: int) -> _DataParts:
 def expert_problem(experts: int, dp: int, shard_size: int | None) -> str | None:
     """Returns the rule that a number of expert ranks breaks, with a remedy; None if it fits the data ranks."""
     shards = shard_size or dp
+    if experts > 1 and dp == 1:
+        return "is laid over data ranks, and there is one; give more of them, or one expert rank"
     if experts < 1 or dp % experts:
         fitting = [str(size) for size in range(1, dp + 1) if dp % size == 0]
         return f"does not divide the {dp} data ranks, over which experts are laid; give one of {', '.join(fitting)}"

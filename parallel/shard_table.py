@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from engine.kernels.codecs.weight_format import QuantizedShape, WeightFormat
-from engine.parallel.grid import Holder
+from engine.parallel.grid import ShardHolder
 
 ShardAxis = Literal["tp", "ep"]
 """Axis that shards a single parameter: tensor, or expert."""
@@ -76,11 +76,11 @@ class ShardRow:
         """True if all tensor ranks hold the same elements."""
         return self.dim is None or self.axis == "ep"
 
-    def part(self, holder: Holder) -> int:
+    def part(self, holder: ShardHolder) -> int:
         """Returns the index along ``axis`` of a rank at ``holder``, which the methods below take."""
         return holder.tp if self.axis == "tp" else holder.ep
 
-    def held(self, holder: Holder) -> bool:
+    def held(self, holder: ShardHolder) -> bool:
         """Returns True if a rank at ``holder`` holds elements of the parameter."""
         here = self.axis == "tp" or any(holder.ep in each.holders for each in self.ranges)
         return here and holder.pp in self.owners
@@ -109,7 +109,7 @@ class ShardRow:
         runs = tuple((each.start, each.stop) for each in self.ranges if cut_columns and part in each.holders)
         return QuantizedShape(format=self.quantized, shape=self.local_shape(part), runs=runs)
 
-    def counted(self, holder: Holder) -> bool:
+    def counted(self, holder: ShardHolder) -> bool:
         """Returns True if a norm counts the copy of this rank, except for its ``copies``.
 
         All tensor ranks have copies of a parameter that only the expert axis shards; the first one counts.
@@ -144,7 +144,7 @@ class ShardTable:
     def __iter__(self) -> Iterator[ShardRow]:
         return iter(self.rows)
 
-    def held_by(self, holder: Holder) -> tuple[ShardRow, ...]:
+    def held_by(self, holder: ShardHolder) -> tuple[ShardRow, ...]:
         """Returns the rows with elements on a rank at ``holder``."""
         return tuple(row for row in self.rows if row.held(holder))
 

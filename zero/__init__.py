@@ -1,8 +1,8 @@
-"""ZeRO: which data rank owns which bytes (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
+"""ZeRO: ownership of bytes by data ranks (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
 
     layout          flat layout of the parameters in buckets; pure arithmetic
-    flat_buckets    flat tensors with that layout, and the parameters as views of them
-    attachment      check that the model's parameters are still those views
+    flat_buckets    flat tensors with that layout, and the parameters as their views
+    attachment      check that the model's parameters are still these views
     offload/        state on the host or on disk: copies between the two memories, files of moments, delayed updates
     gather/         ZeRO 3: sharded parameters are gathered for the modules that run, and freed again
     reduce/         gradients from the backward to the rank that owns them, by step or by microbatch

@@ -49,11 +49,11 @@ class FlatBucket:
     grads: Tensor
     """Gradients [held] in the dtype of accumulation; empty for a frozen bucket."""
     held: slice
-    """Elements whose gradients this rank keeps: all of them, or its shard."""
+    """Elements of the gradients on this rank: all of them, or its shard."""
     owned: slice
     """Elements that this rank updates: its shard, or all of them at ZeRO stage 0."""
     shard: slice
-    """Elements whose gradients this rank counts in the norm: always its 1/N of the bucket."""
+    """Elements of the gradients that this rank counts in the norm: always its 1/N of the bucket."""
     master: Tensor | None
     """Weights [owned] that the optimizer updates: fp32 if ``params`` are narrower, in any dtype on the host; None if
     it updates ``kept``.
@@ -71,9 +71,9 @@ class FlatBucket:
     counts: bool = True
     """This rank counts its shard in the norm; False: the same shard of another group does."""
     host_sums: Tensor | None = None
-    """Gradients [owned] in host memory, where the master then lies too and the update is made; else None."""
+    """Gradients [owned] in host memory, with the master and the update; else None."""
     kept_on_host: bool = False
-    """``kept`` lies in host memory."""
+    """True if ``kept`` is in host memory."""
     apart: WeakValueDictionary[tuple[int, int], torch.UntypedStorage] = field(default_factory=WeakValueDictionary)
     """Storages of single parameters over the memory of ``params``, which pickles and state dicts have."""
 
@@ -83,7 +83,7 @@ class FlatBucket:
         return self.codec is not None and self.wide is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
-        """Return the gradients of elements ``part`` of the bucket, which must be held."""
+        """Returns the gradients of elements ``part`` of the bucket, which must be allocated."""
         return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
@@ -97,7 +97,7 @@ class FlatBucket:
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Copy the values of a parameter into the bucket; the weights receive them exactly."""
+        """Copies the values of a parameter into the bucket; the weights receive them exactly."""
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
         if start < stop:
@@ -109,14 +109,14 @@ class FlatBucket:
             self.params[slot.start : slot.stop].copy_(flat)
 
     def reserve(self) -> None:
-        """Allocate the memory of a sharded ``params``, whose content is then arbitrary."""
+        """Allocates the memory of a sharded ``params``, with arbitrary content."""
         self.params.untyped_storage().resize_(self.params.numel() * self.params.element_size())
 
     def release(self) -> None:
-        """Free the memory of a sharded ``params``; views of it stay, and are valid again after ``reserve``.
+        """Frees the memory of a sharded ``params``; views of it remain, and are valid again after ``reserve``.
 
-        Memory whose size is fixed, because NumPy or another process has it, stays with its holders (``move``), and so
-        does memory over which a parameter has a storage of its own.
+        Memory of a fixed size, because NumPy or another process uses it, is left to its users (``move``), and so
+        is memory over which a parameter has a storage of its own.
         """
         if self.apart or not self.params.untyped_storage().resizable():
             self.move()
@@ -124,14 +124,15 @@ class FlatBucket:
 
     @property
     def escaped(self) -> bool:
-        """True if a tensor beside those of the bucket lies in the memory of ``params``."""
+        """True if a tensor outside of the bucket uses the memory of ``params``."""
         storage = self.params.untyped_storage()
         parameters = sum(p.untyped_storage()._cdata == storage._cdata for p in self.parameters)
         own = 2 + len(self.views) + parameters  # ``params`` and ``storage``
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Move ``params`` and its views to other memory, without content; whoever else holds the old one keeps it."""
+        """Moves ``params`` and its views to other memory, without content; other references to the old memory keep
+        it."""
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
             with torch._C.DisableTorchFunctionSubclass():
@@ -140,7 +141,8 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Put ``tensor`` into a storage of its own bytes alone, over the memory that it has, which pickles and copies take.
+    """Moves ``tensor`` into a storage with only its own bytes, over the same memory, so that pickles and copies take
+    nothing else.
 
     Tensors over the same bytes get one storage, as long as ``storages`` has it. Nothing is copied.
     """
@@ -157,7 +159,7 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Storages over single parameters of the bucket in which ``parameter`` lies; None if it lies in none."""
+    """Returns storages over single parameters of the bucket of ``parameter``; None if it is in no bucket."""
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
     return storages
@@ -175,13 +177,13 @@ def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
-    """Return the part of a bucket's [elements] that belongs to one parameter, in the parameter's shape."""
+    """Returns the part of a bucket's [elements] that belongs to one parameter, in the parameter's shape."""
     return flat[slot.start : slot.stop].view(slot.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Place of this process among the data ranks that share buckets, and what it keeps sharded."""
+    """Place of this process among the data ranks that share buckets, and the kinds of state that it shards."""
 
     index: int
     ranks: int
@@ -189,14 +191,14 @@ class Ownership:
     """True updates the shard only (ZeRO 1)."""
     sharded_gradients: bool = False
     """True keeps the shard of the gradients only (ZeRO 2 with ``reduce: microbatch``). Gradients that are partial over
-    tensor ranks stay full, because they must be summed over those ranks first.
+    tensor ranks stay full, because they must be summed over tensor ranks first.
     """
     sharded_parameters: bool = False
     """True keeps the shard of the parameters only (ZeRO 3)."""
     master: bool = True
     """False leaves out the master: narrow parameters are updated themselves, gradients summed in their dtype."""
     hosted: frozenset[int] = frozenset()
-    """Indices of the trained buckets that the host updates: their masters, gradients and moments lie in its memory."""
+    """Indices of the trained buckets that the host updates: their masters, gradients and moments are in its memory."""
     grid: Grid | None = None
     """The grid of this rank; None: every bucket is sharded as ``index`` says, and no other group has copies of it."""
     pinned: bool = True
@@ -208,7 +210,7 @@ class Ownership:
     pinned_parameters: bool = True
     """Page-lock that memory."""
     delayed: bool = False
-    """Updates run beside steps that still compute with the weights from before them."""
+    """True if updates overlap with steps that still compute with the weights from before them."""
 
     def index_of(self, spread: Spread) -> int:
         """Returns the index of the shard that this rank owns of a bucket."""
@@ -222,13 +224,13 @@ class Ownership:
 def reserve(
     layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
 ) -> tuple[FlatBucket, ...]:
-    """Allocate zeros for the buckets of ``layout`` on ``device``: trained buckets first, then frozen ones."""
+    """Allocates zeros for the buckets of ``layout`` on ``device``: trained buckets first, then frozen ones."""
     trained = [_reserve(bucket, parameters, who, device, trainable=True) for bucket in layout.buckets]
     return (*trained, *(_reserve(bucket, parameters, who, device, trainable=False) for bucket in layout.frozen))
 
 
 def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
-    """Move the parameters of a bucket into it, except those in ``placed``, whose values are there already.
+    """Moves the parameters of a bucket into it, except parameters in ``placed``, which have their values there already.
 
     Each one is pickled alone afterwards, where torch would write the whole bucket.
     """
@@ -241,7 +243,7 @@ def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
 
 
 def leave(flat: FlatBucket) -> None:
-    """Leave full parameters their values when the engine is over: each one in a storage of its own bytes."""
+    """Gives each full parameter a storage of its own bytes with its values, when the engine closes."""
     for parameter in flat.parameters if not flat.sharded else ():
         vars(parameter).pop("__reduce_ex__", None)
         lay_apart(parameter, flat.apart)
@@ -255,7 +257,6 @@ def _reserve(
     shard, whole = bucket.shard(who.index_of(bucket.spread)), slice(0, bucket.elements)
     owned = shard if who.sharded else whole
     held = shard if who.sharded_gradients and not bucket.partial else whole
-
     sharded = who.sharded_parameters and (bucket.spread.ranks > 1 or who.ranks == 1 or who.hosted_parameters)
 
     def zeros(part: slice, dtype: torch.dtype) -> Tensor:
@@ -278,11 +279,10 @@ def _reserve(
     master = host_sums = None
     if trainable and bucket.index in who.hosted:
         host_sums = _on_host(owned, wide, who, device, "offload_optimizer")
-        if wide != dtype or not who.hosted_parameters or who.delayed:
+        if wide != dtype or not who.hosted_parameters or who.delayed:  # else the host updates the weights directly
             master = _on_host(owned, wide, who, device, "offload_optimizer")
     elif wide != dtype:
         master = zeros(owned, wide)
-    members = tuple(parameters[slot.name] for slot in bucket.slots)
     return FlatBucket(
         bucket=bucket,
         params=params,
@@ -292,7 +292,7 @@ def _reserve(
         owned=owned,
         shard=shard,
         master=master,
-        parameters=members,
+        parameters=tuple(parameters[slot.name] for slot in bucket.slots),
         views=views,
         sharded=sharded,
         counts=who.counts(bucket.spread),
@@ -302,7 +302,8 @@ def _reserve(
 
 
 def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.device, section: str) -> Tensor:
-    """Zeros [owned] in host memory, for a copy of what ``device`` holds, as a section of ``zero_optimization`` asks."""
+    """Allocates zeros [owned] in host memory, for a copy of memory of ``device``, as a section of ``zero_optimization``
+    asks."""
     count = owned.stop - owned.start
     if who.mapped is not None:
         return who.mapped(count, dtype)
@@ -319,7 +320,8 @@ def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.dev
 
 
 def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: Callable[[FlatBucket], float]) -> Tensor:
-    """Sum of squares [names] of the gradients that this rank counts in its shards, fp64; others count the rest."""
+    """Returns sums of squares [names] of the gradients that this rank counts in its shards, fp64; other ranks count the
+    rest."""
     found: dict[str, Tensor] = {}
     for flat in buckets:
         for part in flat.bucket.counted(flat.shard) if flat.counts else ():
@@ -333,7 +335,8 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
 
 
 def norm_parts(buckets: Sequence[FlatBucket]) -> list[tuple[Tensor, bool]]:
-    """Return the gradients in this rank's shards, whose padding is zero, and whether it counts them in the norm.
+    """Returns the gradients in this rank's shards, with zeros as padding, and True for each that this rank counts in
+    the norm.
 
     Copies that other ranks count add 0; if such a copy has a non-finite value, the norm is NaN.
     """
@@ -353,7 +356,7 @@ class _Tie:
     """Name of the parameter in ``module``."""
     parameter: nn.Parameter
     flat: FlatBucket | None
-    """The bucket that it lies in; None for a parameter outside the buckets, or without elements."""
+    """The bucket of the parameter; None for a parameter outside the buckets, or without elements."""
     offset: int
     """Offset in the bucket's storage."""
 
@@ -381,7 +384,7 @@ class Attachment:
         self._members = self._count()
 
     def check(self) -> None:
-        """Refuse parameters that would not be trained: added, replaced, moved or thawed since the engine was built.
+        """Refuses parameters that the engine would not train: added, replaced, moved or unfrozen since it was built.
 
         A trained parameter may be frozen and thawed again: it then has no gradient, as one that forward does not use.
 
@@ -395,9 +398,9 @@ class Attachment:
             moved = tie.flat is not None and _place(tie.parameter) != (storages[id(tie.flat)], tie.offset)
             if moved or tie.module._parameters.get(tie.leaf) is not tie.parameter:
                 raise EngineError(
-                    f"parameter {tie.name!r} no longer lies in the engine's memory (a new .data, in forward too, "
-                    "model.to(), load_state_dict(assign=True), or a second engine on this model); write into it in "
-                    "place instead."
+                    f"parameter {tie.name!r} is no longer in the engine's memory (a new .data, in forward too, "
+                    "model.to(), load_state_dict(assign=True), or a second engine on this model); write into the "
+                    "parameter in place instead."
                 )
             if tie.parameter.requires_grad and id(tie.parameter) not in self._trained:
                 raise EngineError(
@@ -407,7 +410,7 @@ class Attachment:
                 )
 
     def _count(self) -> int:
-        """Number of parameters and children of all modules, which grows with whatever is added to one of them."""
+        """Returns the number of parameters and children of all modules, which grows with each addition to a module."""
         return sum(len(module._parameters) + len(module._modules) for module in self._modules)
 
     def _refuse_added(self) -> None:
@@ -425,5 +428,5 @@ class Attachment:
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return (storage, offset), which stay the same when the storage is freed and allocated again."""
+    """Returns (storage, offset), which do not change when the storage is freed and allocated again."""
     return parameter.untyped_storage()._cdata, int(parameter.storage_offset())

@@ -1,7 +1,7 @@
-"""Flat layout: which rank owns which element of which bucket. Pure arithmetic, no torch.
+"""Flat layout: the owner of each element of each bucket. Pure arithmetic, no torch.
 
 Parameters are laid out in buckets, in the order in which the backward produces their gradients, one dtype to a bucket.
-A bucket is what one collective moves. Every data rank owns an equal slice of every bucket, so that reducing and
+One collective moves one bucket. Every data rank owns an equal slice of every bucket, so that reducing and
 gathering need no bookkeeping at run time:
 
     bucket 0   | head.weight ........ | norm.bias | norm.weight |pad|     S0 elements
@@ -9,21 +9,21 @@ gathering need no bookkeeping at run time:
     bucket 1   | blocks.7.down.weight ............ | ...      |pad|     S1 elements
                |  rank 0      |  rank 1     |  rank 2     |  rank 3     |
 
-Parameters whose gradient needs other ranks too have buckets of their own at the end: parameters tied over pipeline
-ranks, and parameters whose gradient is partial over tensor ranks. Such a bucket has the same layout on all ranks that
-share it, and its reduction is deferred to the end of the step.
+Parameters with gradients from other ranks too have buckets of their own at the end: parameters tied over pipeline
+ranks, and parameters with gradients that are partial over tensor ranks. Such a bucket has the same layout on all ranks
+that share it, and its reduction is deferred to the end of the step.
 
 If a rank has several stages, a bucket holds parameters that the same stages use, so that it can be reduced after the
-last backward of those stages.
+last backward of these stages.
 
 If parameters are sharded (ZeRO 3), a bucket holds the parameters that the same gather groups use (``gather_schedule``),
-whatever its size, and frozen parameters have buckets too.
+of any size, and frozen parameters have buckets too.
 
 Slots start at multiples of ALIGNMENT elements, and a bucket is padded to a multiple of N times that. The budget
 formulas count this padding as part of the layout (its total size is Psi in the papers). Where traffic is encoded in
 blocks with a scale each, slots start at blocks: which elements share a scale then depends on the parameter alone, so
-that tensor ranks and stages with copies of it encode them alike, however they lay out the rest. Parameters of which a
-tensor rank holds own and shared rows have buckets of their own, which are sent as they are.
+that tensor ranks and stages with copies of it encode them equally, independent of the layout of the rest. Parameters of
+which a tensor rank holds own and shared rows have buckets of their own, which are sent as they are.
 """
 
 import math
@@ -43,7 +43,7 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """A gather group in a stage; turns are ordered as a forward through all stages makes them."""
+    """Gather group in a stage; turns are ordered as a forward through all stages makes them."""
 
     stage: int
     group: int
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A parameter to lay out."""
+    """Parameter to lay out."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class Item:
     exact: bool = False
     """True if it is sent as it is where other parameters are encoded."""
     spread: Spread | None = None
-    """Axes over which it is spread; None: those of the layout."""
+    """Axes over which it is spread; None: the axes of the layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Bucket:
     gathers: tuple[Turn, ...] = ()
     """Turns that use it; empty where parameters are full on every rank."""
     stages: tuple[int, ...] = ()
-    """Stages of this rank whose backwards give it gradients; empty if all of them do."""
+    """Stages of this rank with gradients for this bucket; empty: all of them."""
     exact: bool = False
     """True if it is sent as it is where other buckets are encoded."""
 
@@ -133,24 +133,24 @@ class Bucket:
         return bool(self.ties) or self.partial
 
     def shard(self, index: int) -> slice:
-        """Return the slice that rank ``index`` along ``spread.sharding`` owns."""
+        """Returns the slice that rank ``index`` along ``spread.sharding`` owns."""
         size = self.elements // self.spread.ranks
         return slice(index * size, (index + 1) * size)
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
-        """Return the part of ``within`` that each optimizer group covers, padding included, in order."""
+        """Returns the part of ``within`` that each optimizer group covers, with padding, in order."""
         return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
 
     def counted(self, within: slice) -> tuple[slice, ...]:
-        """Return the parts of ``within`` that this rank counts in the gradient norm; they may include padding."""
+        """Returns the parts of ``within`` that this rank counts in the gradient norm; they may include padding."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
-        """Return the other parts of ``within``: copies of elements that another rank counts."""
+        """Returns the other parts of ``within``: copies of elements that another rank counts."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
 
     def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:
-        """Yield (whether this rank counts it, start, stop)."""
+        """Yields (True if this rank counts it, start, stop)."""
         copies = sorted((slot.start + start, slot.start + stop) for slot in self.slots for start, stop in slot.copies)
         for yes, start, stop in self._runs(within, lambda slot: slot.counted):
             for first, last in copies if yes else ():
@@ -164,7 +164,7 @@ class Bucket:
                 yield yes, start, stop
 
     def _runs(self, within: slice, key: Callable[[Slot], _Key]) -> Iterator[tuple[_Key, int, int]]:
-        """Yield (key, start, stop) of consecutive slots with the same key, clipped to ``within``."""
+        """Yields (key, start, stop) of consecutive slots with the same key, clipped to ``within``."""
         firsts = [(value, next(slots).start) for value, slots in groupby(self.slots, key=key)]
         stops = [start for _, start in firsts[1:]] + [self.elements]
         for (value, start), stop in zip(firsts, stops, strict=True):
@@ -192,7 +192,7 @@ class FlatLayout:
 def build_layout(
     items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT, spread: Spread | None = None
 ) -> FlatLayout:
-    """Lay out ``items`` (in model order) for ``ranks`` data ranks.
+    """Lays out ``items`` (in model order) for ``ranks`` data ranks.
 
     A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a larger parameter gets a
     bucket of its own. Inside a bucket slots are ordered by optimizer group, and within a group the slots that the norm
@@ -212,7 +212,7 @@ def build_layout(
 
 
 def _fill(items: Sequence[Item], bucket_elements: int, alignment: int) -> list[list[Item]]:
-    """Distribute the items to buckets; return the members of each."""
+    """Distributes the items to buckets; returns the members of each."""
     filled: list[list[Item]] = []
     open_buckets: dict[tuple[object, ...], list[Item]] = {}
     for item in sorted(reversed(items), key=lambda item: bool(item.ties) or item.partial):

@@ -5,7 +5,8 @@ ZeRO    weights                  masters, moments      equal on the data ranks
 1, 2    whole buckets            shards                weights
 3       shards                   shards                nothing
 
-What an optimizer keeps of whole parameters is equal where all data ranks have it, and not where its owner has.
+What an optimizer keeps of whole parameters is equal where all data ranks have it, and not where its owner has. For the
+parameters of experts, the data ranks are those along "edp", which hold the same experts.
 
 Frozen parameters are weights too: whole ones of their own below ZeRO 3. Gradients, residuals of encodings and secondary
 shards are held between steps as well, and no checkpoint has the latter.
@@ -19,6 +20,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from engine.parallel.grid import Axis, Grid, Spread
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
@@ -40,7 +42,7 @@ class UpdatedTensor(Protocol):
         """Its elements."""
 
     def names(self) -> list[str]:
-        """Return the parameters whose elements it contains."""
+        """Returns the parameters with elements in this tensor."""
 
 
 class KeepsWhole(Protocol):
@@ -56,7 +58,7 @@ class KeepsWhole(Protocol):
 
 
 class HoldsMoments(Protocol):
-    """Optimizer of a rank."""
+    """Interface of an optimizer with moments that the inventory lists."""
 
     @property
     def places(self) -> Sequence[UpdatedTensor]:
@@ -68,14 +70,14 @@ class HoldsMoments(Protocol):
 
     @property
     def whole(self) -> Sequence[KeepsWhole]:
-        """Those that keep state of whole parameters."""
+        """Updates with state of full parameters."""
 
 
 class HoldsAverages(Protocol):
     """Moving average of the weights."""
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Return the averages by updated tensor and kind."""
+        """Returns the averages by updated tensor and kind."""
 
 
 class HoldsResiduals(Protocol):
@@ -94,7 +96,7 @@ class HoldsSecondary(Protocol):
         """Secondary shards of gathered parameters on this node."""
 
     def end(self) -> None:
-        """End what a forward has left for its backward."""
+        """Frees the values that a forward has left for its backward."""
 
 
 class Home(Enum):
@@ -108,7 +110,7 @@ class Home(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A tensor that this rank holds between two steps."""
+    """Tensor that this rank holds between two steps."""
 
     kind: str
     """"weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or a name of the
@@ -123,24 +125,31 @@ class StateTensor:
     home: Home = Home.DEVICE
     equal: bool = False
     """All data ranks hold it, in equal bits."""
+    spread: Spread = field(default_factory=Spread)
+    """Axes of the parameters that it belongs to."""
     writers: tuple[Tensor, ...] = ()
     """Other tensors in its memory, through which the program may write."""
 
+    @property
+    def copies(self) -> Axis:
+        """The axis along which ranks hold it in equal bits."""
+        return self.spread.copies if self.equal else self.spread.shard_copies
+
     def parameter(self, element: int) -> str:
-        """The parameter that an element belongs to."""
+        """Returns the parameter of an element."""
         return self._slot(element)[0]
 
     def place(self, element: int) -> int:
-        """Index of an element in the part of its parameter that this tensor holds."""
+        """Returns the index of an element in this tensor's part of its parameter."""
         return element - self._slot(element)[1]
 
     def within(self, part: slice) -> "StateTensor":
-        """Return the elements ``part`` of the bucket, all of which it holds."""
+        """Returns the elements ``part`` of the bucket, all of which are in this tensor."""
         start = self.part.start
         return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
 
     def _slot(self, element: int) -> tuple[str, int]:
-        """The parameter of an element, and the first element of it here."""
+        """Returns the parameter of an element, and the parameter's first element here."""
         if self.flat is None:
             return self.name, 0
         at = self.part.start + element
@@ -153,7 +162,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateInventory:
-    """Everything that a rank holds. The state of the optimizer comes and goes, so it is listed anew each time.
+    """State of a rank. The state of the optimizer changes, so it is listed anew each time.
 
     All data ranks list their tensors in the same order.
     """
@@ -169,6 +178,8 @@ class StateInventory:
     reducer: HoldsResiduals | None = None
     encoder: MessageEncoder | None = None
     gatherer: HoldsSecondary | None = None
+    grid: Grid = field(default_factory=Grid)
+    """The grid of this rank."""
 
     @property
     def buckets(self) -> tuple[FlatBucket, ...]:
@@ -176,22 +187,28 @@ class StateInventory:
         return (*self.trained, *self.frozen)
 
     def weights(self) -> Iterator[StateTensor]:
-        """Parameters in the dtype of the computation: of buckets, then those outside of them."""
+        """Yields parameters in the dtype of the computation: parameters of buckets, then the others."""
         for flat in self.buckets:
             optimized = self._optimized(flat) if flat.master is None else ()
             if flat.sharded:
                 home = Home.HOST if flat.kept_on_host else Home.DEVICE
                 yield StateTensor(
-                    kind="weight", tensor=flat.kept, flat=flat, part=flat.owned, home=home, writers=optimized
-                )
+                    kind="weight", tensor=flat.kept, flat=flat, part=flat.owned, home=home, writers=optimized,
+                    spread=flat.bucket.spread,
+                )  # fmt: skip
             else:
                 writers, whole = (flat.kept, *flat.parameters, *optimized), slice(0, flat.bucket.elements)
-                yield StateTensor(kind="weight", tensor=flat.params, flat=flat, part=whole, equal=True, writers=writers)
+                yield StateTensor(
+                    kind="weight", tensor=flat.params, flat=flat, part=whole, equal=True, writers=writers,
+                    spread=flat.bucket.spread,
+                )  # fmt: skip
         placed = {slot.name for flat in self.buckets for slot in flat.bucket.slots}
         named = dict(self.model.named_parameters())
         for row in self.rows:
             if row.name not in placed and row.name in named:
-                yield StateTensor(kind="weight", tensor=named[row.name], name=row.name, equal=True)
+                yield StateTensor(
+                    kind="weight", tensor=named[row.name], name=row.name, equal=True, spread=self._spread(row.name)
+                )
 
     def masters(self) -> Iterator[StateTensor]:
         """Yields the master weights, which the optimizer updates in place of parameters."""
@@ -199,7 +216,7 @@ class StateInventory:
             if flat.master is not None:
                 yield StateTensor(
                     kind="master", tensor=flat.master, flat=flat, part=flat.owned, home=_updated_in(flat),
-                    equal=_is_whole(flat), writers=self._optimized(flat),
+                    equal=_is_whole(flat), writers=self._optimized(flat), spread=flat.bucket.spread,
                 )  # fmt: skip
 
     def updated(self) -> Iterator[StateTensor]:
@@ -207,7 +224,7 @@ class StateInventory:
         for flat in self.trained:
             yield StateTensor(
                 kind="weight" if flat.master is None else "master", tensor=flat.weights, flat=flat, part=flat.owned,
-                home=_updated_in(flat), equal=_is_whole(flat),
+                home=_updated_in(flat), equal=_is_whole(flat), spread=flat.bucket.spread,
             )  # fmt: skip
 
     def moments(self) -> Iterator[StateTensor]:
@@ -221,11 +238,14 @@ class StateInventory:
         })  # fmt: skip
 
     def element_state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
-        """State of elements, by updated tensor and kind in ``tensors``: the optimizer's, or that to be loaded."""
+        """Yields states of elements, by updated tensor and kind in ``tensors``: the optimizer's, or states to be
+        loaded."""
         for place in self.optimizer.places:
             flat, shape = place.flat, place.parameter.shape
             for kind, value in tensors.get(place.parameter, {}).items():
-                held = StateTensor(kind=kind, tensor=value, home=_updated_in(flat), equal=_is_whole(flat))
+                held = StateTensor(
+                    kind=kind, tensor=value, home=_updated_in(flat), equal=_is_whole(flat), spread=flat.bucket.spread
+                )
                 if value.shape == shape:
                     yield replace(held, flat=flat, part=place.part)
                 else:
@@ -235,10 +255,12 @@ class StateInventory:
         """Yields the state of whole parameters, in shapes of its own."""
         for name, own in updates.state.items():
             for kind, value in own.items():
-                yield StateTensor(kind=kind, tensor=value, name=name, equal=updates.on_all_data_ranks)
+                yield StateTensor(
+                    kind=kind, tensor=value, name=name, equal=updates.on_all_data_ranks, spread=self._spread(name)
+                )
 
     def averages(self) -> Iterator[StateTensor]:
-        """The moving average of what the optimizer updates."""
+        """Yields the moving average of the updated tensors."""
         return self.element_state(self.average.tensors() if self.average is not None else {})
 
     def gradients(self) -> Iterator[StateTensor]:
@@ -254,9 +276,14 @@ class StateInventory:
             yield StateTensor(kind="residual", tensor=residual)
 
     def secondary(self) -> Iterator[StateTensor]:
-        """Secondary shards of gathered parameters on this node."""
+        """Yields secondary shards of gathered parameters on this node."""
         for shard in self.gatherer.secondary if self.gatherer is not None else ():
             yield StateTensor(kind="secondary shard", tensor=shard)
+
+    def _spread(self, name: str) -> Spread:
+        """Axes of a parameter."""
+        experts = any(row.name == name and row.axis == "ep" for row in self.rows)
+        return self.grid.expert_spread if experts else self.grid.spread
 
     def _optimized(self, flat: FlatBucket) -> tuple[Tensor, ...]:
         return tuple(place.parameter for place in self.optimizer.places if place.flat is flat)
@@ -267,7 +294,7 @@ def _is_filled(value: object) -> bool:
 
 
 def _is_whole(flat: FlatBucket) -> bool:
-    """All data ranks update all of it: ZeRO 0, or a single data rank."""
+    """Returns True if all data ranks update all of it: ZeRO 0, or a single data rank."""
     return len(flat.weights) == flat.bucket.elements
 
 

@@ -7,15 +7,17 @@ it has two hops, and every hop encodes anew:
     within nodes     0 -> 1: shards 1 and 3        1 -> 0: shards 0 and 2       messages of two shards, in the node
     across nodes     0 -> 2: shard 2               2 -> 0: shard 0              messages of one, summed over the node
 
-Buckets of fp64, of integers, and those that are marked exact are sent as they are.
+The gradients of experts go to their owners along the axis of the bucket, in one hop.
+
+Buckets of fp64, of integers, those that are marked exact, and those of one rank are sent as they are.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.kernels.codecs.block_codec import ENCODED_DTYPES, BlockFormat
 from engine.parallel.comm.traffic import Traffic, sent_bytes
-from engine.parallel.grid import Axis
+from engine.parallel.grid import Axis, Spread
 from engine.zero.layout import ALIGNMENT, Bucket
 
 _ENCODED = frozenset(str(dtype).removeprefix("torch.") for dtype in ENCODED_DTYPES)
@@ -39,12 +41,12 @@ class WireFormats:
     ranks: int = 1
     """Data ranks of a shard group."""
     within: int = 1
-    """Those of them that share a node; ``ranks`` if all do or nobody knows."""
+    """Number of these ranks on one node; ``ranks`` if all are, or if it is unknown."""
     axis: Axis = ""
     """That of a shard group."""
     weights: BlockFormat | None = None
     weight_dtypes: frozenset[str] = _ENCODED
-    """Dtypes of the buckets whose weights are encoded."""
+    """Dtypes of the buckets with encoded weights."""
     gradients: BlockFormat | None = None
     feedback: bool = False
     """Adds the rounding error of encoded gradients to the next ones."""
@@ -56,16 +58,22 @@ class WireFormats:
 
     @property
     def alignment(self) -> int:
-        """Elements at whose multiples slots start."""
+        """Slots start at multiples of this number of elements."""
         return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
 
     def of_weights(self, bucket: Bucket) -> BlockFormat | None:
-        """The format of a bucket that is gathered; None: it is sent as it is."""
-        return self.weights if bucket.dtype in self.weight_dtypes & _ENCODED and not bucket.exact else None
+        """Returns the format of a gathered bucket; None: it is sent as it is."""
+        return self.weights if bucket.dtype in self.weight_dtypes & _ENCODED and _encodable(bucket) else None
 
     def of_gradients(self, bucket: Bucket) -> BlockFormat | None:
-        """The format of a bucket that is reduced; None: it is sent as it is."""
-        return self.gradients if bucket.dtype in _ENCODED and not bucket.exact else None
+        """Returns the format of a reduced bucket; None: it is sent as it is."""
+        return self.gradients if bucket.dtype in _ENCODED and _encodable(bucket) else None
+
+    def over(self, spread: Spread) -> "WireFormats":
+        """Returns the formats of buckets with these axes."""
+        if spread.sharding == self.axis or not self.axis:
+            return self
+        return replace(self, ranks=spread.ranks, within=spread.ranks, axis=spread.sharding)
 
     @property
     def hops(self) -> tuple[ReductionHop, ...]:
@@ -77,7 +85,8 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Indices of axis dp that exchange messages with ``index`` in a hop, itself included, in the order of sums."""
+        """Returns indices of the axis that exchange messages with ``index`` in a hop, with ``index``, in the order of
+        sums."""
         first = index - index % self.ranks
         if len(self.hops) == 1:
             return tuple(range(first, first + self.ranks))
@@ -87,26 +96,34 @@ class WireFormats:
         return tuple(range(first + place, first + self.ranks, self.within))
 
     def gathered_bytes(self, bucket: Bucket, itemsize: int) -> int:
-        """Bytes of all shards of a bucket as they are gathered; ``itemsize``: of an element that is not encoded."""
+        """Returns bytes of all shards of a gathered bucket; ``itemsize``: of an element that is not encoded."""
         wire = self.of_weights(bucket)
         if wire is None:
             return bucket.elements * itemsize
-        return self.ranks * wire.message_bytes(bucket.elements // self.ranks)
+        ranks = bucket.spread.ranks
+        return ranks * wire.message_bytes(bucket.elements // ranks)
 
     def reduction(self, bucket: Bucket, itemsize: int) -> Iterator[Traffic]:
-        """Traffic of one reduction of a bucket to its owners; ``itemsize``: of an element that is not encoded."""
-        wire = self.of_gradients(bucket)
+        """Yields the traffic of one reduction of a bucket to its owners; ``itemsize``: of an element that is not
+        encoded."""
+        wire, formats = self.of_gradients(bucket), self.over(bucket.spread)
         if wire is None:
-            sent = sent_bytes("reduce_scatter", bucket.elements * itemsize, self.ranks)
-            yield Traffic(self.axis, "gradients", 1, sent)
+            sent = sent_bytes("reduce_scatter", bucket.elements * itemsize, formats.ranks)
+            yield Traffic(formats.axis, "gradients", 1, sent)
             return
-        message = wire.message_bytes(bucket.elements // self.ranks)
-        for hop in self.hops:
+        message = wire.message_bytes(bucket.elements // formats.ranks)
+        for hop in formats.hops:
             sent = sent_bytes("all_to_all", hop.ranks * hop.shards * message, hop.ranks)
-            yield Traffic(self.axis, hop.label, 1, sent)
+            yield Traffic(formats.axis, hop.label, 1, sent)
 
     def residual_elements(self, bucket: Bucket) -> int:
-        """fp32 numbers that a rank keeps of a bucket for error feedback: what each hop has encoded."""
+        """Returns the number of fp32 residuals that a rank keeps of a bucket for error feedback: the errors of each
+        hop's codes."""
         if not self.feedback or self.of_gradients(bucket) is None:
             return 0
-        return sum(hop.ranks * hop.shards for hop in self.hops) * (bucket.elements // self.ranks)
+        formats = self.over(bucket.spread)
+        return sum(hop.ranks * hop.shards for hop in formats.hops) * (bucket.elements // formats.ranks)
+
+
+def _encodable(bucket: Bucket) -> bool:
+    return not bucket.exact and bucket.spread.ranks > 1

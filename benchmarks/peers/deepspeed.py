@@ -88,7 +88,7 @@ class DeepSpeedExperts(DeepSpeedPeer):
 
         config = mixture_config(workload.decoder)
         model = make_model(workload)
-        expert = Qwen3MoeMLP(config, intermediate_size=config.moe_intermediate_size)
+        expert = Qwen3MoeMLP(config, intermediate_size=config.moe_intermediate_size)  # type: ignore[no-untyped-call]
         model.mlp = FirstOf(MoE(config.hidden_size, expert, EXPERTS, mode.ranks, CHOSEN, drop_tokens=False))
         groups = split_groups({"params": list(model.parameters()), "name": "all"})
         return model, make_adamw(groups, workload)

@@ -49,7 +49,8 @@ class DispatchedRows(_Rows):
         grid = Grid(dp=mode.ranks, experts=mode.ranks, rank=dist.get_rank())
         comm = Comm(grid, TorchBackend(grid, torch.device("cpu")))
         found = prove_routed(
-            "", Qwen3MoeExperts(mixture_config(workload.decoder, hidden_size=8, moe_intermediate_size=4))
+            "",
+            Qwen3MoeExperts(mixture_config(workload.decoder, hidden_size=8, moe_intermediate_size=4)),  # type: ignore[no-untyped-call]
         )
         assert isinstance(found, RoutedExperts)
         self._shared = SharedExperts(found, Weighed(), comm, TensorAxis(comm))

@@ -66,7 +66,7 @@ def make_mixture(config: DecoderConfig, dense: bool) -> nn.Module:
     """Makes ``Qwen3MoeForCausalLM``; ``dense``: perceptrons of the size of a token's experts are in their place."""
     from transformers import Qwen3MoeForCausalLM
 
-    class Mixture(Qwen3MoeForCausalLM):  # type: ignore[misc]
+    class Mixture(Qwen3MoeForCausalLM):  # type: ignore[no-untyped-call]
         """Mixture that returns logits alone."""
 
         def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:

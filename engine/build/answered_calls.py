@@ -14,7 +14,7 @@ from inspect import signature
 from typing import Any, ParamSpec, TypeVar, cast
 
 Answer = Callable[[Mapping[str, Any]], Any]
-"""Called with all arguments by name; what it returns is what the caller gets."""
+"""Function of all arguments by name; the caller receives its result."""
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
 _P = ParamSpec("_P")
@@ -23,7 +23,7 @@ _R = TypeVar("_R")
 
 @contextmanager
 def answered_by(answer: Answer) -> Iterator[None]:
-    """Inside, ``answer`` takes the place of every function that is ``answerable``, in this thread."""
+    """Replaces every function that is ``answerable`` by ``answer`` inside this context, in this thread."""
     token = _ANSWER.set(answer)
     try:
         yield
@@ -32,7 +32,7 @@ def answered_by(answer: Answer) -> Iterator[None]:
 
 
 def answerable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function whose calls ``answered_by`` may take."""
+    """Returns a function whose calls ``answered_by`` may answer."""
     known = signature(function)
 
     @wraps(function)

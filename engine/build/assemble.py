@@ -1,6 +1,6 @@
 """Assembles the runtime of this rank from a plan; the only module that knows all parts.
 
-How products of tensor ranks overlap with communication: what the configuration asks for, and what is possible here.
+Choice of the overlap of products with communication on tensor ranks, from the configuration and the hardware.
 
 auto      chunks on GPUs from a size on; kernels that communicate where they were measured to win on this GPU with as
           many ranks (``kernels/overlap.json``)
@@ -45,7 +45,7 @@ from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
-from engine.parallel.grid import Grid, Holder
+from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import quantized_layers
@@ -108,9 +108,9 @@ def plan_run(
     costs: Costs | None = None,
     found: FoundStyles | None = None,
 ) -> Plan:
-    """The plan of this run; see :func:`engine.planning.plan.build_plan` for what it refuses.
+    """Returns the plan of this run; see :func:`engine.planning.plan.build_plan` for its errors.
 
-    ``costs``, ``found``: what rank 0 has measured and searched, if this run needs it.
+    ``costs``, ``found``: results of measuring and searching on rank 0, if this run needs them.
     """
     wish = _plan_request(model, config, request, example)
     return build_plan(config, replace(wish, costs=costs, found=found))
@@ -127,13 +127,14 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
         example=example,
         own_optimizer=request.optimizer is not None,
         own_rule=request.whole,
+        own_schedule=request.lr_scheduler is not None,
         replacements=request.changes.replacements,
         given=request.given,
     )
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
-    """The costs of this run's calls on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
+    """Returns the costs of this run's calls on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
     program = request.program(model, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
 
@@ -141,7 +142,7 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Check that all ranks were given equal input, and assemble this rank. Collective."""
+    """Checks that all ranks have equal input, and assembles this rank. Collective."""
     check_equal(model, plan, comm, device)
     return assemble_rank(model, plan, comm, device, request, example)
 
@@ -149,7 +150,7 @@ def build(
 def assemble_rank(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Place parameters, install patches and make the optimizer, of input that is known to be equal."""
+    """Places parameters, installs patches and creates the optimizer, from input that is equal on all ranks."""
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
@@ -160,12 +161,13 @@ def assemble_rank(
     reducer = _reducer(model, plan, comm, optimizer.copies, user_backward, kernels)
     _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
+    # before the gatherer, whose hooks go around these patches: they run while parameters are gathered
     experts, on_host, streams = _within_gathers(model, plan, comm, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
     average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
         model=model, rows=plan.table.held_by(holder), trained=buckets, frozen=frozen, optimizer=optimizer,
-        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
+        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer, grid=comm.grid)  # fmt: skip
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
@@ -196,13 +198,16 @@ def assemble_rank(
 def _within_gathers(
     model: nn.Module, plan: Plan, comm: Comm, axis: TensorAxis, device: torch.device, patches: ForwardPatches
 ) -> tuple[ExpertCounter | None, HostActivations, RandomStreams]:
-    """Put around forwards what runs while parameters are gathered, from inside to outside; recomputation is last."""
+    """Wraps forwards in the parts that run while parameters are gathered, from inside to outside; recomputation is
+    last."""
     _keep_out(model, plan, patches)
     counter = ExpertCounter(plan.experts, device, axis.index) if plan.experts else None
     if (shared := plan.shared_experts) is not None:
         uncounted = partial(counter.counting, None) if counter is not None else nullcontext
         share_experts(model, shared.routed, comm, axis, patches)
-        share_listed(model, shared.listed, comm, axis, uncounted, patches)
+        share_listed(model, shared.listed, comm, axis, patches, uncounted)
+        if _compiles(model, plan):
+            leave_out_of_compilation(model, shared.blocks, patches)
     if counter is not None:
         counter.install(model, patches)
     streams = RandomStreams(model, device, patches)
@@ -211,7 +216,7 @@ def _within_gathers(
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:
-    """Put fused operators into the model, on all ranks or on none."""
+    """Puts fused operators into the model, on all ranks or on none."""
     heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight")]
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, request.patches)
@@ -219,12 +224,15 @@ def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
 
 
 def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
-    """Leave layers that communicate or read codes out of compilation, and modules in fp32 out of narrow dtypes."""
-    if plan.config.compile or any(map(has_compiled_code, model.modules())):
+    """Excludes layers that communicate or read codes from compilation, and modules in fp32 from narrow dtypes."""
+    if _compiles(model, plan):
         cut = plan.tensor.layers if plan.tensor is not None else ()
-        shared = plan.shared_experts.blocks if plan.shared_experts is not None else ()
-        leave_out_of_compilation(model, {*cut, *quantized_layers(model), *shared}, patches)
+        leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)
     put_casts(model, plan.precision.kept, plan.precision.compute, patches)
+
+
+def _compiles(model: nn.Module, plan: Plan) -> bool:
+    return plan.config.compile or any(map(has_compiled_code, model.modules()))
 
 
 def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
@@ -234,13 +242,13 @@ def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
 
 
 def _parts(placed: Sequence[FlatBucket], plan: Plan, grid: Grid) -> tuple[Sequence[FlatBucket], Sequence[FlatBucket]]:
-    """The buckets of trained parameters, and those of frozen ones."""
+    """Returns the buckets of trained parameters, and the buckets of frozen ones."""
     trained = len(plan.layout(grid.coord()).buckets)
     return placed[:trained], placed[trained:]
 
 
 def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatches) -> GradientGuard:
-    """The guard of gradients; what it and the reducer put on parameters is taken off together."""
+    """Returns the guard of gradients; one call removes its patches and the reducer's."""
     trained = {row.name for row in plan.table if row.trainable}
     guard = GradientGuard(p for name, p in model.named_parameters() if name in trained)
     give_back = guard.take_zero_grad(model)
@@ -257,7 +265,7 @@ def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatch
 
 
 def _pipeline(
-    model: nn.Module, plan: Plan, traces: TraceCache, device: torch.device, patches: ForwardPatches, holder: Holder
+    model: nn.Module, plan: Plan, traces: TraceCache, device: torch.device, patches: ForwardPatches, holder: ShardHolder
 ) -> PipelineRuntime:
     """Makes the runtime of this rank's stages; the last of all parts, since it hides the parameters of other ranks."""
     present = {row.name for row in plan.table.held_by(holder)}
@@ -269,7 +277,7 @@ def _pipeline(
 
 
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:
-    """Open the groups and links of the plan, and agree on the kernels that sharded layers use. Collective."""
+    """Opens the groups and links of the plan, and agrees on the kernels of sharded layers. Collective."""
     for stages in plan.tie_owners:
         comm.connect(stages)
     comm.link(plan.links)
@@ -318,7 +326,7 @@ def _optimizer(
 
 
 def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config, request: Request) -> LearningRate:
-    """The schedule; the user's own optimizer shows the inner one's groups from now on."""
+    """Returns the schedule; from now on the user's own optimizer shows the groups of the inner one."""
     rate = make_learning_rate(optimizer.inner, config.scheduler, request.lr_scheduler)
     if request.given is not None:
         made_here = bool(rate.governs) and not isinstance(request.lr_scheduler, LRScheduler)
@@ -329,7 +337,7 @@ def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config
     return rate
 
 
-def _rounding(plan: Plan, holder: Holder) -> RoundedUpdates:
+def _rounding(plan: Plan, holder: ShardHolder) -> RoundedUpdates:
     rows = {row.name: row for row in plan.table}
     whole = FullShapes({name: number for number, name in enumerate(rows)}, rows, holder)
     return RoundedUpdates(plan.config.seed, whole, plan.precision.widths("bfloat16").moments)
@@ -356,7 +364,8 @@ def _gatherer(
     model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], patches: ForwardPatches,
     user_backward: UserBackward,
 ) -> ParameterGatherer | None:  # fmt: skip
-    """The gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO 3."""
+    """Returns the gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO
+    3."""
     keep_parameters(model, patches)  # of codes too, which need no gatherer
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
@@ -368,11 +377,11 @@ def _gatherer(
 
 logger = logging.getLogger("trine")
 _MOST_TILES = 1 << 14
-"""Of a rank's rows in one product: 16384 tiles of 128 x 128 are two million rows of 128 columns."""
+"""Limit of the tiles of a rank's rows in one product: 16384 tiles of 128 x 128 are two million rows of 128 columns."""
 
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
-    """Tell the axis how its products overlap, and open what that takes. Every rank calls it."""
+    """Sets on the axis how its products overlap, and opens the memory that this needs. Every rank calls it."""
     wanted = config.parallel.overlap
     if wanted == "off":
         axis.overlap = Overlap(frozenset())

@@ -26,11 +26,11 @@ from engine.planning.plan import Plan
 _AT_ONCE = 1 << 26
 """Bytes of one all-reduce of weights."""
 _SETUP, _CONFIG, _MODEL = "setup ", "config ", "model "
-"""First words of the keys of a description, which tell what kind of mistake a difference is."""
+"""First words of the keys of a description: the kind of mistake of a difference."""
 
 
 def describe_input(model: nn.Module, config: Config, device: torch.device) -> dict[str, str]:
-    """Everything that changes training and that ranks may have been given differently, as text by key.
+    """Returns all input that changes training and that may differ between ranks, as text by key.
 
     The grid comes before the sizes of batches, which follow from it.
 
@@ -48,12 +48,12 @@ def describe_input(model: nn.Module, config: Config, device: torch.device) -> di
 
 
 def describe_config(config: Config) -> dict[str, str]:
-    """The resolved configuration, as text by key."""
+    """Returns the resolved configuration, as text by key."""
     return {_CONFIG + key: value for key, value in _flat({"parallel": None} | config.to_json())}
 
 
 def difference_error(difference: Difference) -> EngineError:
-    """The error of all ranks that were given different input."""
+    """Returns the error of all ranks about different input."""
     kind, _, key = difference.key.partition(" ")
     told = str(Difference(key, difference.values))
     if kind == _CONFIG.strip():
@@ -75,7 +75,7 @@ def _python() -> str:
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(path, JSON of the value) of everything in a JSON value that is no object."""
+    """Yields (path, JSON of the value) of each value inside a JSON value that is not an object."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flat(inner, f"{path}.{key}" if path else str(key))
@@ -101,9 +101,9 @@ def _words(name: str) -> set[str]:
 
 @torch.no_grad()
 def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Refuse ranks that were given different weights, or that made different plans.
+    """Refuses ranks with different weights, or with different plans.
 
-    With ``initial_weights`` rank0 the ranks take those of rank 0, which are then all that is compared.
+    With ``initial_weights`` rank0 the ranks take the weights of rank 0, and only these are compared.
     One all-reduce of three hashes, label "equal weights"; only if they differ, all-gathers find who has others, and the
     first parameter that differs.
     """
@@ -140,7 +140,8 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
 
 
 def _take_from_first(model: nn.Module, comm: Comm, device: torch.device) -> None:
-    """Give every rank the parameters and buffers of rank 0, bit by bit; tensors on the meta device are left out.
+    """Broadcasts the parameters and buffers of rank 0 to every rank, bit by bit; tensors on the meta device are left
+    out.
 
     All-reduces over the world, label "start", of at most 64 MiB: other ranks add bytes of 0.
     """

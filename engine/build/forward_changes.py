@@ -39,7 +39,7 @@ class ForwardChanges:
     kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
     heads: tuple[str, ...] = ()
-    """Names of heads whose logits are lazy: computed when the loss reads them."""
+    """Names of heads with lazy logits: computed when the loss reads them."""
 
 
 def _check_kernels(config: Config, device: torch.device) -> None:
@@ -53,12 +53,12 @@ def _check_kernels(config: Config, device: torch.device) -> None:
 def change_forwards(
     model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches, planned: Kernels | None = None
 ) -> ForwardChanges:
-    """Patch modules with equivalent operators of the engine, and compile blocks, as the configuration says.
+    """Replaces modules by equivalent operators of the engine, and compiles blocks, as the configuration asks.
 
     Nothing is communicated; all ranks make the same changes.
 
     Args:
-        planned: choices for a device that is not here, in place of those that ``config`` names for ``device``.
+        planned: choices for a device that is not here, in place of the choices of ``config`` for ``device``.
 
     Raises:
         ConfigError: kernels "triton" on a device that cannot run them; ``compile`` for a model without blocks.
@@ -80,9 +80,9 @@ def change_forwards(
 
 
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
-    """Let all ranks choose kernels by the GPU of rank 0.
+    """Makes all ranks choose kernels by the GPU of rank 0.
 
-    All ranks must run the same kernels, because some kernels decide what is sent. Collective for "auto" on GPUs.
+    All ranks must run the same kernels, because some kernels change the communication. Collective for "auto" on GPUs.
 
     Raises:
         ConfigError: rank 0 can run Triton and another rank cannot; raised on all ranks.
@@ -100,7 +100,7 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Run a linear layer and its activation in one kernel, if the layer is full or sharded by columns.
+    """Runs a linear layer and its activation in one kernel, if the layer is full or sharded by columns.
 
     Other full layers run through the same operator if weight gradients are added to main gradients, which is known once
     there is a reducer.
@@ -114,7 +114,7 @@ def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: Forward
 
 
 def _add_weight_gradients(model: nn.Module, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Let full linear layers and embeddings add their weight gradients to main gradients, as sharded layers do."""
+    """Makes full linear layers and embeddings add their weight gradients to main gradients, as sharded layers do."""
     compiled = {id(layer) for block in model.modules() if has_compiled_code(block) for layer in block.modules()}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -128,7 +128,7 @@ def _add_weight_gradients(model: nn.Module, kernels: Kernels, patches: ForwardPa
 
 
 def _is_plain_embedding(layer: nn.Module) -> bool:
-    """Return whether the layer looks up rows and nothing else."""
+    """Returns True if the layer only looks up rows."""
     if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward or is_cut(layer):
         return False
     return layer.max_norm is None and not layer.sparse and not layer.scale_grad_by_freq
@@ -136,13 +136,13 @@ def _is_plain_embedding(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AddedRows:
-    """The forward of an embedding whose gradient is added to a main gradient."""
+    """Forward of an embedding that adds its gradient to a main gradient."""
 
     module: nn.Module
     kernels: Kernels
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Look up: ids [..] -> [.., H]."""
+        """Looks up ids [..]; returns [.., H]."""
         layer: Any = self.module
         if is_watched():  # a tracer matches calls by torch's own names
             return nn.Embedding.forward(layer, input)
@@ -155,7 +155,7 @@ def has_compiled_code(block: nn.Module) -> bool:
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Make the logits of ``heads`` lazy, for heads on this rank that are full or sharded by vocabulary."""
+    """Makes the logits of ``heads`` lazy, for heads on this rank that are full or sharded by vocabulary."""
     modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
     for module in modules:
         if not is_expanded(module.weight) and (axis.size == 1 or isinstance(module, HeadLayer)):
@@ -163,18 +163,20 @@ def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, pa
 
 
 def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: ForwardPatches) -> None:
-    """Exclude these modules from torch.compile: they communicate, or make a matrix of codes at each read."""
+    """Excludes these modules from torch.compile: they communicate, or dequantize a matrix at each read."""
     for module in map(model.get_submodule, names):
-        forward = vars(module).get("forward")
+        forward, note = vars(module).get("forward"), "is left out of torch.compile: it communicates or reads codes"
+        if forward is not None and getattr(forward, "__self__", None) is not module:  # a wrapper, of another object
+            eager = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+            patches.wrap_forward(module, PatchLayer.COMPILE, eager, note)
+            continue
         own = forward.__func__ if isinstance(forward, MethodType) else type(module).forward
         eager = torch.compiler.disable(own)  # type: ignore[no-untyped-call]
-        patches.replace_forward(
-            module, PatchLayer.COMPILE, eager, "is left out of torch.compile: it communicates or reads codes"
-        )
+        patches.replace_forward(module, PatchLayer.COMPILE, eager, note)
 
 
 def _compile(model: nn.Module, patches: ForwardPatches) -> None:
-    """Compile every block that the user has not compiled."""
+    """Compiles every block that the user has not compiled."""
     units = find_units(model)
     blocks = [units.modules[name] for name in units.blocks]
     if not blocks:

@@ -4,7 +4,7 @@ load_state_dict        where this rank holds a part of the module, which full te
 save_pretrained        where this rank holds a part of the module, which it would write alone
 pickle, torch.save     hooks and forwards belong to the engine: pickle would end at one of them
 
-An entry of ``state_dict()`` is pickled: it has a storage of its own bytes, where the parameter lies in a bucket.
+An entry of ``state_dict()`` is pickled: it has a storage of its own bytes, while the parameter is in a bucket.
 """
 
 import copy
@@ -25,7 +25,7 @@ _NAMES = ("__reduce_ex__", "__deepcopy__")
 
 
 def lay_entries_apart(model: nn.Module, patches: ForwardPatches) -> None:
-    """Let an entry of ``state_dict()`` be pickled and copied without the bucket in which its parameter lies."""
+    """Makes each entry of ``state_dict()`` picklable and copyable without the bucket that stores its parameter."""
     for module in model.modules():
         if any(parameter is not None for parameter in module._parameters.values()):
             handle = module.register_state_dict_post_hook(_lay_entries)  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ def _lay_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
 
 
 class _Held:
-    """A module in training, as the argument of its reconstruction: ``copy.copy`` reads it, and pickle is refused."""
+    """Module in training, as the argument of its reconstruction: ``copy.copy`` reads it, and pickle is refused."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -53,7 +53,7 @@ class _Held:
 
 
 def _shallow_copy(held: _Held) -> nn.Module:
-    """Another module over the same parameters, buffers and modules, as ``copy.copy`` makes it of any module."""
+    """Returns another module over the same parameters, buffers and modules, as ``copy.copy`` creates it."""
     kind = type(held.model)
     copied = kind.__new__(kind)
     vars(copied).update({name: value for name, value in vars(held.model).items() if name not in _NAMES})
@@ -61,7 +61,7 @@ def _shallow_copy(held: _Held) -> nn.Module:
 
 
 def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
-    """Put the refusal on ``model``, unless its class has its own ways to be copied."""
+    """Makes ``model`` refuse pickling, unless its class defines its own copies."""
     kind = type(model)
     if kind.__setstate__ is not nn.Module.__setstate__ or hasattr(kind, "__deepcopy__"):
         return
@@ -86,7 +86,7 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: ForwardPatches) -> None:
-    """Refuse what modules of which this rank holds a part, or ``codes``, would do with that part alone."""
+    """Makes modules refuse calls that would use only this rank's part of them, or ``codes``."""
     if config.divides_parameters or codes:
         _refuse_state_dicts(model, patches)
     if config.divides_parameters or codes or shards_parameters(config):
@@ -94,7 +94,7 @@ def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: Forward
 
 
 def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPatches) -> None:
-    """Let ``refuse_parts`` know, once the patches are removed, that this rank has parts of the parameters."""
+    """Informs ``refuse_parts``, once the patches are removed, that this rank has only a part of the parameters."""
     if not cut and config.pp == 1:
         return
 
@@ -108,7 +108,7 @@ def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPat
 
 
 def refuse_parts(model: nn.Module) -> None:
-    """Refuse a model of which a closed engine has left parts.
+    """Refuses a model with parameters that a closed engine has left in parts.
 
     Raises:
         PlanError: the sentence.
@@ -126,13 +126,13 @@ _PARTS = "_parts_of_an_engine"
 
 
 def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
-    """Refuse ``load_state_dict`` on modules of which this rank holds a part."""
+    """Makes modules refuse ``load_state_dict`` if this rank has only a part of them."""
 
     def refuse(*_: object) -> None:
         raise EngineError(
-            "load_state_dict of full tensors on a model that has on each rank a part (parallel.tensor, "
-            "parallel.pipeline, parallel.expert) or codes (quantize_frozen); call eng.load_checkpoint(folder), give "
-            "checkpoint.init_from, or load the model before engine.initialize."
+            "load_state_dict takes full tensors, but each rank of this model has a part of its parameters "
+            "(parallel.tensor, parallel.pipeline, parallel.expert) or codes (quantize_frozen); call "
+            "eng.load_checkpoint(folder), give checkpoint.init_from, or load the model before engine.initialize."
         )
 
     for module in model.modules():
@@ -141,7 +141,7 @@ def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def _refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
-    """Refuse ``save_pretrained`` of modules of which this rank holds a part: it would write that part alone.
+    """Makes modules refuse ``save_pretrained`` if this rank has only a part of them, which it would write alone.
 
     A call that is given the weights (``state_dict=accelerator.get_state_dict(model)``), or writes none, is made.
     """
@@ -150,9 +150,9 @@ def _refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
         if kwargs.get("state_dict") is not None or kwargs.get("is_main_process") is False:
             return own(*args, **kwargs)
         raise EngineError(
-            "save_pretrained was called on a model that has on each rank a part (parallel.tensor, "
-            "parallel.pipeline, parallel.expert, ZeRO 3) or codes (quantize_frozen), so that it would write that part "
-            "alone; call eng.save_pretrained(folder) on all ranks."
+            "save_pretrained of the model would write only the part of its parameters that this rank has "
+            "(parallel.tensor, parallel.pipeline, parallel.expert, ZeRO 3), or codes (quantize_frozen); call "
+            "eng.save_pretrained(folder) on all ranks."
         )
 
     for module in model.modules():

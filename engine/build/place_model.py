@@ -12,15 +12,14 @@ from engine.errors import PlanError
 from engine.kernels.codecs.weight_format import QuantizedShape
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
-from engine.parallel.experts.forms import ExpertCut
-from engine.parallel.grid import Coord, Holder
+from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
 from engine.parallel.model.quantized_layers import quantize_part, read_quantized
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.shard_table import ShardRow
-from engine.parallel.tensor.layers.apply_plan import apply_plan, local_shard
+from engine.parallel.tensor.layers.apply_plan import apply_plan
 from engine.parallel.tensor.layers.linear import local_rows
 from engine.parallel.tensor.layers.size_answers import WholeSizeAnswers
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -37,7 +36,7 @@ logger = logging.getLogger("trine")
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
-    """The user's module; a callable is called under the configured seed.
+    """Returns the user's module; calls a callable under the configured seed.
 
     Raises:
         PlanError: ``source`` is neither a module nor a callable that returns one.
@@ -54,7 +53,7 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the module inside the wrappers of torch that rename every parameter, and a note for each of them.
+    """Returns the module inside the wrappers of torch that rename every parameter, and a note for each of them.
 
     Raises:
         PlanError: the wrapper has changed the parameters themselves.
@@ -80,14 +79,11 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
 ) -> tuple[FlatBucket, ...]:
-    """Reduce the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
-    coord, holder, config = comm.grid.coord(), comm.grid.holder(), plan.config
-    parameters = dict(model.named_parameters())
-    sizes = WholeSizeAnswers(model, plan.tensor)
+    """Reduces the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
+    holder, config, parameters = comm.grid.holder(), plan.config, dict(model.named_parameters())
+    sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(holder)}
-    cuts = plan.tensor.parameters if plan.tensor else {}
-    experts = plan.shared_experts.cuts if plan.shared_experts else {}
-    buckets = reserve(plan.layout(coord), parameters, _ownership(plan, coord), device)
+    buckets = reserve(plan.layouts[holder], parameters, _ownership(plan, comm.grid), device)
     codes = _codes(rows.values(), holder)
     places = {
         slot.name: (flat, slot, view)
@@ -96,12 +92,7 @@ def place_model(
     }
 
     def keep(name: str, full: Tensor) -> Tensor:
-        part = full
-        if name in experts:
-            part = _experts_of_rank(full, experts[name], holder.ep)
-        elif name in cuts and name not in codes:
-            part = local_shard(full, cuts[name], coord.tp)
-        part = _quantized(part, rows[name], plan, holder) if name in codes else part
+        part = _quantized(full, rows[name], plan, holder) if name in codes else _part(full, rows[name], holder)
         if name not in places:
             return part
         flat, slot, view = places[name]
@@ -118,22 +109,22 @@ def place_model(
     if _forget_backward(parameters.values()) and comm.grid.rank == 0:
         logger.warning("the gradients that an earlier backward has left on the model are dropped")
     meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
-    drawn = meta if config.checkpoint.init_from is None else set()
+    drawn = meta if config.checkpoint.init_from is None else set()  # a checkpoint replaces drawn values
     materialize(model, drawn, config.seed, device, keep)
     replace_meta(model, {name: empty(name) for name in meta - drawn})
     for name in codes.keys() - meta:
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     _shard(model, plan, axis, patches, already_cut=meta | codes.keys())
-    for name in experts.keys() - meta - codes.keys():
-        parameters[name].data = _experts_of_rank(parameters[name].data, experts[name], holder.ep)
+    for name in {row.name for row in rows.values() if row.axis == "ep"} - meta - codes.keys():
+        parameters[name].data = _part(parameters[name].data, rows[name], holder)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
-    for flat in buckets:
+    for flat in buckets:  # after sharding, which changes the parameters' data
         fill(flat, placed=meta)
     refuse_calls(model, plan.config, bool(codes), patches)
-    leave_parts(model, config, bool(cuts or experts), patches)
+    leave_parts(model, config, any(row.dim is not None for row in rows.values()), patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 
@@ -146,13 +137,13 @@ def _shard(
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
 
 
-def _experts_of_rank(full: Tensor, cut: ExpertCut, index: int) -> Tensor:
-    """Returns the experts of a rank; a parameter of a single expert is whole, or absent."""
-    return full if cut.dim is None else local_rows(full, cut.dim, cut.ranges, index)
+def _part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
+    """Returns the elements of a parameter that this rank holds, as a new contiguous tensor if it is sharded."""
+    return full if row.dim is None else local_rows(full, row.dim, row.ranges, row.part(holder))
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Keep the moments of the buckets that the host updates in a folder of this rank; nothing with other devices.
+    """Stores the moments of the buckets that the host updates in a folder of this rank; nothing with other devices.
 
     Collective, so that all ranks refuse if one does.
 
@@ -171,34 +162,34 @@ def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device:
             optimizer.use_disk_moments(folder, MomentBuffers(count, size), device)
 
 
-def _ownership(plan: Plan, coord: Coord) -> Ownership:
-    config, grid = plan.config, plan.grid(0)
+def _ownership(plan: Plan, grid: Grid) -> Ownership:
+    config = plan.config
     offload = config.zero_optimization.offload_optimizer
     mapped = offload.device == "nvme" and offload.map_memory and offload.nvme_path is not None
     return Ownership(
-        grid.index(grid.sharding, grid.rank_at(**coord)),
+        grid.index(grid.sharding),
         config.shards,
         sharded=config.zero_optimization.stage > 0,
         sharded_gradients=reduces_each_microbatch(config),
         sharded_parameters=shards_parameters(config),
         master=plan.precision.master,
-        hosted=plan.hosted(coord),
+        hosted=plan.hosted(grid.coord()),
         delayed=offload.delayed_update,
         hosted_parameters=hosts_parameters(config),
         pinned_parameters=config.zero_optimization.offload_param.pin_memory,
-        grid=grid.at(grid.rank_at(**coord)),
+        grid=grid,
         pinned=offload.pin_memory,
         mapped=MappedMemory(str(offload.nvme_path)).zeros if mapped else None,
     )
 
 
-def _codes(rows: Iterable[ShardRow], holder: Holder) -> dict[str, QuantizedShape]:
-    """The codes and scales that this rank holds in place of weights."""
+def _codes(rows: Iterable[ShardRow], holder: ShardHolder) -> dict[str, QuantizedShape]:
+    """Returns the codes and scales that this rank stores in place of weights."""
     found = {row.name: row.quantized_shape(row.part(holder)) for row in rows}
     return {name: form for name, form in found.items() if form is not None}
 
 
-def _quantized(full: Tensor, row: ShardRow, plan: Plan, holder: Holder) -> Tensor:
+def _quantized(full: Tensor, row: ShardRow, plan: Plan, holder: ShardHolder) -> Tensor:
     return quantize_part(full.to(_frozen_dtype(row, plan)), row, row.part(holder))
 
 
@@ -207,7 +198,8 @@ def _frozen_dtype(row: ShardRow, plan: Plan) -> torch.dtype:
 
 
 def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:
-    """Drop what the user's own forwards and backwards have left on parameters; True if there was a gradient.
+    """Drops the gradients and graphs that the user's own forwards and backwards have left on parameters; returns True
+    if there was a gradient.
 
     An output that is still alive holds the node that accumulates a parameter's gradient, which expects the full shape.
     torch makes another node after the data has had another dtype.

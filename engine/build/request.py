@@ -1,4 +1,4 @@
-"""Arguments of ``initialize`` beside the model and the configuration."""
+"""Arguments of ``initialize``, except the model and the configuration."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -54,7 +54,7 @@ class Request:
     def program(
         self, model: nn.Module, precision: Precision, device: torch.device, comm: Comm | None = None
     ) -> Program:
-        """Model and loss as one function of a microbatch, which communicates over ``comm`` if it is given one."""
+        """Returns model and loss as one function of a microbatch, which communicates over ``comm`` if one is passed."""
         if comm is not None:
             self.gather.open(comm)
         loss_fn = self.gather.given_to(self.loss_fn)

@@ -1,4 +1,4 @@
-"""The table of features that take part in steps: what makes each, or None where it is off."""
+"""Table of features that take part in steps: the function that makes each, or None if it is off."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from engine.program.expert_load import ExpertCounter
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import (
     AverageOfWeights,
+    BalancedRouters,
     CountedExperts,
     DelayedUpdates,
     EncodingResiduals,
@@ -61,7 +62,7 @@ class PartRequest:
 
 
 def make_parts(request: PartRequest) -> StepParts:
-    """The parts that are on, the same on all ranks."""
+    """Returns the enabled parts, the same on all ranks."""
     return StepParts(part for make in MAKERS if (part := make(request)) is not None)
 
 
@@ -111,7 +112,7 @@ def _residuals(request: PartRequest) -> StepPart | None:
 
 
 def _average(request: PartRequest) -> StepPart | None:
-    """The moving average, or that of schedule-free optimizers; the same on all ranks."""
+    """Returns the moving average, or that of schedule-free optimizers; the same on all ranks."""
     plan, optimizer = request.plan, request.optimizer
     given = plan.config.optimizer
     entries = given.entries if given is not None and plan.moments is not None else ()
@@ -127,7 +128,18 @@ def _experts(request: PartRequest) -> StepPart | None:
     return CountedExperts(request.experts) if request.experts is not None else None
 
 
+def _routers(request: PartRequest) -> StepPart | None:
+    plan, starts = request.plan, dict[str, int]()
+    if not plan.router_biases:
+        return None
+    for stack in plan.experts:
+        starts[stack.name] = sum(other.experts for other in plan.experts[: len(starts)])
+    biases = [(request.model.get_buffer(each.buffer), starts[each.experts]) for each in plan.router_biases]
+    return BalancedRouters(biases, plan.config.router_bias_update_rate)
+
+
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
     _delayed, _disk, _states, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average, _experts,
+    _routers,
 )  # fmt: skip
 """Each feature of a step; ``PartOrder`` has the order in which they are called."""

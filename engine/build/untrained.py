@@ -18,7 +18,8 @@ def freeze_untrained(
     optimizer: OptimizerFactory | torch.optim.Optimizer | None,
     patches: ForwardPatches,
 ) -> Config:
-    """Freeze what the user's optimizer leaves out, or all parameters if there is none; a note of the run says it."""
+    """Freezes parameters that the user's optimizer leaves out, or all parameters without an optimizer; a note of the
+    run lists them."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -37,7 +38,7 @@ def freeze_untrained(
 
 
 def freeze(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Freeze parameters, until the returned function is called."""
+    """Freezes parameters until the returned function is called."""
 
     def set_trained(trained: bool) -> None:
         for parameter in parameters:

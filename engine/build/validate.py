@@ -22,7 +22,7 @@ from engine.zero.reduce.reducer import check_own_hooks
 
 
 def prepare(model: nn.Module, config: Config, request: Request) -> None:
-    """Refuse what is wrong without a batch and without communication; switch off the model's key-value cache."""
+    """Refuses mistakes that need neither a batch nor communication; switches off the model's key-value cache."""
     _check_master(config.bf16, request)
     find_operators(config.activation_checkpointing)
     recomputed_blocks(model, config.activation_checkpointing)
@@ -30,14 +30,14 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     check_installed(config.monitor)
     if request.optimizer is not None and config.optimizer is not None and config.optimizer.before:
         raise ConfigError(
-            "optimizer is a list in the configuration, whose entries assign parameters, and optimizer=... was passed; "
-            "keep one of them."
+            "optimizer is a list in the configuration, with entries that assign parameters, and optimizer=... was "
+            "passed; remove one of them."
         )
     device = config.zero_optimization.offload_optimizer.device
     if request.whole is not None and device != "none":
         raise ConfigError(
             f'zero_optimization.offload_optimizer.device: "{device}" with an optimizer that updates whole parameters, '
-            "which it does on the device; leave the offload out, or name AdamW in the config."
+            "which runs on the device; leave offload_optimizer out, or name AdamW in the config."
         )
     _refuse_shared_memory(model)
     refuse_quantized(model)
@@ -52,7 +52,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
 
 
 def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
-    """Mark the model as that of an engine, until its patches are removed; returns it.
+    """Marks the model as owned by an engine, until its patches are removed; returns it.
 
     Raises:
         PlanError: another engine has it, or has a module of it, or has left parts of it; a parameter has no shape yet.
@@ -87,20 +87,21 @@ def _check_master(bf16: Bf16Config, request: Request) -> None:
     if bf16.enabled and bf16.bf16_master_weights_and_grads and request.optimizer is not None:
         raise ConfigError(
             "bf16.bf16_master_weights_and_grads true with an optimizer passed in code, which rounds every update to "
-            "nearest and loses small updates; name AdamW, Adam, SGD or Lion in the config, or leave it out."
+            "nearest and loses small updates; name AdamW, Adam, SGD or Lion in the config, or leave "
+            "bf16_master_weights_and_grads out."
         )
 
 
 def _check_example(example: Batch) -> None:
     if example is not None and not any(tensor.ndim for _, tensor in named_tensors(example)):
         raise PlanError(
-            f"example_batch is a {type(example).__name__} without tensors; give one microbatch (of tensors, or of meta "
-            "tensors that have its shapes), or leave it out."
+            f"example_batch is a {type(example).__name__} without tensors; give one microbatch (of tensors, or of "
+            "meta tensors that have its shapes), or leave example_batch out."
         )
 
 
 def _refuse_lazy(model: nn.Module) -> None:
-    """Refuse parameters and buffers that a first forward would give their shapes (``LazyLinear``)."""
+    """Refuses parameters and buffers that receive their shapes in a first forward (``LazyLinear``)."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise PlanError(
@@ -110,7 +111,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuse two parameters over the same memory, which flat buckets would silently separate."""
+    """Refuses two parameters over the same memory, because flat buckets would silently separate them."""
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not parameter.numel():
@@ -124,7 +125,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _switch_cache_off(model: nn.Module, patches: ForwardPatches) -> None:
-    """Set ``use_cache`` to False in each Hugging Face config; the forwards would build a key-value cache otherwise."""
+    """Sets ``use_cache`` to False in each Hugging Face config; the forwards would build a key-value cache otherwise."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:

@@ -113,7 +113,7 @@ class StopSignal:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Stops recording signals: restores the previous handler, or makes the handler above skip this one."""
+        """Stops recording signals: restores the previous handler, or makes a later handler call that one."""
         if not self._active:
             return
         self._active = False
@@ -224,7 +224,7 @@ class CheckpointCoordinator:
         return TrainerState(update, self._tracked, self._comm.grid, self.device)
 
     def register(self, things: Mapping[str, object]) -> None:
-        """See :meth:`engine.Engine.register_for_checkpointing`."""
+        """Registers an object; see :meth:`engine.Engine.register_for_checkpointing`."""
         for name, thing in things.items():
             if not isinstance(thing, Stateful):
                 raise EngineError(
@@ -236,14 +236,17 @@ class CheckpointCoordinator:
     def save(
         self, folder: str | os.PathLike[str] | None, client_state: Any, without_frozen: bool = False
     ) -> PendingSave:
-        """See :meth:`engine.Engine.save_checkpoint`."""
+        """Begins a checkpoint; see :meth:`engine.Engine.save_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
-            raise EngineError("save_checkpoint() got no folder, and checkpoint.folder is null; set one of the two.")
+            raise EngineError(
+                "save_checkpoint() got no folder, and checkpoint.folder is null; pass a folder, or set "
+                "checkpoint.folder."
+            )
         if isinstance(client_state, str):
             raise EngineError(
                 f"save_checkpoint(folder, {client_state!r:.80}): the second argument is client_state, because "
-                "checkpoints are named by their step, not by a tag; leave it out, or pass client_state={...}."
+                "checkpoints are named by their step, not by a tag; leave the tag out, or pass client_state={...}."
             )
         self.control.refuse_spoiled()
         checkpoints, run = self._writer("save_checkpoint")
@@ -261,10 +264,13 @@ class CheckpointCoordinator:
         options: LoadOptions,
         missing_ok: bool,
     ) -> Any:
-        """See :meth:`engine.Engine.load_checkpoint`."""
+        """Loads a checkpoint; see :meth:`engine.Engine.load_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
-            raise EngineError("load_checkpoint() got no folder, and checkpoint.folder is null; set one of the two.")
+            raise EngineError(
+                "load_checkpoint() got no folder, and checkpoint.folder is null; pass a folder, or set "
+                "checkpoint.folder."
+            )
         self._renew_group()
         request = self._find(path, options, missing_ok)
         if request is None:
@@ -273,26 +279,27 @@ class CheckpointCoordinator:
         return ClientState(user) if isinstance(user, dict) else user
 
     def gather_state(self, average: Average | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
-        """See :meth:`engine.Engine.full_state_dict`; the engine is built. ``keys``: only these, equal on all ranks."""
+        """Gathers a state dict, see :meth:`engine.Engine.full_state_dict`; the engine is built. ``keys``: only these,
+        equal on all ranks."""
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
         return self._run.full_state.gather((*runtime.buckets, *runtime.frozen), average, keys)
 
     def copy_weights(self, source: "CheckpointCoordinator") -> None:
-        """See :meth:`engine.Engine.copy_weights_from`; both engines are built."""
+        """Copies weights, see :meth:`engine.Engine.copy_weights_from`; both engines are built."""
         assert self._run is not None and source._run is not None, "the caller has checked that the models are built"
         source.control.refuse_spoiled()
         copy_weights(source._run, self._run)
         self._run.runtime.weights_written()
 
     def load_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        """See :meth:`engine.Engine.load_full_state_dict`; the engine is built."""
+        """Loads a state dict, see :meth:`engine.Engine.load_full_state_dict`; the engine is built."""
         assert self._run is not None, "the caller has checked that the model is built"
         load_given(self._run, state, strict)
         self._run.runtime.weights_written()
 
     def save_pretrained(self, folder: str | os.PathLike[str], shard_bytes: int | None = None) -> None:
-        """See :meth:`engine.Engine.save_pretrained`."""
+        """Writes the model folder; see :meth:`engine.Engine.save_pretrained`."""
         self.control.refuse_spoiled()
         if is_peft_model(self._model):
             run = self._placed("save_pretrained")

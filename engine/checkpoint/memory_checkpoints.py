@@ -55,7 +55,7 @@ from engine.parallel.comm.host_group import HostGroup, Wait, announce, collect, 
 from engine.parallel.comm.launcher import own_address
 
 SHARED = Path("/dev/shm")
-"""The folder of a host that lies in its memory and outlives its processes."""
+"""Folder in the memory of a host, which outlives its processes."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,22 @@ class HostMap:
         return {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
 
     def is_first(self, rank: int) -> bool:
-        """True if this rank acts for its host."""
+        """Returns True if this rank acts for its host."""
         return self.hosts[self._host_of[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
-        """The rank on the next host that keeps the copy of ``rank``; None if there is one host."""
+        """Returns the rank on the next host that keeps the copy of ``rank``; None if there is one host."""
         host = self._host_of[rank]
         following = self.hosts[(host + 1) % len(self.hosts)]
         return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
 
     def kept(self, rank: int) -> list[int]:
-        """The ranks whose copies ``rank`` keeps, ascending."""
+        """Returns the ranks with copies on ``rank``, ascending."""
         return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
 
 
 def find_hosts(host: HostGroup, identity: str) -> HostMap:
-    """Learn who shares a memory, from the ``memory_identity`` of every rank. Collective, some bytes a rank.
+    """Finds the ranks that share a memory, from the ``memory_identity`` of every rank. Collective, some bytes a rank.
 
     Raises:
         EngineError: a rank cannot be reached.
@@ -98,7 +98,8 @@ def find_hosts(host: HostGroup, identity: str) -> HostMap:
 
 
 def memory_identity(shared: Path) -> str:
-    """Equal for two processes that have the same folder in memory; containers of one machine have their own.
+    """Returns an identity that is equal for two processes with the same folder in memory; containers of one machine
+    have their own.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -108,7 +109,7 @@ def memory_identity(shared: Path) -> str:
     except OSError as error:
         raise CheckpointError(
             f"checkpoint.memory_every keeps copies in {shared}, which is not there ({error.strerror}); mount a tmpfs "
-            "there, or leave it out."
+            "there, or leave checkpoint.memory_every out."
         ) from error
 
 
@@ -145,7 +146,7 @@ class Mirror:
         self._with_rank_0 = any({0, host.rank} <= set(ranks) for ranks in hosts.hosts)
 
     def spread(self, step: Path) -> None:
-        """Copy and commit the checkpoint that rank 0 has committed as ``step``. Collective.
+        """Copies and commits the checkpoint that rank 0 has committed as ``step``. Collective.
 
         Communicated over the host group: the manifest and the hashes of all blocks to every rank, and each rank's files
         to one rank of another host.
@@ -183,7 +184,7 @@ class Mirror:
         return raise_together(self._host, describe)
 
     def _tell(self, step: Path) -> _Told:
-        """Rank 0 learns the files of each rank and tells all of them, with what makes them a checkpoint."""
+        """Gathers the files of each rank on rank 0, which sends the list and the files of the commit to all ranks."""
         root = self._folder.root
         named = {"/".join(path.relative_to(root).parts[1:]): size for path, size in self._files.sizes.items()}
         # "" is the hint "latest", which lies beside the checkpoint
@@ -200,7 +201,7 @@ class Mirror:
         return _Told(answer["step"], answer["attempt"], answer["sizes"], public)
 
     def _reserve(self, here: Path, sizes: Sequence[Mapping[str, int]]) -> list[_Copy]:
-        """Memory for the copies that this rank keeps; a file has its name once all of it has arrived."""
+        """Allocates memory for the copies of this rank; a file has its name once all of it has arrived."""
         kept: list[_Copy] = []
         for source in self._hosts.kept(self._host.rank):
             for name, size in sorted(sizes[source].items()):
@@ -215,7 +216,7 @@ class Mirror:
         return kept
 
     def _exchange(self, here: Path, sizes: Sequence[Mapping[str, int]], kept: Sequence[_Copy]) -> EngineError | None:
-        """Send the files of this rank and receive those that it keeps.
+        """Sends the files of this rank and receives the files of its copies.
 
         An error is returned when all messages have ended: the other ranks wait until theirs are taken.
         """
@@ -235,12 +236,12 @@ class Mirror:
 
 
 def _unfinished(path: Path) -> Path:
-    """Folder of a copy until all of it has arrived."""
+    """Returns the folder of a copy before all of it has arrived."""
     return path.with_name(f"{path.name}.part")
 
 
 def _mapped(path: Path, size: int, access: int) -> memoryview:
-    """The bytes of a file, which are unmapped when nobody refers to them."""
+    """Returns the bytes of a file, which are unmapped after the last reference to them."""
     if not size:
         return memoryview(bytearray())
     with path.open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:

@@ -88,7 +88,9 @@ class MemoryFolder:
         self.root.mkdir(mode=0o700, exist_ok=True)
         found = self.root.lstat()
         if found.st_uid != os.getuid() or self.root.is_symlink():
-            raise CheckpointError(f"{self.root} belongs to another user or is a link; remove it.")
+            raise CheckpointError(
+                f"{self.root} belongs to another user or is a link; remove it, and the engine creates it again."
+            )
 
     def only(self, kept: Path) -> None:
         """Removes everything except this checkpoint."""
@@ -115,7 +117,9 @@ def run_token(files: Files, folder: Path) -> str:
         files.sync_folder(folder)
     token = bytes(read_all(files, folder, TOKEN, 64))
     if not _TOKEN_FORM.fullmatch(token):
-        raise CheckpointError(f"{folder / TOKEN} is damaged; remove it, and the copies in memory are created again.")
+        raise CheckpointError(
+            f"{folder / TOKEN} is damaged; remove this file, and the engine creates the copies in memory again."
+        )
     return token.decode()
 
 

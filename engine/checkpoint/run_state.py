@@ -156,6 +156,7 @@ class RunState:
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "grid": {
                 **grid.sizes,
+                "ep": grid.experts,
                 "order": grid.order,
                 "zero": self.config.zero_optimization.stage,
             },

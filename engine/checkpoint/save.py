@@ -433,7 +433,10 @@ class Saver:
             if keep is not None:
                 retain(self._files, step.parent, keep)
         except OSError as error:
-            raise CheckpointError(f"{step} is committed, but cleaning up failed: {_described(error)}") from error
+            raise CheckpointError(
+                f"{step} is committed, but old checkpoints could not be removed: {_described(error)}; remove them by "
+                "hand, and check the disk."
+            ) from error
 
     @contextmanager
     def _whole_or_gone(self, written: Path, needed: str) -> Iterator[None]:

@@ -82,7 +82,9 @@ class PendingSave:
         except EngineError as error:
             self.problem = error
         except Exception as error:  # threading would print the exception and drop it
-            self.problem = CheckpointError(f"not saved: {type(error).__name__}, {error}.")
+            self.problem = CheckpointError(
+                f"not saved, because writing raised {type(error).__name__}: {error}; see the traceback of this error."
+            )
             self.problem.__cause__ = error
         try:
             told(self)
@@ -222,7 +224,9 @@ class CheckpointWriter:
         if first or not isinstance(save.problem, CheckpointError):  # a CheckpointError is equal on all ranks
             logger.error("checkpoint failed at step %d: %s", step, save.problem)
         if self._config.on_failure == "stop":
-            self._control.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")
+            self._control.problem = CheckpointError(
+                f'the checkpoint of step {step} was not saved (checkpoint.on_failure is "stop"): {save.problem}'
+            )
 
 
 def _refuse_codes(run: RunState) -> None:

@@ -151,6 +151,8 @@ class Config:
     """Learning rate schedule; null keeps the rate constant."""
     ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))
     """Moving average of the weights; null computes none."""
+    router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
+    """Change of the biases by which routers choose experts, after each step towards an even load; 0: none."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
@@ -256,7 +258,7 @@ class Config:
         return load_config(self, world_size)
 
     def for_accelerators(self) -> "Config":
-        """Return the config with the sizes of GPUs, where it leaves them to the device."""
+        """Returns the config with the sizes of GPUs, where the config leaves sizes to the device."""
         zero = self.zero_optimization
         if zero.reduce_bucket_size is not None:
             return self
@@ -358,8 +360,8 @@ def _check_between(config: Config, problems: Problems) -> None:
     if not config.managed_gradient_accumulation and config.parallel.pipeline not in (1, "auto"):
         problems.add(
             "managed_gradient_accumulation",
-            f"false with parallel.pipeline {config.parallel.pipeline}, whose schedule has a fixed number of "
-            "microbatches; leave one of them out.",
+            f"false with parallel.pipeline {config.parallel.pipeline}, which has a schedule of a fixed number of "
+            "microbatches; leave managed_gradient_accumulation or parallel.pipeline out.",
         )
 
 
@@ -416,8 +418,8 @@ def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> d
     if world_size == 1:  # usually a script that was started without its launcher
         problems.add(
             "parallel",
-            f"{given} needs {product} processes{' or a multiple' * bool(automatic)}, and this is the only one; start "
-            f"with `torchrun --nproc_per_node {product} ...`, or leave parallel out.",
+            f"{given} needs {product} processes{' or a multiple' * bool(automatic)}, but only this one was started; "
+            f"start with `torchrun --nproc_per_node {product} ...`, or leave parallel out.",
         )
         return None
     rule = "does not divide" if automatic else "is not"
@@ -450,7 +452,8 @@ def _fit_batch(
     total = micro * accumulation * ranks
     if total >= 2**63:
         problems.add(
-            BATCH[0], f"{micro} x {accumulation} x {ranks} = {total} rows do not fit in 64 bits; give smaller sizes."
+            BATCH[0],
+            f"{micro} x {accumulation} x {ranks} = {total} rows in a batch do not fit in 64 bits; give smaller sizes.",
         )
         return None
     return {BATCH[0]: total, BATCH[1]: micro, BATCH[2]: accumulation}
@@ -460,7 +463,7 @@ def _batch_sentence(train: int, known: Mapping[str, int], product: int) -> str:
     factors = " x ".join(f"{size} ({name})" for name, size in known.items())
     total = f" = {product}" if len(known) > 1 else ""
     if len(known) == 3:
-        return f"{train} is not {factors}{total}; change one of them, or leave one out to have it derived."
+        return f"{train} is not {factors}{total}; change one of them, or leave one out, which derives it."
     below = train // product * product
     near = either([size for size in (below, below + product) if size])
     return f"{train} is not a multiple of {factors}{total}; give {near}, or change the other sizes."

@@ -32,15 +32,15 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
     if autocast.enabled and fp16.enabled:
         problems.add(
             "torch_autocast.enabled",
-            "true while fp16.enabled is true too, which stores the model in fp16; switch one of them off.",
+            "true together with fp16.enabled, which stores the model in fp16; set one of them to false.",
         )
     if bf16.enabled and fp16.enabled:
-        problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")
+        problems.add("fp16.enabled", "true together with bf16.enabled; set one of them to false.")
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         problems.add(
             "bf16.bf16_optimizer_states",
-            "true with bf16.bf16_master_weights_and_grads false keeps an fp32 master, the larger part of the state; "
-            "set it too, or leave it out.",
+            "true with bf16.bf16_master_weights_and_grads false, which keeps fp32 master weights, the larger part of "
+            "the state; set both to true, or leave bf16_optimizer_states out.",
         )
 
 
@@ -49,13 +49,13 @@ def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
     if checkpoint.memory_every and checkpoint.folder is None:
         problems.add(
             "checkpoint.memory_every",
-            f"{checkpoint.memory_every} without checkpoint.folder, which also stores the identity of a run's copies; "
+            f"{checkpoint.memory_every} without checkpoint.folder, where the identity of a run's copies is stored; "
             "give checkpoint.folder too.",
         )
 
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    """Notes keys of a mode that is not chosen, and two ways to choose the recomputed operators."""
+    """Notes keys of a mode that is not chosen, and two choices of the recomputed operators."""
     takes = {
         "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
         "every": given.mode in ("selective", "offload"),
@@ -71,7 +71,7 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
         problems.add(
             "activation_checkpointing.others",
             f"{shown_value(given.others)} applies to the blocks that mode offload leaves on the device; give mode "
-            '"offload" and every, or leave others out.',
+            '"offload" and the key every, or leave others out.',
         )
     if given.inputs == "host" and given.mode in ("none", "offload") and given.others == "none":
         problems.add(
@@ -82,8 +82,8 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
     if given.mode == "selective" and len(extra) == 2:
         problems.add(
             "activation_checkpointing.every",
-            f"{given.every} is given with save; give save to keep operators of all blocks, or every to recompute whole "
-            "blocks.",
+            f"{given.every} together with save; give only save to keep operators of all blocks, or only every to "
+            "recompute whole blocks.",
         )
 
 
@@ -101,12 +101,12 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
             problems.add(
                 f"zero_optimization.{key}",
                 f"{shown_value(getattr(zero, key))} with stage {zero.stage}: only stage 3 gathers parameters; set "
-                "stage to 3, or leave it out.",
+                f"stage to 3, or leave {key} out.",
             )
     if zero.shard_size is not None and zero.stage == 0:
         problems.add(
             "zero_optimization.shard_size",
-            f"{zero.shard_size} with stage 0, which shards nothing; set stage to 1, 2 or 3, or leave it out.",
+            f"{zero.shard_size} with stage 0, which shards nothing; set stage to 1, 2 or 3, or leave shard_size out.",
         )
     check_secondary_shards(zero, problems)
     check_fewer_bits(zero, problems)
@@ -122,29 +122,29 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
     if offload.ratio == "auto" and offload.memory_limit is None:
         problems.add(
             "zero_optimization.offload_optimizer.memory_limit",
-            'missing, and ratio is "auto": give the GiB of a GPU that state may take.',
+            'missing, and ratio is "auto": give the GiB that optimizer state may take on a GPU.',
         )
     if offload.ratio == "auto" and offload.device == "none":
         problems.add(
             "zero_optimization.offload_optimizer.ratio",
-            '"auto", and device is "none": set device to "cpu" or "nvme", or leave it out.',
+            '"auto", and device is "none": set device to "cpu" or "nvme", or leave ratio out.',
         )
     if offload.ratio != "auto" and offload.memory_limit is not None:
         problems.add(
             "zero_optimization.offload_optimizer.ratio",
-            f'{shown_value(offload.ratio)} with a memory_limit, which is for "auto"; give "auto", or leave it out.',
+            f'{shown_value(offload.ratio)} with memory_limit, which is for "auto"; give "auto", or no memory_limit.',
         )
     if offload.delayed_update and (offload.device != "cpu" or offload.ratio != 1.0):
         other = f'device "{offload.device}"' if offload.device != "cpu" else f"ratio {shown_value(offload.ratio)}"
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
             f"true with {other}: only an update that the host makes completely, in its memory, overlaps with the next "
-            'step; set device to "cpu" and ratio to 1, or leave it out.',
+            'step; set device to "cpu" and ratio to 1, or leave delayed_update out.',
         )
     if offload.map_memory and offload.device != "nvme":
         problems.add(
             "zero_optimization.offload_optimizer.map_memory",
-            f'true, and device is "{offload.device}": set device to "nvme" and give nvme_path, or leave it out.',
+            f'true with device "{offload.device}"; set device to "nvme" and give nvme_path, or leave map_memory out.',
         )
 
 
@@ -157,13 +157,13 @@ def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
         problems.add(
             "zero_optimization.zero_hpz_partition_size",
             f"{shown_value(asked)} with stage {zero.stage}: only stage 3 gathers parameters; set stage to 3, or leave "
-            "it out.",
+            "zero_hpz_partition_size out.",
         )
     elif zero.gather == "step":
         problems.add(
             "zero_optimization.zero_hpz_partition_size",
-            f'{shown_value(asked)} with gather "step", which gathers parameters once a step, so that a node would '
-            'keep shards that it never reads; set gather to "microbatch", or leave it out.',
+            f'{shown_value(asked)} with gather "step", which gathers parameters once a step, so that no gather would '
+            'read secondary shards; set gather to "microbatch", or leave zero_hpz_partition_size out.',
         )
 
 
@@ -173,13 +173,13 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
         if getattr(zero, key) and zero.stage == 0:
             problems.add(
                 f"zero_optimization.{key}",
-                f"true with stage 0: only stages 1 to 3 {what}; set stage to 1, 2 or 3, or leave it out.",
+                f"true with stage 0: only stages 1 to 3 {what}; set stage to 1, 2 or 3, or leave {key} out.",
             )
     if zero.zero_quantized_gradients_bits == 1 and not zero.zero_gradient_error_feedback:
         problems.add(
             "zero_optimization.zero_quantized_gradients_bits",
             "1 without zero_gradient_error_feedback loses the rounding error of the signs; set "
-            "zero_gradient_error_feedback to true, or give 4 bits.",
+            "zero_gradient_error_feedback to true, or zero_quantized_gradients_bits to 4.",
         )
     given = (
         ("zero_quantized_weights_bits", 8, zero.zero_quantized_weights),
@@ -192,8 +192,8 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
             switch = "weights" if "weights" in key else "gradients"
             problems.add(
                 f"zero_optimization.{key}",
-                f"{shown_value(getattr(zero, key))} without zero_quantized_{switch}, so nothing is sent in fewer bits; "
-                f"set zero_quantized_{switch} too, or leave it out.",
+                f"{shown_value(getattr(zero, key))} without zero_quantized_{switch}, so nothing is sent in fewer "
+                f"bits; set zero_quantized_{switch} to true, or leave {key} out.",
             )
 
 
@@ -202,18 +202,21 @@ def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
     automatic = [axis for axis in ("data", "tensor", "pipeline") if getattr(parallel, axis) == "auto"]
     if len(automatic) > 1:
         named = " and ".join(automatic)
-        problems.add("parallel", f'{named} are "auto" ("auto" is the default of data); give all but one a number.')
+        problems.add(
+            "parallel",
+            f'{named} are "auto" (the default of data), but only one axis may be; give the others a number.',
+        )
     if parallel.schedule_costs is not None and parallel.schedule not in ("zb-h1", "zb-v"):
         problems.add(
             "parallel.schedule_costs",
-            f"given for schedule {shown_value(parallel.schedule)}, whose order does not depend on them; leave them "
-            "out, or choose zb-h1 or zb-v.",
+            f"given for schedule {shown_value(parallel.schedule)}, which does not depend on costs; leave "
+            'schedule_costs out, or set schedule to "zb-h1" or "zb-v".',
         )
     if parallel.sequence_parallel_regather and not parallel.sequence_parallel:
         problems.add(
             "parallel.sequence_parallel_regather",
-            "true without sequence_parallel: only sequence parallelism gathers again; set sequence_parallel too, or "
-            "leave it out.",
+            "true without sequence_parallel: only sequence parallelism gathers activations again; set "
+            "sequence_parallel to true, or leave sequence_parallel_regather out.",
         )
 
 
@@ -225,8 +228,8 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
         if asks:
             problems.add(
                 f"integrity.{key}",
-                f"{shown_value(getattr(integrity, key))} while integrity.every is 0, which checks nothing; set every "
-                "to a number of steps, or leave it out.",
+                f"{shown_value(getattr(integrity, key))} while integrity.every is 0, which checks nothing; set "
+                f"integrity.every to a number of steps, or leave {key} out.",
             )
 
 
@@ -240,20 +243,20 @@ def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) 
     if shared is not None and isinstance(ranks, int) and ranks % shared:
         problems.add(
             "zero_optimization.shard_size",
-            f"{shared} does not divide the {ranks} data ranks, which form shard groups of that size; give a divisor of "
-            f"{ranks}, or leave it out.",
+            f"{shared} does not divide the {ranks} data ranks, which form shard groups of that size; give a divisor "
+            f"of {ranks}, or leave shard_size out.",
         )
     elif shared is not None and isinstance(asked, int) and asked > 1 and shared % asked:
         problems.add(
             "zero_optimization.zero_hpz_partition_size",
             f"{asked} does not divide the {shared} data ranks of a shard group, which store secondary shards among so "
-            f"many ranks; give a divisor of {shared}, or leave it out.",
+            f"many ranks; give a divisor of {shared}, or leave zero_hpz_partition_size out.",
         )
     elif isinstance(asked, int) and isinstance(ranks, int) and asked > 1 and ranks > 1 and ranks % asked:
         problems.add(
             "zero_optimization.zero_hpz_partition_size",
-            f"{asked} does not divide the {ranks} data ranks, and every node needs the same number of them; give a "
-            f"divisor of {ranks}, or leave it out.",
+            f"{asked} does not divide the {ranks} data ranks, and every node needs the same number of data ranks; "
+            f"give a divisor of {ranks}, or leave zero_hpz_partition_size out.",
         )
     _check_node_sums(parallel, zero, problems)
 
@@ -276,7 +279,7 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
         problems.add(
             "parallel.gpus_per_node",
             f"{node} does not divide {shards} data x {tensor} tensor ranks, and quantized gradients are summed within "
-            "nodes first; give a number that does, or leave it out to sum them in one step.",
+            "nodes first; give a number that does, or leave gpus_per_node out, which sums them in one step.",
         )
 
 
@@ -285,8 +288,8 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
     if integrity.rerun and zero.zero_gradient_error_feedback:
         problems.add(
             "integrity.rerun",
-            "true with zero_optimization.zero_gradient_error_feedback: the second run of a step would add the rounding "
-            "error of the first; switch one of them off.",
+            "true with zero_optimization.zero_gradient_error_feedback: the second run of a step would add the "
+            "rounding error of the first; set one of them to false.",
         )
 
 
@@ -295,36 +298,36 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
     if ema is not None and zero.offload_optimizer.delayed_update:
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
-            "true with ema, which would read weights during their update; leave one of them out.",
+            "true with ema, which would read weights during their update; leave delayed_update or ema out.",
         )
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Notes settings of formats that are not chosen, and ways to communicate that cannot encode their messages."""
+    """Notes settings of formats that are not chosen, and overlaps that cannot encode their messages."""
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
     if wire.block_size != 256 and not blocks:
         problems.add(
             "wire.block_size",
-            f'{wire.block_size} without int8 or int4, so no block has a scale; set pipeline or tensor to "int8", or '
-            "leave it out.",
+            f"{wire.block_size} without int8 or int4, so no block has a scale; set wire.pipeline or wire.tensor to "
+            '"int8", or leave block_size out.',
         )
     if wire.error_feedback and wire.pipeline == "exact":
         problems.add(
             "wire.error_feedback",
             f"true with pipeline {shown_value(wire.pipeline)}: only rounded messages have an error to add to the next "
-            'ones; set pipeline to "int8" or another format, or leave it out.',
+            'ones; set wire.pipeline to "int8" or another format, or leave error_feedback out.',
         )
     if wire.error_feedback and integrity.rerun:
         problems.add(
             "wire.error_feedback",
-            "true with integrity.rerun: the second run of a step would add the rounding error of the first; switch one "
-            "of them off.",
+            "true with integrity.rerun: the second run of a step would add the rounding error of the first; set one "
+            "of them to false.",
         )
     if wire.tensor != "exact" and parallel.overlap in ("chunks", "fused"):
         problems.add(
             "wire.tensor",
             f"{shown_value(wire.tensor)} with parallel.overlap {shown_value(parallel.overlap)}, which sends rows as "
-            'they are computed, not whole blocks; set parallel.overlap to "auto" or "off", or leave it out.',
+            'they are computed, not whole blocks; set parallel.overlap to "auto" or "off", or leave wire.tensor out.',
         )
 
 
@@ -348,13 +351,13 @@ def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Pr
         return
     steps = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", given)
     if steps is None or int(steps[1]) > int(steps[2]):
-        problems.add("monitor.profile", f'{shown_value(given)} is not a range of steps; give "A:B", A from 1 to B.')
+        problems.add("monitor.profile", f'{shown_value(given)} is not a range of steps; give one such as "10:12".')
     elif monitor.report is None:
         problems.add("monitor.profile", f"{shown_value(given)} without monitor.report, its folder; give both.")
     elif not watchdog.enabled:
         problems.add(
             "monitor.profile",
-            f"{shown_value(given)} with watchdog.enabled false, and the watchdog's flight recorder is what is read; "
+            f"{shown_value(given)} with watchdog.enabled false, but a profile reads the watchdog's flight recorder; "
             "leave watchdog.enabled out.",
         )
 
@@ -389,16 +392,16 @@ def check_optimizer(
     whole = [kind for kind in kinds if kind in MATRIX_OPTIMIZERS]
     if whole and optimizer.update_unused:
         problems.add(
-            "optimizer.update_unused", f"true with {whole[0]}, which has no update without a gradient; leave it out."
+            "optimizer.update_unused", f"true with {whole[0]}, which needs a gradient; leave update_unused out."
         )
     exact = [kind for kind in kinds if kind in _NOT_ROUNDED]
     if exact and bf16.bf16_master_weights_and_grads:
         problems.add(
             "bf16.bf16_master_weights_and_grads",
-            f"true with {exact[0]}, whose updates are not rounded stochastically; leave it out, or give AdamW.",
+            f"true with {exact[0]}, which rounds to nearest; leave bf16_master_weights_and_grads out, or give AdamW.",
         )
     if "ScheduleFreeAdamW" in kinds and ema is not None:
-        problems.add("ema", "given with ScheduleFreeAdamW, which averages the weights itself; leave one of them out.")
+        problems.add("ema", "given with ScheduleFreeAdamW, which averages the weights itself; leave ema out.")
 
 
 def _check_optimizer_offload(kinds: list[str], zero: ZeroConfig, problems: Problems) -> None:
@@ -412,11 +415,11 @@ def _check_optimizer_offload(kinds: list[str], zero: ZeroConfig, problems: Probl
         )  # fmt: skip
     for kind in kinds:
         if kind in MATRIX_OPTIMIZERS:
-            why = f"{kind}, whose matrix products run on the device; leave the offload out, or give AdamW."
+            why = f"{kind}, which multiplies matrices on the device; leave offload_optimizer out, or give AdamW."
         elif kind == "Adafactor":
-            why = f"{kind}, whose state is only row and column means; leave the offload out, or give AdamW."
+            why = f"{kind}, which has only row and column means as state; leave offload_optimizer out, or give AdamW."
         elif kind in _LAYERWISE:
-            why = f"{kind}, whose parameter norms are reduced on the device; leave the offload out, or give AdamW."
+            why = f"{kind}, which reduces norms on the device; leave offload_optimizer out, or give AdamW."
         elif kind in _NOT_ON_DISK and device == "nvme" and len(kinds) == 1:
             why = f'{kind}, but files on disk store moments in the dtype of the weights; give "cpu", or AdamW.'
         else:
@@ -433,12 +436,10 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
     if entry.type == "Lamb" and params["min_coeff"] > params["max_coeff"]:
         problems.add(
             f"{at}.min_coeff",
-            f"{params['min_coeff']:g} is above max_coeff, {params['max_coeff']:g}; give at most that, or raise it.",
+            f"{params['min_coeff']:g} is above max_coeff, {params['max_coeff']:g}; lower it, or raise max_coeff.",
         )
     if entry.type == "Shampoo" and params["betas"][0] == 1:
-        problems.add(
-            f"{at}.betas", "the first is 1, so that momenta would never include a gradient; give a number below 1."
-        )
+        problems.add(f"{at}.betas", "the first beta is 1, so that momenta never include a gradient; give one below 1.")
     if entry.type == "Adafactor" and params["eps"][1] is None:
         problems.add(
             f"{at}.eps", "[.., null] has no lower bound of the RMS of the weights; give a number, such as 1e-3."
@@ -446,7 +447,7 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
     if entry.type == "ScheduleFreeAdamW" and not params["betas"][0]:
         problems.add(
             f"{at}.betas",
-            "the first is 0, so that gradients would ignore the averaged weights; give a number above 0, such as 0.9.",
+            "the first beta is 0, so that gradients ignore the averaged weights; give one above 0, such as 0.9.",
         )
 
 
@@ -461,7 +462,7 @@ def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | 
     if params.get("three_phase") and params["pct_start"] > 0.5:
         problems.add(
             f"{at}.pct_start",
-            f"{params['pct_start']} with three_phase, whose first two phases have equal length; give at most 0.5.",
+            f"{params['pct_start']} with three_phase, which has two equal phases first; give at most 0.5.",
         )
     if scheduler.type == "OneCycleLR" and params["cycle_momentum"] and optimizer is not None:
         for key in ("betas", "momentum"):
@@ -469,7 +470,8 @@ def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | 
                 return
         problems.add(
             f"{at}.cycle_momentum",
-            f"true moves the momentum, but {optimizer.kind} has no betas or momentum for all parameters; give false.",
+            f"true moves the momentum, but {optimizer.kind} has no betas or momentum for all parameters; set "
+            "cycle_momentum to false.",
         )
 
 
@@ -489,6 +491,7 @@ def _check_order(
         one, other = (values[min(index, len(values) - 1)] for values in (lows, tops))
         if one > other:
             problems.add(
-                f"scheduler.params.{low}", f"{one:g} is above {name}, {other:g}; give at most {other:g}, or raise that."
+                f"scheduler.params.{low}",
+                f"{one:g} is above {name}, {other:g}; give at most {other:g}, or raise {name}.",
             )
             return

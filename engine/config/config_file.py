@@ -60,17 +60,19 @@ def _text(path: str, name: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{name}: no such file; {give}, or a dict.") from None
+        raise ConfigError(f"{name}: this file does not exist; {give}, or a dict.") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{name}: not readable (it is not UTF-8 text); {give}.") from None
+        raise ConfigError(f"{name}: this file is not UTF-8 text; {give}.") from None
     except OSError as why:
-        raise ConfigError(f"{name}: not readable ({why.strerror}); {give}.") from None
+        raise ConfigError(f"{name}: this file cannot be read ({why.strerror}); {give}.") from None
     except ValueError:  # a zero byte, or half of a surrogate pair
-        raise ConfigError(f"{name}: not the name of a file; {give}, or a dict.") from None
+        raise ConfigError(f"{name}: this is not the name of a file; {give}, or a dict.") from None
 
 
 def _too_deep(name: str) -> ConfigError:
-    return ConfigError(f"{name}: nested too deeply, or a number is too long; write a plain config object.")
+    return ConfigError(
+        f"{name}: the configuration is nested too deeply, or a number in it is too long; write a plain JSON object."
+    )
 
 
 # ------------------------------------------------------------------------------------------------ JSON
@@ -132,7 +134,7 @@ def note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None
             note_twice(entry, f"{at}[{i}]", problems, depth + 1)
     if isinstance(raw, FileObject):
         for key in raw.twice:
-            problems.add(join_path(at, key), "given twice in one object; keep one of them.")
+            problems.add(join_path(at, key), "this key is given twice in one object; keep one of them.")
         for key, entry in raw.items():
             if isinstance(entry, (list, FileObject)):
                 note_twice(entry, join_path(at, key), problems, depth + 1)

@@ -297,7 +297,7 @@ class OneCycleParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupLRParams:
-    """Learning rate that rises and then stays."""
+    """Learning rate that rises and is then constant."""
 
     warmup_min_lr: float | tuple[float, ...] = setting(0.0, RATES)
     """Rate at the start; a list has one for each parameter group."""

@@ -198,7 +198,9 @@ _REASONS = MappingProxyType({word: why for why, words in _NOT_KEYS.items() for w
 
 
 def other_engines_word(path: str) -> str | None:
-    """Returns the key, or the reason, for the last word of a JSON path of another engine; None for any other word.
+    """Returns the key of this engine for a JSON path of another engine, or the reason why there is none.
+
+    None: the last word of the path is not a word of another engine.
 
     A word that several sections use, such as ``name``, is listed with its section. A word without a key here is looked
     up only at the levels where other engines write it: deep in a section, ``ep`` is a misspelt ``eps``.

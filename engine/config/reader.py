@@ -22,7 +22,7 @@ def _now(*keys: str) -> Callable[[object], Mapping[str, object]]:
 
 
 def _one_timeout(value: object) -> Mapping[str, object]:
-    """Return what makes the watchdog wait ``value`` seconds: it waits half of the time of communication."""
+    """Returns the keys that make the watchdog wait ``value`` seconds: it waits half of the time of communication."""
     if value is None:
         return {"watchdog.enabled": False}
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -210,7 +210,7 @@ def move(raw: dict[str, Any], target: str, value: object, origin: str, problems:
     """Sets the dotted path ``target`` to the value that ``origin`` asks for; notes a different present value."""
     if (given := put_at(raw, target, value)) != value:
         rival = f"which is given as {shown_value(given)}"
-        problems.add(origin, f"asks for {target} {shown_value(value)}, {rival}; keep one of them.")
+        problems.add(origin, f"sets {target} to {shown_value(value)}, {rival}; remove one of them.")
 
 
 def put_at(raw: dict[str, Any], path: str, value: object) -> object:

@@ -371,6 +371,6 @@ def check_installed(monitor: MonitorConfig) -> None:
     for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if (value := getattr(monitor, key)) and find_spec(key) is None:
             raise ConfigError(
-                f"monitor.{key}: {shown_value(value)} needs the package {key}, which is not installed; "
-                f"pip install {install}, or leave it out."
+                f"monitor.{key}: {shown_value(value)} needs the package {key}, which is not installed; pip install "
+                f"{install}, or leave monitor.{key} out."
             )

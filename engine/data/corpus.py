@@ -168,7 +168,7 @@ def _map_files(paths: Sequence[str | Path]) -> dict[str, Tokens]:
     whole = [Path(path).resolve() for path in paths]
     for path, times in Counter(whole).items():
         if times > 1:
-            raise EngineError(f"Data file {path} was given {times} times; a file counts once. Give it once.")
+            raise EngineError(f"Data file {path} was given {times} times; a file counts once. Give this file once.")
     common = os.path.commonpath([path.parent for path in whole])
     return {path.relative_to(common).as_posix(): _map_file(path) for path in whole}
 
@@ -181,7 +181,7 @@ def _map_file(path: Path) -> Tokens:
             )
         # check first, because an empty file cannot be mapped
         if path.stat().st_size == 0:
-            raise EngineError(f"Data file {path} is empty; every file needs at least 1 byte. Leave it out.")
+            raise EngineError(f"Data file {path} is empty; every file needs at least 1 byte. Leave this file out.")
         return np.memmap(path, dtype=np.uint8, mode="r")
     except OSError as error:
         raise EngineError(

@@ -121,7 +121,7 @@ class LoaderSettings:
 
 
 class DataPosition(NamedTuple):
-    """Position at which the next step begins: equal on all ranks, whatever the grid."""
+    """Position at which the next step begins: equal on all ranks, on any grid."""
 
     position: int = 0
     """Samples that all ranks together have taken."""

@@ -315,7 +315,9 @@ class IndexedTokens(_TokenFile):
         kind = int(raw[17])
         if version != 1 or kind not in _TYPES:
             what = "floating-point numbers" if kind in _FLOATS else f"version {version}, type {kind}"
-            raise EngineError(f"{index} has {what}; tokens are integers of version 1. Write it again with such a type.")
+            raise EngineError(
+                f"{index} has {what}, but token files have version 1 and integers. Write the corpus again."
+            )
         least = _HEADER_BYTES + 12 * sequences + 8 * borders
         if raw.size not in (least, least + sequences):
             raise EngineError(
@@ -359,7 +361,7 @@ class NpyTokens(_TokenFile):
         if stored.dtype.kind not in "iu" or stored.ndim not in (1, 2):
             raise EngineError(
                 f"{path} holds {stored.dtype} in {stored.ndim} dims; token files hold integers in one dim, or in two "
-                "with a document in each row. Convert it."
+                "with a document in each row. Convert the array to this form."
             )
         borders = np.arange(0, stored.size + 1, max(stored.shape[-1], 1), dtype=np.int64)
         if end is not None:
@@ -394,5 +396,6 @@ def _check_index(index: Path, documents: NDArray[np.int64], sequences: int) -> N
     whole = documents.size > 0 and documents[0] == 0 and documents[-1] == sequences
     if not whole or (np.diff(documents) < 0).any():
         raise EngineError(
-            f"{index} has document borders that do not rise from 0 to its {sequences} sequences. Write it again."
+            f"{index} has document borders that do not rise from 0 to its {sequences} sequences. Write the corpus "
+            "again."
         )

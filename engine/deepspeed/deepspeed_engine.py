@@ -113,11 +113,13 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             EngineError: ``reduce_output`` is not "avg", or ``num_micro_batches`` is not the accumulation.
         """
         if reduce_output != "avg":
-            raise EngineError(f"eval_batch(reduce_output={reduce_output!r}): the loss is always a mean; leave it out.")
+            raise EngineError(
+                f"eval_batch(reduce_output={reduce_output!r}): the loss is always a mean; leave reduce_output out."
+            )
         if num_micro_batches not in (None, steps := self.gradient_accumulation_steps()):
             raise EngineError(
                 f"eval_batch(num_micro_batches={num_micro_batches}): a call reads the {steps} microbatches of a step; "
-                "leave it out, and call eval_batch as often as needed."
+                "leave num_micro_batches out, and call eval_batch as often as needed."
             )
         if not return_logits and compute_loss:
             return torch.tensor(self.engine.eval_batch(self._given(data_iter)).loss, device=self.device)
@@ -166,7 +168,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self._batch_fn = fn
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Raises unless the size is that of the run.
+        """Raises unless the size equals the size of the run.
 
         Raises:
             EngineError: another size; a plan is made for one size.
@@ -174,7 +176,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self._refuse_size("train_batch_size", train_batch_size, self.train_batch_size())
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Raises unless the size is that of the run.
+        """Raises unless the size equals the size of the run.
 
         Raises:
             EngineError: another size; a plan is made for one size.
@@ -214,7 +216,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return self.engine.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether the next steps update."""
+        """Marks the next steps as updates, or as parts of an accumulation."""
         self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:

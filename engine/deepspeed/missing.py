@@ -21,7 +21,7 @@ _NEAREST: Mapping[str, str] = MappingProxyType({
     "init_inference": "eng.generate and eng.predict use the weights that are trained (docs/guides/training_loop.md)",
     "launcher": "`trine launch` starts jobs (docs/guides/launching.md)",
     "module_inject": "parallel.tensor cuts any model by a plan that it finds (docs/guides/tensor.md)",
-    "moe": "a model with experts is trained as it is, and tensor ranks share them (docs/start/your_model.md)",
+    "moe": "a model with experts is trained as it is, and parallel.expert shares them (docs/start/your_model.md)",
     "monitor": "monitor of the configuration writes the figures of each step (docs/reference/configuration.md)",
     "ops": "kernels of the configuration chooses the engine's own (docs/reference/configuration.md)",
     "pipe.": "engine.deepspeed.pipe has PipelineModule and its layers (docs/reference/deepspeed.md)",
@@ -43,7 +43,7 @@ _NEAREST: Mapping[str, str] = MappingProxyType({
     "checkpoint": "load_checkpoint reads DeepSpeed's folders, and every checkpoint loads on any grid "
                   "(docs/guides/checkpoints.md)",
 })  # fmt: skip
-"""What a module of DeepSpeed is about -> the nearest thing here; the longest beginning decides."""
+"""Beginning of a module name of DeepSpeed -> the nearest feature here; the longest beginning decides."""
 
 
 class MissingModules(MetaPathFinder):
@@ -52,7 +52,7 @@ class MissingModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None outside of ``engine.deepspeed``.
+        """Returns None outside of ``engine.deepspeed``.
 
         Raises:
             ModuleNotFoundError: the sentence.
@@ -71,13 +71,13 @@ def missing_sentence(name: str) -> str:
 
 
 def install() -> None:
-    """Ask this finder last."""
+    """Installs this finder as the last one."""
     if not any(isinstance(each, MissingModules) for each in sys.meta_path):
         sys.meta_path.append(MissingModules())
 
 
 def missing_attribute(engine: object, model: Any, name: str) -> AttributeError:
-    """The error about a member that neither the engine object nor the model has."""
+    """Returns the error about a member that neither the engine object nor the model has."""
     return AttributeError(
         f"{type(engine).__name__!r} object of engine.deepspeed has no attribute {name!r}, and the model "
         f"({type(model).__name__}) has none either; docs/reference/deepspeed.md lists the engine's members."

@@ -161,7 +161,8 @@ def tp_model_init(
     """
     if tp_group is not None:
         raise ConfigError(
-            "tp_model_init was given tp_group, but tensor ranks are neighbours in the engine's own grid; leave it out."
+            "tp_model_init was given tp_group, but tensor ranks are neighbours in the engine's own grid; leave "
+            "tp_group out."
         )
     object.__setattr__(model, _TENSOR_RANKS, tp_size)
     return model.to(dtype)
@@ -216,7 +217,7 @@ def _take_groups(parts: _Parts, raw: dict[str, Any]) -> None:
         if others := sorted(group.keys() - _BY_GROUP):
             raise ConfigError(
                 f"model_parameters has a group with {others[0]!r}, but groups of a configured optimizer may differ "
-                "only in lr and weight_decay; pass optimizer=... for more."
+                "only in lr and weight_decay; pass optimizer=... for other differences."
             )
         own = {name: group[name] for name in ("lr", "weight_decay") if name in group}
         patterns = [glob.escape(parts.names[id(p)]) for p in group["params"] if id(p) in parts.names]
@@ -224,7 +225,7 @@ def _take_groups(parts: _Parts, raw: dict[str, Any]) -> None:
             options.append({"params": patterns, **own})
     if options and isinstance(raw["optimizer"], list):
         raise ConfigError(
-            "model_parameters has groups, and the configuration has a list of optimizers; keep one of them, because "
+            "model_parameters has groups, and the configuration has a list of optimizers; remove one of them, because "
             "the list assigns parameters by its patterns."
         )
     if options:

@@ -290,7 +290,7 @@ class DryRunRank:
             own.traces.take(others.traces)
 
     def step(self) -> DryRunStep:
-        """Plays a step to warm up, then a measured step for each kind of backward in the schedule."""
+        """Runs a warm-up step on shapes, then a measured one for each kind of backward: full, or in two halves."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
         with self._dry_running():

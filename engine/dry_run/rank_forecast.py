@@ -149,7 +149,7 @@ class PlanDryRun:
     """Plans a model with fewer blocks; None: all blocks are dry."""
 
     def forecasts(self) -> Iterator[RankForecast]:
-        """The first data and tensor rank of each pipeline rank, in order."""
+        """Yields the forecast of the first data and tensor rank of each pipeline rank, in order."""
         likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], DryRunStep]]()
         before = list[DryRunRank]()
         for pp in range(self.plan.config.pp):
@@ -160,7 +160,7 @@ class PlanDryRun:
             yield forecast_of(self.plan, rank, step.on_stages(dict(zip(ranks, stages, strict=True))))
 
     def _step(self, rank: int, before: list[DryRunRank]) -> DryRunStep:
-        """``before``: the first rank that was rehearsed, whose traces serve others."""
+        """Rehearses a step; ``before``: the first rehearsed rank, which shares its traces."""
 
         def run_dry(model: nn.Module, plan: Plan) -> DryRunStep:
             dry = DryRunRank(model, plan, rank, self.request, self.example, self.kernels)

@@ -18,7 +18,8 @@ class HostedModel(nn.Module):
     """
 
     def __init__(self, trained: Engine, rows: int | None = None, whole_steps: bool = False) -> None:
-        """``rows``: see :meth:`Engine.open_pipeline`. ``whole_steps``: the loop trains by ``eng.train_batch``."""
+        """Takes ``rows``, see :meth:`Engine.open_pipeline`, and ``whole_steps``: the loop trains by
+        ``eng.train_batch``."""
         super().__init__()
         self.module = trained.module
         self.trained = trained

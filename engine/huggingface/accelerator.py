@@ -114,7 +114,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return torch.cat([parts[rank] for rank in self.grid.peers(self.grid.rows, 0)])
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduces as accelerate does, but counts each data rank once, whatever the number of ranks in a replica."""
+        """Reduces as accelerate does, but counts each data rank once, for any number of ranks in a replica."""
         reduced, copies = super().reduce(tensor, reduction, scale), self.grid.size("replica")
         if reduction != "sum" or copies == 1:
             return reduced

@@ -248,7 +248,8 @@ class Accelerator(SavedState):
         given = self.trained.config.gradient_clipping
         if float(norm_type) != 2:
             raise ConfigError(
-                f"clip_grad_norm_ was given norm_type {norm_type}, but the engine clips by the L2 norm; leave it out."
+                f"clip_grad_norm_ was given norm_type {norm_type}, but the engine clips by the L2 norm; leave "
+                "norm_type out."
             )
         if given and given != max_norm:
             raise conflict("gradient_clipping", given, "max_norm of clip_grad_norm_", max_norm, "the loop")

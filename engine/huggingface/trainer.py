@@ -183,7 +183,7 @@ class WholeSteps:
 
 def _incomplete(what: str) -> EngineError:
     return EngineError(
-        f"the last step of the epoch has {what}, but a pipeline's step needs all of them, and nothing can be added to "
+        f"the last step of the epoch has {what}, but a pipeline's step needs all of them, and no row can be added to "
         "its loss, a mean; set dataloader_drop_last=True and use a dataset of whole steps, or max_steps."
     )
 

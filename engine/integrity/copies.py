@@ -8,6 +8,7 @@ with equal bits on several ranks are compared by short digests; a majority ident
 
     data ranks         tensors with ``StateTensor.equal``: everything at ZeRO 0, weights at ZeRO 1 and 2
     shard groups       all other tensors, if there are several groups: the shards of one position in all of them
+    expert ranks       the same for the parameters of experts, over the data ranks that hold the same experts
     replica's ranks    weights replicated over tensor ranks, and weights shared by pipeline ranks (ties)
 
 Tensor ranks lay their buckets out differently, so weights of a replica are compared by parameter; at ZeRO 3 the digests
@@ -36,49 +37,53 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DataCopies:
-    """Comparison of copies on ranks with equal parameters, and on ranks with equal shards."""
+    """Comparison of copies on data ranks, over the axis along which each tensor is equal (``StateTensor.copies``)."""
 
-    def __init__(self, comm: Comm, device: torch.device, axis: Axis | None = None) -> None:
-        self.comm, self.device, self._axis, self._whole = comm, device, axis or comm.grid.copies, axis is None
-        grouped = axis is None and comm.grid.size(comm.grid.shard_copies) > 1
-        self._shards = DataCopies(comm, device, comm.grid.shard_copies) if grouped else None
-        self._table = torch.zeros(0)
-        self._held: list[StateTensor] = []
-        self._digests: list[Tensor] = []
+    def __init__(self, comm: Comm, device: torch.device) -> None:
+        self.comm, self.device = comm, device
+        self._compared: list[_AxisCopies] = []
 
     def compare(self, held: Sequence[StateTensor], digests: Sequence[Tensor]) -> Tensor:
         """Returns whether copies differ, 0-dim on the device. All-gathers 16 bytes a tensor and rank, "integrity".
 
-        It all-gathers over ``Grid.shard_copies`` too, if several ranks have a shard. ``digests`` belong to ``held``.
+        ``digests`` belong to ``held``.
         """
-        shards = None if self._shards is None else self._shards.compare(held, digests)
-        pairs = [pair for pair in zip(held, digests, strict=True) if pair[0].equal == self._whole]
-        self._held, self._digests = [each for each, _ in pairs], [digest for _, digest in pairs]
-        if self.comm.grid.size(self._axis) == 1 or not pairs:
-            self._table = torch.zeros(0)
-            return torch.zeros((), dtype=torch.bool, device=self.device) if shards is None else shards
-        own = torch.cat([short_digest(digest) for digest in self._digests])
-        self._table = _gathered(own, self.comm, self._axis)
-        differ = (self._table != self._table[0]).any()
-        return differ if shards is None else differ | shards
+        pairs = dict[Axis, list[tuple[StateTensor, Tensor]]]()
+        for each, digest in zip(held, digests, strict=True):
+            if self.comm.grid.size(each.copies) > 1:
+                pairs.setdefault(each.copies, []).append((each, digest))
+        self._compared = [_AxisCopies(pairs[axis], self.comm, axis) for axis in sorted(pairs)]
+        if not self._compared:
+            return torch.zeros((), dtype=torch.bool, device=self.device)
+        return torch.stack([each.differ for each in self._compared]).any()
 
     def findings(self, update: int) -> list[Finding]:
-        """Returns the differences, equal on all ranks of the axis; all-gathers the full digests of differing
-        tensors."""
-        found = self._shards.findings(update) if self._shards is not None else []
-        if not self._table.numel():
-            return found
-        columns = self._table.view(len(self._table), -1, 2).cpu()
-        for place, each in enumerate(self._held):
+        """Returns the differences, equal on all ranks of an axis; all-gathers the full digests of differing tensors."""
+        return [finding for each in self._compared for finding in each.findings(update, self.device)]
+
+
+class _AxisCopies:
+    """Comparison of the tensors that are equal along one axis, with several ranks; all-gathers their digests."""
+
+    def __init__(self, pairs: Sequence[tuple[StateTensor, Tensor]], comm: Comm, axis: Axis) -> None:
+        self._pairs, self._comm, self._axis = pairs, comm, axis
+        self._table = _gathered(torch.cat([short_digest(digest) for _, digest in pairs]), comm, axis)
+        self.differ = (self._table != self._table[0]).any()
+        """True if copies differ, 0-dim on the device."""
+
+    def findings(self, update: int, device: torch.device) -> list[Finding]:
+        """Returns the differences, equal on all ranks of the axis."""
+        found, columns = list[Finding](), self._table.view(len(self._table), -1, 2).cpu()
+        for place, (each, digest) in enumerate(self._pairs):
             values = [tuple(row) for row in columns[:, place].tolist()]
             if len(set(values)) > 1:
-                digests = gather_from_all(self._digests[place], self.comm, self.device, INTEGRITY, self._axis)
+                digests = gather_from_all(digest, self._comm, device, INTEGRITY, self._axis)
                 found += list(self._named(each, values, digests, update))
         return found
 
     def _named(self, held: StateTensor, values: Sequence[Hashable], digests: Tensor, update: int) -> Iterator[Finding]:
         odd, most = odd_ones(values)
-        peers = self.comm.grid.peers(self._axis)
+        peers = self._comm.grid.peers(self._axis)
         differing = next(index for index in range(len(values)) if values[index] != values[most])
         difference = (digests[differing] - digests[most]).tolist()
         for place in flipped_places(difference, held.tensor)[:1]:

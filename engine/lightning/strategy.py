@@ -39,7 +39,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     """Strategy with ``engine_config``, a dict or the path of a file.
 
     Trainer owns accumulation, clipping and precision, the LightningModule optimizer and schedule; the configuration
-    owns the grid, ZeRO and all settings that they lack. Batches of the data loaders are a data rank's.
+    owns the grid, ZeRO and all settings that both lack. A data loader yields the batches of one data rank.
 
     Args:
         engine_config: the engine's configuration.
@@ -224,7 +224,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     # ------------------------------------------------------------------ values of all data ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces as Lightning does, but counts each data rank once, whatever the number of ranks in a replica."""
+        """Reduces as Lightning does, but counts each data rank once, for any number of ranks in a replica."""
         reduced, copies = super().reduce(tensor, group, reduce_op), self.grid.size("replica")
         if not _is_world(group) or copies == 1 or not isinstance(tensor, Tensor) or not _is_sum(reduce_op):
             return reduced

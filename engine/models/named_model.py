@@ -2,7 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -13,20 +14,38 @@ _REMEDY = "pass one that builds, or a module:function that builds a small one"
 
 
 def find_function(name: str) -> Callable[[], Any]:
-    """Imports the function that a name denotes.
+    """Imports the function that a name denotes. Neither its module nor a call sees the arguments of this process.
 
     Raises:
-        PlanError: the module does not exist, or has no such attribute.
+        PlanError: the module does not exist, has no such attribute, or ends or raises while it is imported.
     """
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
-        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
+        with _command_line(f"{module}.py"):
+            found: Callable[[], Any] = getattr(importlib.import_module(module), function)
+    except EngineError:
+        raise
     except (ImportError, AttributeError) as error:
         raise PlanError(f"MODEL {name} is not found ({first_line(error)}); pass module:function.") from error
+    except (Exception, SystemExit) as error:
+        raise PlanError(
+            f"MODEL {name} cannot be imported ({type(error).__name__}: {first_line(error)}); parse arguments and train "
+            'under if __name__ == "__main__" in it.'
+        ) from error
     finally:
         sys.path.remove("")
-    return found
+    return _command_line(f"{module}.py")(found)
+
+
+@contextmanager
+def _command_line(*words: str) -> Iterator[None]:
+    """Makes a user's code see ``words`` in place of the command line of this process."""
+    before, sys.argv = sys.argv, list(words)
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: str = _REMEDY) -> Any:
@@ -44,7 +63,7 @@ def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: st
         return build()
     except EngineError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PlanError(
             f"MODEL {name} cannot be built{where} ({type(error).__name__}: {first_line(error)}); {remedy}."
         ) from error

@@ -13,11 +13,12 @@ import torch
 
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
+from engine.errors import PlanError
 from engine.kernels.optim.eight_bit_codes import StateFormat
 from engine.kernels.optim.matrix_rule import MatrixRule, MuonRule
 from engine.kernels.optim.preconditioned_rules import ShampooRule, SoapRule
 from engine.parallel.comm.traffic import Traffic
-from engine.parallel.grid import Axis, Coord, Holder
+from engine.parallel.grid import Axis, Coord, ShardHolder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.layout import FlatLayout
 from engine.zero.optim.composite import CompositeOptimizer, PlainComposite
@@ -54,7 +55,7 @@ class GroupState:
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of the same state in a checkpoint, which stores codes as numbers."""
+        """Returns the bytes of this state in a checkpoint, which stores 8-bit codes as decoded numbers."""
         return (self.values + self.codes) * elements * itemsize
 
 
@@ -162,6 +163,21 @@ def _kept(config: OptimizerConfig) -> GroupState:
     return GroupState(values=2)
 
 
+def refuse_experts(rows: Iterable[ShardRow], rules: Mapping[int, MatrixRule]) -> None:
+    """Refuses rules that update whole matrices of experts, which have no owners among the ranks of an expert.
+
+    Raises:
+        PlanError: a rule updates a parameter of experts that data ranks share.
+    """
+    name = next((row.name for row in rows if row.trainable and row.axis == "ep" and row.group in rules), None)
+    if name is not None:
+        raise PlanError(
+            f"the optimizer updates {name!r} as a whole matrix, but parallel.expert shares it among data ranks, and "
+            'only element-wise optimizers, Adafactor, LAMB and LARS update shared experts; give experts "AdamW" in a '
+            "list of optimizers, or leave parallel.expert out."
+        )
+
+
 Value = TypeVar("Value")
 
 
@@ -174,7 +190,7 @@ class MatrixOwners:
     """All rows of the table."""
     rules: Mapping[int, MatrixRule]
     """Rules of the optimizer groups that update matrices as a whole."""
-    layouts: Mapping[Holder, FlatLayout]
+    layouts: Mapping[ShardHolder, FlatLayout]
     ways: int = 2
     """Exchanges of a round on each axis: there and back; 3 if weights travel to owners in addition to gradients."""
 
@@ -201,12 +217,12 @@ class MatrixOwners:
         first, place = index // count * count, index % count
         members = tuple(range(first, first + count))
         # all tensor ranks agree on the owner of a matrix that they share, so one of their layouts decides
-        decides, own = (_held(self.layouts[Holder(coord.pp, tp)], rows, count) for tp in (0, coord.tp))
+        decides, own = (_held(self.layouts[ShardHolder(coord.pp, tp)], rows, count) for tp in (0, coord.tp))
         costs = {name: self._cost(row) for name, row in rows.items()}
         owners = balanced_owners(costs, decides)
         cut = {name: row for name, row in rows.items() if row.dim is not None} if self.config.tp > 1 else {}
         tensor = self._tensor_owners({name: row for name, row in cut.items() if owners[name] == place})
-        order = [slot.name for bucket in self.layouts[Holder(coord.pp)].buckets for slot in bucket.slots]
+        order = [slot.name for bucket in self.layouts[ShardHolder(coord.pp)].buckets for slot in bucket.slots]
         rounds = [
             MatrixRound(
                 data=OwnerRoute(grid.shard_line, members, _of(names, owners), _of(names, own)),
@@ -266,20 +282,25 @@ def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Conf
     ``groups``: optimizer groups that it updates.
     """
     own = tuple(row for row in rows if row.trainable and row.group in groups)
-    return FactorRoutes(own, _dividing(config), _dtype(own)) if own else None
+    return FactorRoutes(own, *_dividing(own, config), _dtype(own)) if own else None
 
 
 def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
     """Builds the norms of the parameters of a pipeline coordinate that LAMB and LARS update; None if there are none."""
     own = tuple(row for row in rows if row.trainable and row.group in groups)
-    return LayerRoutes(own, _dividing(config), _dtype(own)) if own else None
+    return LayerRoutes(own, *_dividing(own, config), _dtype(own)) if own else None
 
 
-def _dividing(config: Config) -> tuple[tuple[Axis, int], ...]:
-    """Returns the axes that divide the elements of parameters, with their ranks."""
-    shards = config.shards if config.zero_optimization.stage else 1
-    axes: list[tuple[Axis, int]] = [(config.grid(0).sharding, shards), ("tp", config.tp)]
-    return tuple(each for each in axes if each[1] > 1)
+def _dividing(rows: Sequence[ShardRow], config: Config) -> tuple[tuple[tuple[Axis, int], ...], bool]:
+    """Returns the axes that divide the elements of ``rows``, with their ranks, and ``SumRoutes.copied``.
+
+    Experts are divided over "ep" too. Shard groups that do not contain whole groups of experts sum over all data ranks.
+    """
+    grid, shards = config.grid(0), config.shards if config.zero_optimization.stage else 1
+    copied = shards < grid.experts and any(row.axis == "ep" for row in rows)
+    data: tuple[Axis, int] = (grid.shard_line, grid.size(grid.shard_line)) if copied else (grid.sharding, shards)
+    axes: list[tuple[Axis, int]] = [data, ("tp", config.tp)]
+    return tuple(each for each in axes if each[1] > 1), copied
 
 
 def _dtype(rows: Iterable[ShardRow]) -> torch.dtype:

@@ -43,7 +43,7 @@ def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rises from ``warmup_min_lr`` to ``warmup_max_lr`` (default: the optimizer's lr), then stays there."""
+    """Rises from ``warmup_min_lr`` to ``warmup_max_lr`` (default: the optimizer's lr), then remains constant."""
     high = base if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     gamma = _warmup_progress(update - 1, p) if update else 0.0
     return float(p["warmup_min_lr"] + (high - p["warmup_min_lr"]) * gamma)
@@ -282,7 +282,7 @@ def _made(kind: str, make: Callable[[], LRScheduler]) -> LRScheduler:
         return make()
     except ValueError as error:
         raise ConfigError(
-            f"scheduler: torch's {kind} refuses this optimizer or these params: {str(error).rstrip('.')}; give others."
+            f"scheduler: torch's {kind} refuses this optimizer or these params: {str(error).rstrip('.')}; change them."
         ) from error
 
 

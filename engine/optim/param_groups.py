@@ -249,7 +249,7 @@ def _taken(model: nn.Module, names: Mapping[str, list[str]], config: OptimizerCo
     if idle:
         raise ConfigError(
             f"optimizer[{idle[0]}].match: earlier entries take all parameters that it matches, or they are not the "
-            "matrices that its type needs; move it up, or leave it out."
+            "matrices that its type needs; move this entry up, or remove it."
         )
     others = [name for name, number in taken.items() if number == last and len(shapes[name]) != 2]
     if config.type in MATRIX_OPTIMIZERS and others:

@@ -1,1 +1,1 @@
-"""Planning: a :class:`Plan` of what every rank holds, sends and does, made without a process group."""
+"""Planning: a :class:`Plan` of every rank's state, traffic and actions, made without a process group."""

@@ -1,4 +1,4 @@
-"""Peak of a rank's live bytes over a step, from what each of its actions does to memory. Pure arithmetic.
+"""Peak of a rank's live bytes over a step, from the memory that each of its actions takes and frees. Pure arithmetic.
 
     level    |            .-- rise --.
              |            |          |  left
@@ -46,9 +46,9 @@ class ActionMemory:
     """Change that one action makes to the live bytes of its rank."""
 
     rise: int
-    """Most bytes inside the action, above those before it. Gathered parameters count as they stand."""
+    """Most bytes inside the action, above the bytes before it. Gathered parameters count as they stand."""
     left: int
-    """Bytes after the action, less those before it, once its sends have completed; negative for most backwards."""
+    """Bytes after the action, less the bytes before it, once its sends have completed; negative for most backwards."""
     sent: int = 0
     """Bytes that only its sends to other ranks hold."""
     taken: tuple[MessageBuffer, ...] = ()
@@ -60,11 +60,11 @@ class ActionMemory:
 
 
 class LivePeak(NamedTuple):
-    """The most live bytes, and where."""
+    """Most live bytes, and where."""
 
     bytes: int
     action: str
-    """Token of the action; "end" behind the last one."""
+    """Token of the action; "end" after the last one."""
 
 
 MemoryOf = Callable[[Action, int, int], ActionMemory]
@@ -72,7 +72,7 @@ MemoryOf = Callable[[Action, int, int], ActionMemory]
 
 
 class _Level:
-    """The live bytes of a rank between two operators."""
+    """Live bytes of a rank between two operators."""
 
     def __init__(self, base: int) -> None:
         self.bytes = base
@@ -92,7 +92,7 @@ class _Level:
         self.sent[position] = memory.sent
 
     def rest(self, base: int) -> None:
-        """Between steps nothing lives but the base and the buffers."""
+        """Sets the live bytes between steps: the base and the buffers."""
         self.bytes = base + sum(buffer.bytes * count for buffer, count in self.free.items())
 
     def release(self, positions: Sequence[int]) -> None:
@@ -107,12 +107,12 @@ def peak_of_row(
     base: int = 0,
     end_rise: int = 0,
 ) -> LivePeak:
-    """The peak of a step that plays ``actions``.
+    """Returns the peak of a step that plays ``actions``.
 
     Args:
-        releases: for each action, positions of earlier ones whose sent tensors are released just before it.
+        releases: for each action, positions of earlier ones with sent tensors that are released just before it.
         base: bytes that live between steps, without buffers of messages.
-        end_rise: most bytes behind the last action, when gradients are reduced, above those after it.
+        end_rise: most bytes after the last action, during the reduction of gradients, above the bytes after it.
     """
     memories = _memories(actions, memory_of)
     level = _Level(base)
@@ -145,7 +145,7 @@ def _memories(actions: Sequence[Action], memory_of: MemoryOf) -> list[ActionMemo
 
 
 def _kinds(action: Action) -> tuple[tuple[int, str], ...]:
-    """Names the counters of a stage: forwards, backwards that begin, and weight gradients that are done."""
+    """Returns (name, unit) of the counters of a stage: forwards, begun backwards, and finished weight gradients."""
     words = {Op.FORWARD: ("F",), Op.BACKWARD: ("begun", "done"), Op.BACKWARD_INPUT: ("begun",)}
     return tuple((action.stage, word) for word in words.get(action.op, ("done",)))
 
@@ -162,22 +162,22 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.peak = 0
-        """Most bytes behind any operator since :meth:`mark`, with those of ``resized``."""
+        """Most bytes after any operator since :meth:`mark`, with the bytes of ``resized``."""
         self._resized = resized
         self._sizes: dict[int, int] = {}
         """By the number of the storage, which is its own while it lives."""
 
     def mark(self) -> int:
-        """Begin a new peak; returns the bytes that live now."""
+        """Begins a new peak; returns the bytes that live now."""
         self.peak = self.bytes + self._resized()
         return self.bytes
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor`` no longer."""
+        """Excludes the storage of ``tensor`` from the count."""
         self.bytes -= self._sizes.pop(_number(tensor), 0)
 
     def take_in(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor``, which was left out, or made before."""
+        """Counts the storage of ``tensor``, which was left out, or allocated before."""
         number, storage = _number(tensor), tensor.untyped_storage()
         if number not in self._sizes:
             self._sizes[number] = storage.nbytes()

@@ -56,7 +56,7 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Input of a plan beside the configuration."""
+    """Input of a plan, in addition to the configuration."""
 
     program: Program
     example: Batch = None
@@ -64,12 +64,14 @@ class PlanRequest:
     """The user passes an optimizer, so the size of its state is unknown."""
     own_rule: MatrixRule | None = None
     """That optimizer, if it updates parameters as a whole."""
+    own_schedule: bool | None = None
+    """The user passes a schedule of rates; None: unknown."""
     costs: Costs | None = None
     """Measured costs of the calls; None: FLOPs are counted instead."""
     replacements: tuple[Replacement, ...] = ()
-    """Modules whose forwards run the engine's operators."""
+    """Modules with operators of the engine in their forwards."""
     given: GivenOptimizer | None = None
-    """The user's optimizer, whose groups take the place of the configured ones."""
+    """The user's optimizer, with groups that replace the configured ones."""
     found: FoundStyles | None = None
     """Result of the search for a tensor plan; None: it is searched here."""
     shared_experts: ExpertPlan | None = None
@@ -79,12 +81,13 @@ class PlanRequest:
 
 
 def needs_example(config: Config) -> bool:
-    """Planning needs a microbatch: tensor and pipeline parallelism do, data parallelism alone does not."""
+    """Returns True if planning needs a microbatch: for tensor and pipeline parallelism, not for data parallelism
+    alone."""
     return config.tp > 1 or config.pp > 1
 
 
 def needs_search(config: Config) -> bool:
-    """The tensor plan is found by a search, which one rank of the job makes."""
+    """Returns True if a search finds the tensor plan, which runs on one rank of the job."""
     return config.tp > 1 and config.parallel.tensor_plan == "auto"
 
 
@@ -120,7 +123,7 @@ class Analysis:
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
-    """Trace the example, if this run needs it, and derive tensor plan, partition and schedule.
+    """Traces the example, if this run needs it, and derives tensor plan, partition and schedule.
 
     Raises:
         PlanError: the model cannot be traced, or cannot be sharded or partitioned as the configuration asks.
@@ -166,18 +169,18 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
 
 
 def _on_one_stage(error: Exception) -> str:
-    """Why a forward cannot be followed, where nothing is cut into stages."""
+    """Returns the reason why a forward cannot be traced in a run without stages."""
     return error.what if isinstance(error, UncutPathError) else first_line(error)
 
 
 def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanError) -> None:
-    """Raise a problem of the trace where the run relies on it; tensor ranks with plain tensors do not."""
+    """Raises a problem of the trace if the run needs the trace; tensor ranks with plain tensors do not."""
     if config.pp == 1 and (tensor is None or not tensor.follows_activations):
         return
     if config.pp == 1 and isinstance(problem, UncutPathError):
         raise PlanError(
             f"{problem.what}, and the gradients of layers that tensor ranks share through views, or under "
-            "sequence_parallel, are planned by such a forward; move that code into a block, leave sequence_parallel "
+            "sequence_parallel, need a trace of the forward; move that code into a block, leave sequence_parallel "
             "out, or write a parallel.tensor_plan without view."
         ) from problem
     raise problem
@@ -197,7 +200,7 @@ def _trace(
 
 
 class _WrongPlanError(PlanError):
-    """The sharded forward raises, and the unsharded one does not."""
+    """Sharded forward raises, and the unsharded one does not."""
 
 
 def _find_wrong_part(config: Config, request: PlanRequest, tensor: TensorPlan, error: Exception) -> _WrongPlanError:
@@ -208,9 +211,9 @@ def _find_wrong_part(config: Config, request: PlanRequest, tensor: TensorPlan, e
     trace_example(request.program, request.example, 1)  # raises what the model raises without the plan
     names = wrong_outside_blocks(tensor, request.program.model, partial(_failure, config, request), config.tp)
     return _WrongPlanError(
-        f"with the layers of parallel.tensor_plan on {config.tp} tensor ranks the forward raises: {first_line(error)}; "
-        f"no block is wrong by itself, so correct the styles outside blocks, here of {', '.join(names)}, or let all "
-        'be found with "auto".'
+        f"with the layers of parallel.tensor_plan on {config.tp} tensor ranks the forward raises: "
+        f"{first_line(error)}; no block is wrong by itself, so correct the styles outside blocks, here of "
+        f'{", ".join(names)}, or set parallel.tensor_plan to "auto".'
     )
 
 
@@ -229,7 +232,7 @@ def _failure(config: Config, request: PlanRequest, tensor: TensorPlan) -> Except
 
 
 def _prove(config: Config, request: PlanRequest, tensor: TensorPlan) -> tuple[str, ...]:
-    """Prove a written plan (a plan that was found has been proven); returns notes on what is not proven."""
+    """Proves a written plan (a search has proven its own); returns notes on unproven parts."""
     if config.parallel.tensor_plan == "auto":
         return ()
     if not config.parallel.prove_plan:
@@ -246,7 +249,7 @@ def _not_followed(config: Config, tensor: TensorPlan | None) -> tuple[str, ...]:
 
 
 def _ran_on_zeros(trace: ModelTrace) -> tuple[str, ...]:
-    """A note if zeros have decided on a shape or a branch in the trace."""
+    """Returns a note if zeros have decided on a shape or a branch in the trace."""
     if not trace.on_zeros:
         return ()
     first: dict[str, OnZeros] = {}
@@ -273,7 +276,7 @@ def _watch(config: Config, request: PlanRequest, tensor: TensorPlan) -> TrafficR
 
 
 def _by_stage(trace: ModelTrace, cut: Partition | None, calls: Mapping[int, Tally], loss: Tally) -> dict[int, Tally]:
-    """Traffic of a tensor rank over tp for one microbatch, by stage; the last stage adds the loss."""
+    """Returns the traffic of a tensor rank over tp for one microbatch, by stage; the last stage adds the loss."""
     stage_of_call = cut.stage_of_call if cut else (0,) * len(trace.calls)
     traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
     for call, tally in calls.items():
@@ -286,7 +289,7 @@ def _by_stage(trace: ModelTrace, cut: Partition | None, calls: Mapping[int, Tall
 def _cut(
     config: Config, trace: ModelTrace, costs: Costs | None, stages: int
 ) -> tuple[Partition | None, ScheduleDecision | None, tuple[str, ...]]:
-    """The partition into stages, with "auto" the chosen schedule, and notes on the costs that decided both."""
+    """Returns the partition into stages, with "auto" the chosen schedule, and notes on the costs of the choice."""
     if config.pp == 1:
         return None, None, ()
     known = costs or flop_costs_only(trace)
@@ -299,19 +302,19 @@ def _cut(
 
 
 def _measured(cut: Partition | None, costs: Costs | None) -> Cost | None:
-    """The measured costs of the stages of a partition."""
+    """Returns the measured costs of the stages of a partition."""
     if cut is None or costs is None or not costs.measured:
         return None
     return cost_of_stages(stage_costs(cut.stage_of_call, costs.calls), costs.transfer_seconds(_mean_crossing(cut)))
 
 
 def _mean_crossing(cut: Partition) -> float:
-    """Bytes that cross a boundary between stages, on average."""
+    """Returns bytes that cross a boundary between stages, on average."""
     return cut.crossing_bytes / max(len(cut.stages) - 1, 1)
 
 
 def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
-    """Trace an example, if there is one, for the order of ZeRO 3 gathers and the parameters that glue code reads."""
+    """Traces an example, if there is one, for the order of ZeRO 3 gathers and the parameters that glue code reads."""
     if not shards_parameters(config) or request.example is None:
         return Analysis()
     try:
@@ -325,7 +328,7 @@ def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
 
 
 def _check_reads(watch: TrafficRecorder | None) -> None:
-    """Refuse sharded parameters that code outside their module reads, since that code needs the full parameter."""
+    """Refuses sharded parameters that code outside their module reads, because that code needs the full parameter."""
     for name in watch.read_outside if watch else ():
         raise PlanError(
             f"parameter {name!r} is sharded over the tensor ranks, but code outside its module reads it too; give "
@@ -334,7 +337,7 @@ def _check_reads(watch: TrafficRecorder | None) -> None:
 
 
 def _check_hooks(model: nn.Module, tensor: TensorPlan) -> None:
-    """Refuse gradient hooks on sharded parameters, since a hook would be given a shard of the gradient."""
+    """Refuses gradient hooks on sharded parameters, because a hook would receive a shard of the gradient."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks and (name in tensor.parameters or name in tensor.partial):
             raise PlanError(
@@ -345,7 +348,7 @@ def _check_hooks(model: nn.Module, tensor: TensorPlan) -> None:
 
 
 def _check_partial(model: nn.Module, tensor: TensorPlan, trace: ModelTrace, watch: TrafficRecorder) -> None:
-    """Refuse "partial" for parameters outside of blocks that meet full activations, because their gradient is full."""
+    """Refuses "partial" for parameters outside of blocks with full activations, because their gradient is full."""
     blocks = {call.unit for call in trace.calls if any(True for _ in model.get_submodule(call.unit).children())}
     for name in sorted(tensor.partial - watch.used_one_way):
         owner = name.rpartition(".")[0]
@@ -357,7 +360,7 @@ def _check_partial(model: nn.Module, tensor: TensorPlan, trace: ModelTrace, watc
 
 
 def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
-    """The tensor plan, found by the search or read from the user's styles; None without tensor parallelism."""
+    """Returns the tensor plan from the search or from the user's styles; None without tensor parallelism."""
     if config.tp == 1:
         return None
     model, parallel = request.program.model, config.parallel
@@ -390,7 +393,8 @@ class ScheduleChoice:
 
 
 def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Partition:
-    """Partition the trace into ``stages``: balanced in the unit of ``parallel.balance``, or as ``parallel.split`` says.
+    """Partitions the trace into ``stages``: balanced in the unit of ``parallel.balance``, or at the calls of
+    ``parallel.split``.
 
     Raises:
         PlanError: the trace cannot be partitioned so, or the costs are of another model.
@@ -404,12 +408,12 @@ def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Part
 def choose_schedule(
     config: Config, trace: ModelTrace, costs: Costs, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleChoice:
-    """Partition for each number of stages per rank, simulate each kind of schedule, and choose the best.
+    """Partitions for each number of stages per rank, simulates each kind of schedule, and chooses the best.
 
     The choice is the same on every rank.
 
     Raises:
-        PlanError: the model cannot be partitioned for any number of stages; says why for the smallest.
+        PlanError: the model cannot be partitioned for any number of stages; names the reason for the smallest.
         ScheduleError: no kind stays within ``parallel.activation_limit_bytes``.
     """
     cuts: dict[int, Partition] = {}
@@ -434,7 +438,7 @@ def choose_schedule(
 
 
 def _virtual_stages(config: Config) -> tuple[int, ...]:
-    """Numbers of stages per rank to try, ascending."""
+    """Returns numbers of stages per rank to try, ascending."""
     given = config.parallel.virtual_stages
     if config.pp == 1:
         return (1,)

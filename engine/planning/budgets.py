@@ -12,7 +12,7 @@ from engine.kernels.optim.update_rules import mean_elements
 from engine.optim.built_in import GroupState
 from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
-from engine.parallel.grid import Axis, Coord, Grid, Holder
+from engine.parallel.grid import Axis, Coord, Grid, ShardHolder
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -102,10 +102,10 @@ def state_bytes(
     config: Config,
     kept: Callable[[Bucket], int],
 ) -> StateBytes:
-    """Bytes that a rank holds between steps.
+    """Returns bytes that a rank stores between steps.
 
-    ``frozen``: those of frozen rows outside of all buckets, which this rank holds. ``kept``: bytes of the optimizer
-    state that it has of a bucket.
+    ``frozen``: bytes of this rank's frozen rows outside of all buckets. ``kept``: bytes of its optimizer state of a
+    bucket.
     """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     formats = wire_formats(config, precision)
@@ -148,7 +148,7 @@ def state_bytes(
 
 
 def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, config: Config, precision: Precision) -> int:
-    """Bytes of the state that a data rank keeps of the elements of a bucket; ``groups``: of each group."""
+    """Returns bytes of a data rank's optimizer state for the elements of a bucket; ``groups``: of each group."""
     sharded = config.zero_optimization.stage > 0
     owned = bucket.shard(dp % bucket.spread.ranks) if sharded else slice(0, bucket.elements)
     size = precision.widths(bucket.dtype).moments.itemsize
@@ -156,7 +156,7 @@ def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, confi
 
 
 def factor_bytes(rows: Sequence[ShardRow], groups: Sequence[GroupState], precision: Precision) -> int:
-    """Bytes of the statistics of Adafactor, which every rank that holds a part of a parameter has whole."""
+    """Returns bytes of Adafactor's statistics; every rank with a part of a parameter stores all of its statistics."""
     return sum(
         mean_elements(row.shape) * _widths(row, precision).moments.itemsize
         for row in rows
@@ -169,7 +169,8 @@ def _widths(row: ShardRow, precision: Precision) -> Widths:
 
 
 def _disk_bytes(owned: Sequence[tuple[int, int, Widths]]) -> tuple[int, int]:
-    """(bytes of a page that any of the buckets fits into, bytes of their files): elements, bytes of moments, widths."""
+    """Returns (bytes of a page that fits every bucket, bytes of the files of the buckets), from elements, bytes of
+    moments and widths."""
     slots = [whole_sectors(kept) for _, kept, _ in owned]
     before = [whole_sectors(elements * (widths.master or widths.compute).itemsize) for elements, _, widths in owned]
     pages = [sum(page) for page in zip(slots, before, strict=True)]
@@ -181,9 +182,9 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
 
 
 def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
-    """Indices of the trained buckets that the host updates, as ``zero_optimization.offload_optimizer`` asks.
+    """Returns indices of the trained buckets that the host updates, as ``zero_optimization.offload_optimizer`` asks.
 
-    Parameters on the host that have no master are updated where they lie, whatever part it asks for.
+    Parameters on the host without a master are always updated there.
     """
     offload = config.zero_optimization.offload_optimizer
     ratio = 1.0 if offload.ratio == "auto" else offload.ratio  # a plan has a number
@@ -194,9 +195,9 @@ def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> 
 
 
 def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups: Sequence[GroupState]) -> int:
-    """Bytes of all weights, masters, moments and averages, each once: what a checkpoint stores, less its buffers.
+    """Returns bytes of all weights, masters, moments and averages, each once: a checkpoint without its buffers.
 
-    ``groups``: what the optimizer keeps of each group.
+    ``groups``: the optimizer's state of each group.
     """
     total = factor_bytes(table.rows, groups, precision)
     for row in table:
@@ -213,17 +214,17 @@ def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups
 
 
 def reduces_each_microbatch(config: Config) -> bool:
-    """Gradients are reduced after every microbatch, and only their shards are kept."""
+    """Returns True if gradients are reduced after every microbatch, and only their shards are stored."""
     return config.zero_optimization.stage >= 2 and config.zero_optimization.reduce == "microbatch"
 
 
 def shards_parameters(config: Config) -> bool:
-    """A rank has parameters on its device only while they are used, and its shard of them between their uses."""
+    """Returns True if parameters are on the device only during their use, and only the rank's shard between uses."""
     return config.zero_optimization.stage == 3 and (config.shards > 1 or hosts_parameters(config))
 
 
 def hosts_parameters(config: Config) -> bool:
-    """Between their uses, the shards of parameters lie in host memory."""
+    """Returns True if the shards of the parameters are in host memory between uses."""
     return config.zero_optimization.stage == 3 and config.zero_optimization.offload_param.device != "none"
 
 
@@ -269,13 +270,14 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Ranks of a data group that share a node, as far as ``parallel.gpus_per_node`` says."""
+    """Returns the data ranks on a node: all of them, unless ``parallel.gpus_per_node`` is given."""
     node = config.parallel.gpus_per_node
     return config.dp if node is None else min(config.dp, max(1, node // config.grid(0).stride("dp")))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:
-    """Data ranks that share the secondary shards of a node; 1: there are none, or they would be the shards again."""
+    """Returns the data ranks that share the secondary shards of a node; 1: there are none, or they would equal the
+    shards."""
     asked = config.zero_optimization.zero_hpz_partition_size
     found = data_ranks_of_a_node(config) if asked == "auto" else max(1, asked)
     return found if shards_parameters(config) and found < config.shards and config.shards % found == 0 else 1
@@ -284,7 +286,7 @@ def ranks_with_secondary_shards(config: Config) -> int:
 def reduction_traffic(
     bucket: Bucket, grid: Grid, formats: WireFormats, itemsize: int, sharded: bool
 ) -> tuple[Traffic, ...]:
-    """Traffic of one reduction of a bucket; ``sharded``: its state is divided, so that shards are reduced.
+    """Returns the traffic of one reduction of a bucket; ``sharded``: its state is sharded, so that shards are reduced.
 
     ``itemsize``: bytes of an element that is not encoded.
     """
@@ -295,7 +297,7 @@ def reduction_traffic(
 
 
 def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
-    """Traffic of the sum of a reduced shard over the shard groups, once a step."""
+    """Returns the traffic of the sum of a reduced shard over the shard groups, once a step."""
     axis, shard = bucket.spread.groups, bucket.elements // bucket.spread.ranks * itemsize
     return Traffic(axis, "gradients", 1, sent_bytes("all_reduce", shard, grid.size(axis)))
 
@@ -303,7 +305,7 @@ def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
     """Gathers of sharded parameters: one batch per gather group and pass, of the buckets not yet gathered.
 
-    Those of which nodes keep a secondary shard go over dp once, and then within the nodes, as they are. The hosts
+    Buckets with a secondary shard on each node go over dp once, and then within the nodes, as they are. The hosts
     exchange one byte before the first forward, and meet in one round at the end of each forward; data ranks that make
     unequal calls meet more often than planned.
     """
@@ -330,7 +332,8 @@ def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
-    """Traffic of gradients and parameters over dp or its parts, partial gradients over tp, and tied ones over pp."""
+    """Returns the traffic of gradients and parameters over dp or its parts, partial gradients over tp, and tied ones
+    over pp."""
     sharded, tally, grid = config.zero_optimization.stage > 0, Tally(), config.grid(0)
     formats = wire_formats(config, precision)
     for bucket in layout.buckets:
@@ -360,7 +363,7 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
 
 
 def message_bytes(value: Value, form: ActivationFormat | None) -> int:
-    """Bytes of a value, or of its gradient, as a message between stages."""
+    """Returns bytes of a value, or of its gradient, as a message between stages."""
     elements = prod(value.shape)
     if form is None or not value.grad or not form.shortens(value.dtype, elements):
         return value.bytes
@@ -368,7 +371,7 @@ def message_bytes(value: Value, form: ActivationFormat | None) -> int:
 
 
 def feedback_bytes(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], config: Config) -> int:
-    """Bytes of what messages leave out of the gradients that a stage sends; 0 without error feedback."""
+    """Returns bytes of the residuals of the gradients that a stage sends; 0 without error feedback."""
     form, here = pipeline_format(config), ranks[stage.stage]
     if form is None or not config.wire.error_feedback:
         return 0
@@ -384,7 +387,7 @@ def stage_traffic(
     microbatches: int,
     form: ActivationFormat | None = None,
 ) -> Tally:
-    """Traffic of a stage in a step: values to later stages, and gradients of the values that it received.
+    """Returns the traffic of a stage in a step: values to later stages, and gradients of the received values.
 
     ``ranks``: the pipeline rank of every stage; a value between two stages of one rank is not sent. ``form``: how
     values are sent in fewer bits.
@@ -402,9 +405,9 @@ def stage_traffic(
 
 
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
-    """Traffic of the control sum over the world and of the batch check over each replica.
+    """Returns the traffic of the control sum over the world, and of batch checks over replicas and groups of experts.
 
-    ``experts``: experts of all layers whose rows are counted.
+    ``experts``: experts of all layers with counted rows.
     """
     tally, replica = Tally(), config.grid(0).size("replica")
     if world > 1:
@@ -412,13 +415,15 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
         tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))
         if config.zero_optimization.offload_optimizer.device == "nvme":
             tally.add(Traffic("world", "disk", 1, sent_bytes("all_reduce", 8, world)))
+    if (sharing := config.parallel.expert) > 1:
+        tally.add(Traffic("ep", "batch check", 1, sent_bytes("all_reduce", 8, sharing)))
     if replica > 1:
         tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
     return tally
 
 
-def frozen_bytes(row: ShardRow, holder: Holder, precision: Precision) -> int:
-    """Bytes of a frozen row that a rank holds outside of buckets."""
+def frozen_bytes(row: ShardRow, holder: ShardHolder, precision: Precision) -> int:
+    """Returns bytes of a frozen row that a rank stores outside of buckets."""
     quantized = row.quantized_shape(row.part(holder))
     if quantized is not None:
         return quantized.bytes

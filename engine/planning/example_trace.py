@@ -31,13 +31,13 @@ def trace_example(
     material: Material | None = None,
     split: Split = "auto",
 ) -> ModelTrace:
-    """The trace of one training microbatch; ``watch`` records the traffic of sharded layers.
+    """Returns the trace of one training microbatch; ``watch`` records the traffic of sharded layers.
 
     ``material`` receives the arguments of every call, for measurements. ``split``: as ``parallel.split``;
     the modules that it names are recorded as calls even inside a block.
 
     Raises:
-        PlanError: the model cannot be traced; says what it does and where.
+        PlanError: the model cannot be traced; names the operation and its place.
     """
     microbatch = map_tensors(example, _real)
     there = program.on(torch.device("cpu"))
@@ -56,13 +56,14 @@ def trace_example(
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU; a meta tensor, which gives only a shape, becomes zeros."""
+    """Returns the tensor on the CPU; zeros for a meta tensor, which has only a shape."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
 
 
 @contextmanager
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Inside, tensors have the dtypes of the run, and ``keep_fp32`` modules cast. Parameters may be placeholders."""
+    """Gives tensors the dtypes of the run inside this context, with casts of ``keep_fp32`` modules. Parameters may be
+    placeholders."""
     patches = ForwardPatches()
     put_casts(model, precision.kept, precision.compute, patches)
     data: list[tuple[Any, Tensor]] = []

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from engine.config import Config
@@ -14,11 +15,16 @@ from engine.parallel.experts.forms import (
     alike_lists,
     expert_bounds,
     expert_cut,
-    kind_of,
+    module_kind,
     owner_cut,
+    possible_stacks,
     stacked_experts,
 )
 from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
+from engine.parallel.experts.router_bias import RouterBias, find_router_bias
+from engine.parallel.model.parametrized_weights import adapted_modules
+from engine.parallel.model.rng_streams import HostState
+from engine.program.expert_load import find_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,12 @@ class ExpertPlan:
         return tuple(each.name for each in self.shared)
 
     @property
+    def divided(self) -> tuple[str, ...]:
+        """Parameters that have a part of the gradient on each tensor rank: tensor ranks divide the rows of experts."""
+        common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
+        return (*(name for each in self.routed for name in each.parameters), *common)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the banner: modules whose experts stay on every rank, with the reason."""
         return tuple(
@@ -65,8 +77,11 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     ranks = config.parallel.expert
     if ranks == 1:
         return None
-    routed, refused = _routed(model)
-    listed, others = _listed(model)
+    drawn = HostState.take()
+    with torch.random.fork_rng([]):  # trials may draw
+        routed, refused = _routed(model)
+        listed, others = _listed(model)
+    drawn.put()
     unproven = (*refused, *others)
     if not routed and not listed:
         raise PlanError(f"parallel.expert is {ranks}, but {_missing(unproven)}; leave parallel.expert out.")
@@ -80,14 +95,38 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     return ExpertPlan(ranks, routed, listed, _cuts(model, ranks, routed, listed), unproven)
 
 
+def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ...]:
+    """Finds the biases by which the routers of ``model`` choose experts; none without ``router_bias_update_rate``.
+
+    Raises:
+        PlanError: no router has one.
+    """
+    if not config.router_bias_update_rate:
+        return ()
+    found = (find_router_bias(model, stack.name, stack.experts) for stack in find_experts(model))
+    biases = tuple(each for each in found if each is not None)
+    if not biases:
+        raise PlanError(
+            f"router_bias_update_rate is {config.router_bias_update_rate:g}, but no router of the model has a buffer "
+            "[experts] that is added to the scores only to choose experts; leave router_bias_update_rate out."
+        )
+    return biases
+
+
 def _routed(model: nn.Module) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:
     proven: dict[object, RoutedExperts | Unproven] = {}
     found = list[RoutedExperts | Unproven]()
+    adapted = adapted_modules(model)
     for name, module in model.named_modules():
-        if stacked_experts(module):
-            kind = kind_of(module)
-            if kind not in proven:
-                proven[kind] = prove_routed(name, module)
+        if next(possible_stacks(module), None) is None:
+            continue
+        if module in adapted:
+            found.append(Unproven(name, "adapters of their stacked parameters add to the experts of all ranks"))
+            continue
+        kind = module_kind(module)
+        if kind not in proven:
+            proven[kind] = prove_routed(name, module)
+        if isinstance(proven[kind], RoutedExperts) or stacked_experts(module):
             found.append(proven[kind].named(name))
     routed = tuple(each for each in found if isinstance(each, RoutedExperts))
     return routed, tuple(each for each in found if isinstance(each, Unproven))
@@ -98,7 +137,7 @@ def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven
     found, refused = list[ListedExperts](), list[Unproven]()
     for name, child, members in alike_lists(model):
         block = model.get_submodule(name)
-        kind = (kind_of(block), child)
+        kind = (module_kind(block), child)
         if kind not in proven:
             proven[kind] = prove_listed(block, child)
         widths = proven[kind]
@@ -113,7 +152,7 @@ def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven
 def _cuts(
     model: nn.Module, ranks: int, routed: tuple[RoutedExperts, ...], listed: tuple[ListedExperts, ...]
 ) -> dict[str, ExpertCut]:
-    cuts = {name: expert_cut(each.experts, ranks) for each in routed for name in each.parameters}
+    cuts = {name: expert_cut(each.experts, ranks, rows) for each in routed for name, rows in each.parameters.items()}
     for each in listed:
         bounds = expert_bounds(each.experts, ranks)
         for rank in range(ranks):
@@ -126,7 +165,7 @@ def _cuts(
 def _missing(unproven: tuple[Unproven, ...]) -> str:
     if not unproven:
         return (
-            "the model has no experts: no module owns parameters [experts, ..] and is called with rows, numbers of "
-            "experts and weights, and no block calls a list of equal modules with rows"
+            "the model has no experts: no module owns parameters [experts, ..] and is called with the rows of each, "
+            "and no block calls a list of equal modules with rows"
         )
     return f"the experts of {unproven[0].name} cannot be shared, because {unproven[0].reason}"

@@ -13,7 +13,7 @@ import torch
 
 from engine.config import Config
 from engine.optim.built_in import block_of_codes
-from engine.parallel.grid import Grid, Holder
+from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -36,14 +36,15 @@ class Users:
     """None where parameters are full on every data rank."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """The stages of a rank that use a parameter; empty if the rank has only one stage."""
+        """Returns the stages of a rank that use a parameter; empty if the rank has only one stage."""
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
             return ()
         return tuple(stage for stage in here if row.name in self.partition.stages[stage].parameters)
 
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
-        """The turns (stage, gather group) in which a rank needs a full parameter; empty without sharded parameters."""
+        """Returns the turns (stage, gather group) in which a rank needs a full parameter; empty without sharded
+        parameters."""
         if self.gathers is None:
             return ()
         groups = self.gathers.of_parameter[row.name]
@@ -56,7 +57,7 @@ class Users:
 
     @cached_property
     def _called(self) -> frozenset[Turn]:
-        """Every turn (stage, gather group) whose stage calls a module of the group."""
+        """Every turn (stage, gather group) of a stage that calls a module of the group."""
         if self.gathers is None:
             return frozenset()
         groups = enumerate(self.gathers.modules)
@@ -75,8 +76,8 @@ class Users:
         return frozenset(Turn(stage, group) for call, stage in calls for group in units[call.unit])
 
 
-class FlatLayouts(Mapping[Holder, FlatLayout]):
-    """The flat layout of every holder, each made when it is first asked for.
+class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
+    """Flat layout of every holder, each computed at its first use.
 
     A rank asks for its own, and a cost model for one of each pipeline rank: of thousands of parameters on hundreds of
     positions all together take minutes.
@@ -86,17 +87,17 @@ class FlatLayouts(Mapping[Holder, FlatLayout]):
         self._table, self._config, self._precision, self._users = table, config, precision, users
         self._formats = wire_formats(config, precision)
         self._grid = config.grid(0)
-        self._made: dict[Holder, FlatLayout] = {}
+        self._made: dict[ShardHolder, FlatLayout] = {}
 
-    def __getitem__(self, holder: Holder) -> FlatLayout:
+    def __getitem__(self, holder: ShardHolder) -> FlatLayout:
         if holder not in self._made:
             if not all(0 <= index < size for index, size in zip(holder, self._sizes, strict=True)):
                 raise KeyError(holder)
             self._made.setdefault(holder, self._make(holder))  # threads of one plan share what is made first
         return self._made[holder]
 
-    def __iter__(self) -> Iterator[Holder]:
-        return (Holder(*indices) for indices in product(*map(range, self._sizes)))
+    def __iter__(self) -> Iterator[ShardHolder]:
+        return (ShardHolder(*indices) for indices in product(*map(range, self._sizes)))
 
     def __len__(self) -> int:
         return prod(self._sizes)
@@ -105,7 +106,7 @@ class FlatLayouts(Mapping[Holder, FlatLayout]):
     def _sizes(self) -> tuple[int, int, int]:
         return self._grid.pp, self._grid.tp, self._grid.experts
 
-    def _make(self, holder: Holder) -> FlatLayout:
+    def _make(self, holder: ShardHolder) -> FlatLayout:
         formats, config = self._formats, self._config
         return build_layout(
             _items(self._table.held_by(holder), holder, self._precision, self._users, self._grid, formats.any),
@@ -117,9 +118,9 @@ class FlatLayouts(Mapping[Holder, FlatLayout]):
 
 
 def _items(
-    rows: Sequence[ShardRow], holder: Holder, precision: Precision, users: Users, grid: Grid, encoded: bool
+    rows: Sequence[ShardRow], holder: ShardHolder, precision: Precision, users: Users, grid: Grid, encoded: bool
 ) -> list[Item]:
-    """The items of a rank at ``holder``: trained rows and, if parameters are sharded, frozen rows.
+    """Returns the items of a rank at ``holder``: trained rows and, if parameters are sharded, frozen rows.
 
     ``encoded``: traffic of data ranks is, in blocks.
     """
@@ -151,7 +152,8 @@ def _items(
 
 
 def _has_own_and_shared_rows(row: ShardRow) -> bool:
-    """Some tensor rank holds rows with others and rows alone: blocks would mix them, and copies of a row differ."""
+    """Returns True if some tensor rank has shared rows and rows of its own: blocks would mix them, and copies of a row
+    differ."""
     holders = {tp: {part.holders for part in row.ranges if tp in part.holders} for tp in _holders(row)}
     return any(len(kinds) > 1 for kinds in holders.values())
 

@@ -57,25 +57,26 @@ class FoundStyles:
     notes: tuple[str, ...]
 
     def plan(self, model: nn.Module, tp: int, sequence: bool = False) -> TensorPlan:
-        """The plan that these styles make of ``model``."""
+        """Returns the tensor plan of ``model`` with these styles."""
         read = match_styles(model, self.patterns)
         plan = cut_model(model, read, tp, "found by zero patterns, proven", sequence)
         return replace(plan, patterns=self.patterns, reasons=self.reasons, notes=self.notes)
 
     def to_bytes(self) -> bytes:
-        """Serialize for other ranks."""
+        """Serializes for other ranks."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "FoundStyles":
-        """Restore the result of ``to_bytes``."""
+        """Restores the result of ``to_bytes``."""
         read = json.loads(data)
         reasons = tuple(Reason(**reason) for reason in read["reasons"])
         return cls(patterns=read["patterns"], reasons=reasons, notes=tuple(read["notes"]))
 
 
 def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other name."""
+    """Returns ``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other
+    name."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
@@ -92,13 +93,13 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class StylesCache:
-    """The folder of kept plans."""
+    """Folder of kept plans."""
 
     folder: Path
 
     @classmethod
     def of_environment(cls) -> "StylesCache | None":
-        """The cache that the environment names; None if nothing is to be kept."""
+        """Returns the cache that the environment names; None if the cache is off."""
         given = os.environ.get("TRINE_CACHE", "")
         if given == "0":
             return None
@@ -120,7 +121,7 @@ class StylesCache:
             return None
 
     def write(self, digest: str, found: FoundStyles) -> None:
-        """Keep what a search has found; a folder that cannot be written is said once and changes nothing."""
+        """Stores the result of a search; a folder that cannot be written is logged once and changes nothing."""
         text = found.to_bytes().decode()
         record = json.dumps({"digest": digest, "sha256": _sha256(text), "found": text})
         try:
@@ -163,18 +164,18 @@ def _sha256(text: str) -> str:
 _SOURCES = ("config", "kernels", "parallel", "planning", "precision", "program")
 """Packages of the engine that a search runs."""
 _VERSIONED = sys.stdlib_module_names | {"torch", "numpy", "engine", "builtins"}
-"""Packages whose version, or whose sources as a whole, are in the digest."""
+"""Packages with their version, or all of their sources, in the digest."""
 _LARGEST = 2**26
-"""Bytes of a tensor whose content is read."""
+"""Most bytes of a tensor that is read for the digest."""
 _PIECE = 2**16
 """Bytes that a hash is given at once."""
 _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | torch.Size
 
 
 class ProgramDigest:
-    """A digest of a program and an example, which searches with other settings share.
+    """Digest of a program and an example, which searches with other settings share.
 
-    ``known`` is false if code of the model lies in no file, so that a change of it would not be seen.
+    ``known`` is false if code of the model is in no file, so that a change of it would not be noticed.
     """
 
     def __init__(self, program: Program, example: Batch) -> None:
@@ -182,7 +183,7 @@ class ProgramDigest:
         self.known = _take_program(self._digest, program, example)
 
     def of(self, settings: Mapping[str, Any]) -> str | None:
-        """The digest of a search with ``settings``; None if it is not known."""
+        """Returns the digest of a search with ``settings``; None if it is not known."""
         return self._digest.with_text(repr(sorted(settings.items()))) if self.known else None
 
 
@@ -209,7 +210,7 @@ def _file(module: ModuleType) -> Path | None:
 
 
 def _users_modules() -> set[str]:
-    """Names of the modules that belong to neither Python, an installed library nor the engine."""
+    """Returns names of the modules that belong to neither Python, an installed library nor the engine."""
     folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]  # as .pth files add
     installed = tuple({os.path.realpath(path) + os.sep for path in (*sysconfig.get_paths().values(), *folders)})
     real = cache(os.path.realpath)
@@ -234,29 +235,29 @@ class _Digest:
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._waiting = bytearray()
-        """What the hash is given next: many short pieces at once."""
+        """Next input of the hash: many short pieces at once."""
         self._seen: dict[int, tuple[int, Any]] = {}
         self._classes: set[type] = set()
         self._packages: set[str] = set()
         self.modules: set[str] = set()
 
     def with_text(self, text: str) -> str:
-        """The digest of what was taken and ``text``, which is not kept."""
+        """Returns the digest of the content so far and ``text``, which is not added."""
         self._feed(b"")
         whole = self._hash.copy()
         whole.update(text.encode())
         return whole.hexdigest()
 
     def take_file(self, name: str, file: Path) -> None:
-        """Take the content of a file."""
+        """Adds the content of a file."""
         content = file.read_bytes()
         self._text("file", name, str(len(content)))
         self._feed(content)
 
     def take_modules(self) -> bool:
-        """The modules that were noted, those whose functions and classes they use, and all modules of the user.
+        """Adds the noted modules, modules of functions and classes that they use, and all modules of the user.
 
-        Returns False if one of them lies in no file.
+        Returns False if one of them is in no file.
         """
         self.modules |= _users_modules()
         self._packages = {_top(name) for name in self.modules} - _VERSIONED
@@ -291,7 +292,7 @@ class _Digest:
             self.modules.add(module)
 
     def take(self, value: Any) -> None:
-        """Any value."""
+        """Adds any value."""
         if isinstance(value, _PLAIN):
             self._text(type(value).__name__, repr(value))
         elif id(value) in self._seen:
@@ -378,7 +379,7 @@ class _Digest:
 
 
 def _globals_read(module: ModuleType) -> set[str]:
-    """The names in the code that a module defines: a script holds times and counters, too, which no function reads."""
+    """Returns the names in the code of a module; a script also has times and counters, which no function reads."""
     own = [value for value in list(vars(module).values()) if getattr(value, "__module__", None) == module.__name__]
     methods = [inner for value in own if isinstance(value, type) for inner in vars(value).values()]
     left = [value.__code__ for value in (*own, *methods) if isinstance(value, FunctionType)]

@@ -25,7 +25,7 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 
 
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
-    """Layers, by pattern, each with the fewest rows of a microbatch from which its forward is fused."""
+    """Returns layers, by pattern, each with the fewest rows of a microbatch from which its forward is fused."""
     if measured is None:
         return ()
     found: dict[str, int] = {}
@@ -41,7 +41,7 @@ def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]
 
 
 def _products(plan: Plan) -> Iterator[tuple[str, Operation, int, int, str]]:
-    """Layer, operation, columns, depth and dtype of each product that a rank multiplies."""
+    """Yields layers, operation, columns, depth and dtype of each product of a rank."""
     assert plan.tensor is not None
     table, scatters = {row.name: row for row in plan.table}, plan.tensor.sequence
     for layer in plan.tensor.layers.values():

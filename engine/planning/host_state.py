@@ -20,7 +20,8 @@ from engine.zero.wire_formats import WireFormats
 
 
 def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
-    """The ratios at which one more bucket of some layout moves to the host, ascending; any other one acts as the next.
+    """Returns the ratios at which one more bucket of some layout moves to the host, ascending; any other ratio acts as
+    the next.
 
     Each is the largest number for which no further bucket moves.
     """
@@ -39,14 +40,14 @@ def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
 
 
 def smallest_ratio(layouts: Iterable[FlatLayout], fits: Callable[[float], bool]) -> float | None:
-    """The smallest possible ratio that fits, as all larger ones do then; None: not even all of the state."""
+    """Returns the smallest possible ratio that fits, and with it all larger ones; None: not even all of the state."""
     ratios = possible_ratios(layouts)
     first = bisect_left(ratios, True, key=fits)
     return ratios[first] if first < len(ratios) else None
 
 
 def with_ratio(config: Config, ratio: float) -> Config:
-    """``config`` with a number as the part of the optimizer state that the host has."""
+    """Returns ``config`` with a number as the host's part of the optimizer state."""
     zero = config.zero_optimization
     return replace(
         config, zero_optimization=replace(zero, offload_optimizer=replace(zero.offload_optimizer, ratio=ratio))
@@ -54,17 +55,18 @@ def with_ratio(config: Config, ratio: float) -> Config:
 
 
 def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError:
-    """Why no part of the state is enough; ``state``: bytes on the device of ``rank``, by kind, without it."""
+    """Returns the error if no part of the state is enough; ``state``: bytes on the device of ``rank``, by kind, without
+    it."""
     kinds = ", ".join(f"{kind} {count / 2**30:.3g}" for kind, count in state.items() if count)
     return PlanError(
         f"zero_optimization.offload_optimizer.memory_limit {limit:g} GiB: with all optimizer state on the host, rank "
-        f"{rank} still holds {sum(state.values()) / 2**30:.3g} GiB on its device ({kinds}); raise the limit, take more "
+        f"{rank} still has {sum(state.values()) / 2**30:.3g} GiB on its device ({kinds}); raise the limit, take more "
         "data ranks or a higher stage, or put parameters on the host too (offload_param)."
     )
 
 
 def refuse_unknown() -> PlanError:
-    """Why there is no part by itself of a state that no plan can count."""
+    """Returns the error about "auto" for a state that no plan can count."""
     return PlanError(
         'zero_optimization.offload_optimizer.ratio "auto" with an optimizer passed in code, whose state is not '
         "known before it is made; give a number from 0 to 1, or name the optimizer in the config."
@@ -72,7 +74,7 @@ def refuse_unknown() -> PlanError:
 
 
 def setting_notes(program: Program, config: Config, precision: Precision, formats: WireFormats) -> tuple[str, ...]:
-    """All notes of a plan about its settings."""
+    """Returns all notes of a plan about its settings."""
     notes, model = list(config.notes), program.model
     if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
         notes.append(
@@ -125,7 +127,7 @@ def unused_formats(config: Config, precision: Precision) -> list[str]:
 
 
 def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) -> list[str]:
-    """A note about weights that are sent as they are where fewer bits were asked for."""
+    """Returns a note about weights that are sent exactly although fewer bits are configured."""
     if formats.weights is None:
         return []
     left = [
@@ -146,7 +148,7 @@ def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) 
 
 
 def offload_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Notes where ``offload_param`` does another thing than its words say."""
+    """Notes the keys of ``offload_param`` that have another effect here."""
     zero = config.zero_optimization
     if zero.offload_param.device == "none":
         return []
@@ -169,7 +171,7 @@ def offload_notes(model: nn.Module, config: Config, precision: Precision) -> lis
 
 
 def rounding_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Notes about everything that bf16 or fp16 rounds beside the parameters that have a master."""
+    """Notes about all tensors that bf16 or fp16 rounds, except parameters with a master."""
     keys = ["cast_forward_inputs"] * config.cast_forward_inputs + ["buffer_dtype"] * (config.buffer_dtype is not None)
     if precision.compute is None:
         words = f"precision: {' and '.join(keys)} cast nothing in a run without bf16.enabled or fp16.enabled"

@@ -1,7 +1,7 @@
 """A block of a model in isolation: a copy with random content, in the dtypes of the run for timing.
 
 A copy has its own memory, on the device and in the dtypes of the run. A call that reads more than its unit's
-parameters and buffers and its own arguments cannot run on a copy; ``reads_elsewhere`` finds those calls.
+parameters and buffers and its own arguments cannot run on a copy; ``reads_elsewhere`` finds such calls.
 """
 
 import copy
@@ -53,7 +53,7 @@ class BlockBytes(NamedTuple):
 
 
 class IsolatedBlock:
-    """A copy of unit ``name``, ready to run with the arguments of its calls.
+    """Copy of unit ``name``, ready to run with the arguments of its calls.
 
     ``selective``: how the unit is recomputed, if the run recomputes it selectively.
 
@@ -81,11 +81,11 @@ class IsolatedBlock:
             patches.wrap_forward(self._module, PatchLayer.RECOMPUTE, forward, "is recomputed in backward")
 
     def time(self, arguments: Arguments) -> Seconds:
-        """Run forward and backward once."""
+        """Runs forward and backward once."""
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
-        """Run once; also count the bytes that forward saves for backward and that backward leaves deferred.
+        """Runs once; counts also the bytes that forward saves for backward, and bytes that backward leaves deferred.
 
         Each storage counts once. Parameters, buffers and tensors that depend on the batch alone do not count, because
         all calls share them.
@@ -105,7 +105,8 @@ class IsolatedBlock:
         return seconds, BlockBytes(sum(sizes.values()) + kept, left)
 
     def _run(self, given: "_Given", around_forward: AbstractContextManager[Any]) -> tuple[Seconds, int, int]:
-        """Run once: (seconds, bytes that selective recomputation keeps, bytes of the deferred weight gradients)."""
+        """Runs once; returns (seconds, bytes that selective recomputation keeps, bytes of the deferred weight
+        gradients)."""
         waits = DeferredWeightGrads()
         with torch.enable_grad(), open_checkpoints(recompute=True):
             # The same split as in a schedule with split backwards: inputs first, deferred weight gradients after.
@@ -122,7 +123,7 @@ class IsolatedBlock:
         return Seconds(forward, inputs, self._now() - begun), kept, left
 
     def close(self) -> None:
-        """Release the copy at once: modules and patches form a cycle, which only the garbage collector would free."""
+        """Releases the copy at once: modules and patches form a cycle, which only the garbage collector would free."""
         self._patches.remove()
         vars(self._module).pop("forward", None)
 
@@ -173,30 +174,30 @@ class _Given:
 
 
 def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
-    """The call reads parameters of other units, or values that are not among its arguments."""
+    """Returns True if the call reads parameters of other units, or values outside its arguments."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
     return not known.issuperset(call.parameters) or reads_other_values(call, arguments)
 
 
 def reads_other_values(call: Call, arguments: Arguments) -> bool:
-    """The call reads values that are not among its arguments, as hooks add them to the calls of inner modules."""
+    """Returns True if the call reads values outside its arguments, as hooks add them to the calls of inner modules."""
     leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
     return not {leaf.source for leaf in leaves if isinstance(leaf, Sample)}.issuperset(call.inputs)
 
 
 def holds_objects(arguments: Arguments) -> bool:
-    """An argument is an object that may hold values, such as a cache of keys with prefixes."""
+    """Returns True if an argument is an object that may contain values, such as a cache of keys with prefixes."""
     plain = (Sample, Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
     return not all(isinstance(leaf, plain) for leaf in pytree.tree_leaves(arguments, is_leaf=is_sample))
 
 
 def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Arguments]) -> list[object]:
-    """One signature per call; calls with equal signatures take the same time.
+    """Returns one signature per call; calls with equal signatures take equal time.
 
     A signature consists of the classes, tensor shapes and plain attributes of the unit, and of the shapes of its
-    arguments. Attributes that number the layers of a chain are left out: those whose distance to the last number in
-    the unit's name is the same in all units of the class.
+    arguments. Attributes that number the layers of a chain are left out: attributes with an equal distance to the last
+    number in the unit's name in all units of the class.
     """
     settings = {name: _settings(model.get_submodule(name)) for name in units}
     numbering = _numbering(model, settings)
@@ -222,7 +223,7 @@ def _settings(unit: nn.Module) -> dict[_Setting, object]:
 
 
 def _numbering(model: nn.Module, settings: Mapping[str, Mapping[_Setting, object]]) -> set[tuple[type, _Setting]]:
-    """(class of unit, attribute) pairs whose distance to the number in the unit's name is the same in all units."""
+    """Returns (class of unit, attribute) pairs with an equal distance to the number in the unit's name in all units."""
     distances: dict[tuple[type, _Setting], set[object]] = {}
     for name, values in settings.items():
         number = next((int(part) for part in reversed(name.split(".")) if part.isdecimal()), None)
@@ -246,14 +247,14 @@ def _shapes(arguments: Arguments) -> object:
 
 
 def is_sample(node: object) -> bool:
-    """The node of a call's arguments stands for a traced value."""
+    """Returns True if the node of a call's arguments stands for a traced value."""
     return isinstance(node, Sample)
 
 
 def copy_block(
     model: nn.Module, name: str, precision: Precision, device: torch.device, left_out: Collection[str] = ()
 ) -> nn.Module:
-    """A copy of unit ``name`` on ``device`` that shares nothing with the model; parameters have random content.
+    """Returns a copy of unit ``name`` on ``device`` that shares nothing with the model; parameters have random content.
 
     ``left_out``: parameters, by name in the unit, that stay on the meta device.
 
@@ -263,7 +264,10 @@ def copy_block(
     unit = model.get_submodule(name)
     for path, module in unit.named_modules():
         if isinstance(vars(module).get("forward"), FunctionType):
-            raise PlanError(f"the forward of {path or name!r} is a closure, which computes with the model itself.")
+            raise PlanError(
+                f"the forward of {path or name!r} is a closure, which computes with the model itself and cannot run in "
+                "a copy of the block; assign a method of the module's class."
+            )
     # deepcopy would follow references out of the unit, to its parent or to shared tensors, and copy those too. With
     # all parameters of the model in the memo it copies none of them; parameters outside of the unit become meta.
     parameters = (parameter for local, parameter in unit.named_parameters() if local not in left_out)
@@ -282,7 +286,7 @@ def copy_block(
 
 
 def _elsewhere(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy on ``device``; a meta tensor gets random content."""
+    """Returns a copy on ``device``; a meta tensor gets random content."""
     if tensor.is_meta:
         return _random(torch.empty(tensor.shape, dtype=dtype, device=device))
     return tensor.detach().to(device, dtype, copy=True)
@@ -290,7 +294,8 @@ def _elsewhere(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tens
 
 @torch.no_grad()
 def _random(tensor: Tensor) -> Tensor:
-    """Fill in place: True for booleans (no mask hides a token), 0 for integers and 8-bit floats, else small normals."""
+    """Fills in place: True for booleans (no mask hides a token), 0 for integers and 8-bit floats, else small
+    normals."""
     if tensor.is_meta:
         return tensor
     if tensor.dtype == torch.bool:

@@ -30,12 +30,12 @@ Result = TypeVar("Result")
 
 
 class IsolatedRunError(Exception):
-    """A copy of a unit raises outside its model."""
+    """Copy of a unit raises outside its model."""
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, what a copy of a unit raises is a :class:`IsolatedRunError`: its code may raise anything."""
+    """Turns every error of a copy of a unit into :class:`IsolatedRunError`, because its code may raise anything."""
     try:
         yield
     except WholeWeightError:
@@ -48,7 +48,7 @@ def alone() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class MaterializedBlock:
-    """A float64 copy of a unit with random content."""
+    """Float64 copy of a unit with random content."""
 
     block: nn.Module
     givens: list[Given]
@@ -67,7 +67,7 @@ class MaterializedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaterializedUnit:
-    """The unit that is drawn."""
+    """Unit that is drawn."""
 
     model: nn.Module
     name: str
@@ -79,7 +79,8 @@ class MaterializedUnit:
     """True if calls read values of the model that are not arguments; a copy does not have them."""
 
     def run(self, body: Callable[[MaterializedBlock], Result]) -> Result:
-        """``body`` on a block whose code reads no low-rank weight in a way that its factors cannot answer.
+        """Runs ``body`` on a block that reads no low-rank weight in a way that its factors cannot answer; returns the
+        result.
 
         Weights that it has read so are drawn whole, and ``body`` runs again; it may change nothing outside itself.
 
@@ -129,7 +130,7 @@ def _fill(parameter: nn.Parameter, generator: torch.Generator) -> None:
 
 
 def _draw_low_rank(block: nn.Module, names: Collection[str], generator: torch.Generator) -> set[str]:
-    """Put low-rank weights in the place of the parameters ``names``; returns the set of those that are refused."""
+    """Replaces the parameters ``names`` by low-rank weights; returns the refused ones."""
     refused = set[str]()
     made: dict[int, LowRankWeight] = {}
     for name, parameter in block.named_parameters():
@@ -143,7 +144,7 @@ def _draw_low_rank(block: nn.Module, names: Collection[str], generator: torch.Ge
 
 
 def in_float64(arguments: Arguments) -> Arguments:
-    """The arguments as a copy gets them: what the run has in several dtypes is float64 for each of them."""
+    """Returns the arguments for a copy: tensors that the run has in several dtypes are float64 in all of them."""
 
     def widen(leaf: Any) -> Any:
         drawn = isinstance(leaf, Sample) and leaf.dtype.is_floating_point

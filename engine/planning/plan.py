@@ -4,7 +4,7 @@ A plan is built from shapes alone, so the model may be on the meta device. The b
 partition, schedule and layouts from it, and measured bytes are compared with it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -14,11 +14,12 @@ from torch import nn
 from engine.config import Config
 from engine.kernels.codecs.weight_format import WeightFormat
 from engine.kernels.optim.matrix_rule import MatrixRule
-from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_state, layer_routes
+from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_state, layer_routes, refuse_experts
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
-from engine.parallel.grid import Coord, Grid, Holder
+from engine.parallel.experts.router_bias import RouterBias
+from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
 from engine.parallel.pipeline.partition.partition import Partition
@@ -27,7 +28,7 @@ from engine.parallel.pipeline.schedule.kinds import make_schedule, training_sche
 from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
-from engine.parallel.shard_table import Division, ShardTable, build_table
+from engine.parallel.shard_table import Division, ShardRow, ShardTable, build_table
 from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace
@@ -52,7 +53,7 @@ from engine.planning.budgets import (
     stored_bytes,
     wire_formats,
 )
-from engine.planning.expert_plan import ExpertPlan, find_expert_plan
+from engine.planning.expert_plan import ExpertPlan, find_expert_plan, find_router_biases
 from engine.planning.flat_layouts import FlatLayouts, Users
 from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
@@ -73,13 +74,13 @@ class Plan:
 
     config: Config
     table: ShardTable
-    layouts: Mapping[Holder, FlatLayout]
+    layouts: Mapping[ShardHolder, FlatLayout]
     """The flat layout of every holder."""
     groups: tuple[GroupOptions, ...]
     precision: Precision
     schedule: Schedule
     moments: tuple[GroupState, ...] | None
-    """State of the optimizer by group; None for the user's own optimizer, whose state is unknown."""
+    """State of the optimizer by group; None for the user's own optimizer, because its state is unknown."""
     notes: tuple[str, ...]
     tensor: TensorPlan | None = None
     """Sharding of layers over tp; None without tensor parallelism."""
@@ -95,28 +96,32 @@ class Plan:
     decision: ScheduleDecision | None = None
     """Reasons for the schedule that "auto" chose; None if the configuration names it."""
     replacements: tuple[Replacement, ...] = ()
-    """Modules whose forwards run the engine's operators."""
+    """Modules with operators of the engine in their forwards."""
     experts: tuple[ExpertStack, ...] = ()
     """Modules of experts with counted rows; empty without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
     """The user's optimizer, if it updates parameters as a whole."""
+    own_schedule: bool | None = None
+    """True: the user passes a schedule of rates; None: unknown, in a plan without a run."""
+    router_biases: tuple[RouterBias, ...] = ()
+    """Buffers of routers that each step moves towards an even load."""
     shared_experts: ExpertPlan | None = None
     """Experts that data ranks share; None: every data rank holds all of them."""
 
     def grid(self, rank: int) -> Grid:
-        """The grid as ``rank`` sees it."""
+        """Returns the grid from the view of ``rank``."""
         return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:
-        """The flat layout of a position."""
+        """Returns the flat layout of a position."""
         return self.layouts[self.grid(0).holder(coord)]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
-        """Indices of the trained buckets of a position that the host updates."""
+        """Returns indices of the trained buckets of a position that the host updates."""
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
-        """The pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
+        """Returns the pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
         if self.partition is None or self.trace is None:
             return 0
         return self.schedule.rank_of_stage[self.partition.stage_of_buffer(self.trace, name)]
@@ -127,7 +132,7 @@ class Plan:
         return self.forwards(self.config.accumulation)
 
     def forwards(self, microbatches: int) -> Schedule:
-        """The schedule of forwards only, for any number of microbatches."""
+        """Returns the schedule of forwards only, for any number of microbatches."""
         return forward_only(self.schedule.stages_of_rank, microbatches)
 
     @cached_property
@@ -136,16 +141,16 @@ class Plan:
         return self.schedule.rank_of_stage[-1]
 
     def is_last(self, parameter: str) -> bool:
-        """The last stage, which computes the loss, owns this parameter."""
+        """Returns True if the last stage, which computes the loss, owns this parameter."""
         return self.partition is None or self.schedule.stages - 1 in self.partition.owners.get(parameter, ())
 
     def stages(self, pp: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, ascending."""
+        """Returns the stages of a pipeline rank, ascending."""
         return self.schedule.stages_of_rank[pp]
 
     @property
     def places(self) -> str:
-        """Partition and stage placement as text; two plans place stages alike if and only if it is equal."""
+        """Partition and stage placement as text; two plans have equal stages if and only if it is equal."""
         return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
@@ -166,7 +171,7 @@ class Plan:
         return tuple(sorted(links))
 
     def rank(self, rank: int) -> RankPlan:
-        """State and traffic of ``rank``; pure arithmetic."""
+        """Returns state and traffic of ``rank``, by arithmetic alone."""
         coord = self.grid(rank).coord()
         holder = self.grid(0).holder(coord)
         held = sum(row.local_elements(row.part(holder)) for row in self.table.held_by(holder))
@@ -194,7 +199,7 @@ class Plan:
         return StateBytes(device, state.host, state.disk)
 
     def _feedback_bytes(self, pp: int) -> int:
-        """Bytes of what the messages of a pipeline rank leave out of gradients."""
+        """Returns bytes of the residuals of gradients in the messages of a pipeline rank."""
         if self.partition is None or self.trace is None:
             return 0
         cut, values, ranks = self.partition.stages, self.trace.values, self.schedule.rank_of_stage
@@ -215,22 +220,28 @@ class Plan:
         """Owners of the parameters that are updated as a whole; None if none is."""
         if self.own_rule is not None:
             own: dict[int, MatrixRule] = dict.fromkeys(range(len(self.groups)), self.own_rule)
+            refuse_experts(self.table, own)
             return MatrixOwners(self.config, self.table.rows, own, self.layouts, ways=3)
         rules = {index: kept.matrices for index, kept in enumerate(self._moments) if kept.matrices is not None}
+        refuse_experts(self.table, rules)
         return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
     def factors(self, coord: Coord) -> FactorRoutes | None:
-        """The sums of Adafactor at a position; None if it updates nothing there."""
+        """Returns the sums of Adafactor at a position; None if it updates nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
-        return factor_routes(self.table.held_by(self.grid(0).holder(coord)), groups, self.config)
+        return factor_routes(self._summed(coord), groups, self.config)
 
     def layers(self, coord: Coord) -> LayerRoutes | None:
-        """The norms of LAMB and LARS at a position; None if they update nothing there."""
+        """Returns the norms of LAMB and LARS at a position; None if they update nothing there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.layerwise)
-        return layer_routes(self.table.held_by(self.grid(0).holder(coord)), groups, self.config)
+        return layer_routes(self._summed(coord), groups, self.config)
+
+    def _summed(self, coord: Coord) -> Iterator[ShardRow]:
+        """Yields the parameters of a pipeline coordinate, with those of experts that other data ranks hold."""
+        return (row for row in self.table if coord.pp in row.owners)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
-        """The gathers of sharded parameters at a position; None if parameters are not sharded."""
+        """Returns the gathers of sharded parameters at a position; None if parameters are not sharded."""
         if self.gather_groups is None:
             return None
         zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
@@ -245,7 +256,8 @@ class Plan:
         return GatherPlan(order, self.schedule.passes(coord.pp), pinned, sizes, wire, within)
 
     def _is_fed(self, stage: int) -> bool:
-        """An earlier stage has trained parameters, so this stage computes gradients of its inputs."""
+        """Returns True if an earlier stage has trained parameters, so that this stage computes gradients of its
+        inputs."""
         if self.partition is None:
             return False
         trained = {row.name for row in self.table if row.trainable}
@@ -275,17 +287,16 @@ class Plan:
 
 
 def stages_wanted(config: Config) -> int:
-    """Number of stages to trace for; "auto", which chooses later, starts with one per pipeline rank."""
+    """Returns the number of stages to trace for; "auto", which chooses later, starts with one per pipeline rank."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 
 def build_plan(config: Config, request: PlanRequest) -> Plan:
-    """Plan a run of ``request.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
+    """Plans a run of ``request.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no trainable parameter, one whose dtype cannot be trained, sizes that tensor ranks cannot
-            share, or a model that cannot be partitioned into stages.
+        PlanError: no trainable parameter, an untrainable dtype, sizes that do not divide, or no partition into stages.
         ScheduleError: the schedule does not exist or does not fit.
     """
     model, given = request.program.model, request.given
@@ -293,25 +304,15 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     precision = make_precision(config, model)
     groups = groups or (GroupOptions(),)  # of a model that is frozen altogether
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
-    shared = find_expert_plan(model, config)
-    request = replace(request, shared_experts=shared)
+    request = replace(request, shared_experts=find_expert_plan(model, config))
     analysis = analyze(config, request, requested.stages if requested else config.pp)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
     quantized = find_quantized(model, config)
-    table = build_table(model, assigned, _division(config, analysis, schedule, quantized, shared))
+    table = build_table(model, assigned, _division(config, analysis, schedule, quantized, request.shared_experts))
     refuse_outside_reads(table)
-    calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
-    closed = shared.blocks if shared is not None else ()
-    gathers = find_gather_groups(model, calls, closed) if shards_parameters(config) else None
-    notes = [
-        *setting_notes(request.program, config, precision, wire_formats(config, precision)),
-        *schedule.notes,
-        *analysis.notes,
-        *(shared.notes if shared else ()),
-    ]
-    notes += quantized_note(model, quantized, precision)
+    gathers = _gather_groups(model, analysis, request.shared_experts) if shards_parameters(config) else None
     users = Users(schedule.stages_of_rank, analysis.partition, analysis.trace, gathers)
     plan = Plan(
         config=config,
@@ -321,7 +322,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         precision=precision,
         schedule=schedule,
         moments=None if request.own_optimizer else kept_state(config.optimizer, groups),
-        notes=tuple(notes),
+        notes=_notes(config, request, precision, schedule, analysis, quantized),
         tensor=analysis.tensor,
         trace=analysis.trace,
         partition=analysis.partition,
@@ -330,14 +331,37 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         decision=analysis.decision,
         replacements=request.replacements,
         own_rule=request.own_rule,
-        shared_experts=shared,
-        experts=find_experts(model) if config.monitor.expert_load else (),
+        own_schedule=request.own_schedule,
+        shared_experts=request.shared_experts,
+        experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
+        router_biases=find_router_biases(model, config),
     )
     return _settled(plan)
 
 
+def _notes(
+    config: Config, request: PlanRequest, precision: Precision, schedule: Schedule, analysis: Analysis,
+    quantized: Mapping[str, WeightFormat],
+) -> tuple[str, ...]:  # fmt: skip
+    """Returns the notes of a plan, in the order of the banner."""
+    return (
+        *setting_notes(request.program, config, precision, wire_formats(config, precision)),
+        *schedule.notes,
+        *analysis.notes,
+        *(request.shared_experts.notes if request.shared_experts else ()),
+        *quantized_note(request.program.model, quantized, precision),
+    )
+
+
+def _gather_groups(model: nn.Module, analysis: Analysis, shared: ExpertPlan | None) -> GatherGroups:
+    """Returns the groups of modules that gather their parameters together; a block with shared experts is one group."""
+    calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
+    return find_gather_groups(model, calls, shared.blocks if shared is not None else ())
+
+
 def _settled(plan: Plan) -> Plan:
-    """``plan`` with the smallest part of the optimizer state on the host that fits, if the configuration says "auto".
+    """Returns ``plan`` with the smallest part of the optimizer state on the host that fits, if the configuration has
+    "auto".
 
     Raises:
         PlanError: nothing fits, or the state of the optimizer is unknown.
@@ -374,12 +398,10 @@ def _division(
     ranks = schedule.rank_of_stage
     experts = shared.cuts if shared is not None else {}
     partial = analysis.tensor.partial if analysis.tensor else frozenset[str]()
-    # tensor ranks divide the rows of routed experts, each of which has a part of the gradient then
-    divided = [name for each in shared.routed for name in each.parameters] if shared and config.tp > 1 else []
     return Division(
         tp=config.tp,
         cuts=analysis.tensor.parameters if analysis.tensor else {},
-        partial=partial.union(divided),
+        partial=partial.union(shared.divided if shared is not None and config.tp > 1 else ()),
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.trace.read_by_glue if analysis.trace else (),
         quantized=quantized,
@@ -388,7 +410,7 @@ def _division(
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Refuse, before the first batch, the settings that ``build_plan`` would refuse for any batch."""
+    """Refuses, before the first batch, the settings that ``build_plan`` would refuse for any batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)
@@ -397,14 +419,14 @@ def check_settings(model: nn.Module, config: Config) -> None:
 
 
 def _schedule(config: Config) -> Schedule:
-    """The training schedule; with several pipeline ranks, :func:`analyze` has chosen it for "auto"."""
+    """Returns the training schedule; with several pipeline ranks, :func:`analyze` has chosen it for "auto"."""
     parallel, given = config.parallel, config.parallel.schedule_costs
     cost = None if given is None else Cost.of_parts(given.forward, given.input, given.weight, given.transfer)
     return training_schedule(parallel.schedule, config.pp, config.accumulation, parallel.virtual_stages, cost)
 
 
 def _made(config: Config, kind: str, cost: Cost) -> Schedule:
-    """The schedule of a kind in the order that suits the ``cost`` of a stage, checked."""
+    """Returns the schedule of a kind in the order that suits the ``cost`` of a stage, checked."""
     schedule = make_schedule(kind, config.pp, config.accumulation, config.parallel.virtual_stages, cost)
     check(schedule)
     return schedule

@@ -61,23 +61,23 @@ class Costs:
     """Type of the device that was measured; empty if none was."""
 
     def transfer_seconds(self, count: float) -> float:
-        """Estimated seconds to send ``count`` bytes to the next rank; 0 if the costs are FLOPs."""
+        """Estimates the seconds to send ``count`` bytes to the next rank; 0 if the costs are FLOPs."""
         latency, bytes_a_second = expected_link(self.device)
         return latency + count / bytes_a_second if self.measured else 0.0
 
     def to_bytes(self) -> bytes:
-        """Serialize for other ranks; ``from_bytes`` restores every number exactly."""
+        """Serializes for other ranks; ``from_bytes`` restores every number exactly."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Costs":
-        """Restore the result of ``to_bytes``."""
+        """Restores the result of ``to_bytes``."""
         read = json.loads(data)
         calls = tuple(MicrobatchCost(**call) for call in read["calls"])
         return cls(tuple(read["units"]), calls, read["measured"], tuple(read["notes"]), read["device"])
 
     def check(self, trace: ModelTrace) -> None:
-        """Refuse costs that were measured for other calls.
+        """Refuses costs that were measured for other calls.
 
         Raises:
             PlanError: the calls of ``trace`` differ from the measured ones.
@@ -90,18 +90,18 @@ class Costs:
 
 
 def needs_profiling(config: Config) -> bool:
-    """The plan depends on measured seconds."""
+    """Returns True if the plan depends on measured seconds."""
     return config.pp > 1 and (config.parallel.balance == "time" or config.parallel.schedule == "auto")
 
 
 def flop_costs_only(trace: ModelTrace) -> Costs:
-    """Costs in FLOPs, without a measurement."""
+    """Returns costs in FLOPs, without a measurement."""
     note = "no call was measured, so that FLOPs stand for seconds"
     return Costs(tuple(call.unit for call in trace.calls), flop_costs(trace), measured=False, notes=(note,))
 
 
 def profile_run(program: Program, example: Batch, config: Config, stages: int, device: torch.device) -> Costs:
-    """Measure the calls of one training microbatch on ``device``, without communication; the model is unchanged.
+    """Measures the calls of one training microbatch on ``device``, without communication; the model is unchanged.
 
     ``stages``: as in the plan, so that both trace the same calls.
 
@@ -129,7 +129,7 @@ def measure_calls(
     run: tuple[Precision, torch.device],
     ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Measure the calls of ``trace``, with its ``material``, in the precision and on the device of ``run``.
+    """Measures the calls of ``trace``, with its ``material``, in the precision and on the device of ``run``.
 
     ``ways``: units that are recomputed selectively; no other unit is recomputed here.
     """
@@ -163,12 +163,12 @@ class _Measuring:
     ) -> None:
         self.measured: dict[int, MicrobatchCost] = {}
         self.failed: dict[str, str] = {}
-        """Reason why a unit was not measured, by its name."""
+        """Reason why a unit was not measured, by name of the unit."""
         self.kinds = 0
         self._model, self._trace, self._run, self._ways = model, trace, run, ways
 
     def run(self, given: Sequence[Arguments]) -> None:
-        """Measure as many groups as the time allows."""
+        """Measures as many groups as the time allows."""
         calls = self._trace.calls
         groups: dict[object, list[int]] = {}
         for index, signature in enumerate(signatures(self._model, [call.unit for call in calls], given)):
@@ -207,7 +207,7 @@ def _measure(alone: IsolatedBlock, given: Arguments, seconds: float) -> Microbat
 
 
 def _completed(trace: ModelTrace, measured: Mapping[int, MicrobatchCost]) -> tuple[MicrobatchCost, ...] | None:
-    """Add estimates for glue and for unmeasured calls: their FLOPs at the mean speed of the measured calls."""
+    """Adds estimates for glue and for unmeasured calls: their FLOPs at the mean speed of the measured calls."""
     flops = sum(trace.calls[index].flops for index in measured)
     if not flops:
         return None
@@ -241,7 +241,7 @@ def _notes(failed: Mapping[str, str], kinds: int, where: str) -> tuple[str, ...]
 
 
 def _recomputed(cost: MicrobatchCost, inputs: int) -> MicrobatchCost:
-    """The cost under full recomputation: backward repeats the forward, and only the inputs are kept."""
+    """Returns the cost under full recomputation: backward repeats the forward, and only the inputs are kept."""
     return replace(cost, input_seconds=cost.input_seconds + cost.forward_seconds, kept_bytes=inputs)
 
 

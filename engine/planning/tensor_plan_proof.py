@@ -35,7 +35,7 @@ _Styles = Mapping[str, Style]
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
-    """Prove a plan that the user has written, block by block.
+    """Proves a plan that the user has written, block by block.
 
     ``low_rank``: large matrices are products of two thin random ones.
 
@@ -43,7 +43,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_
         One sentence for each part of the plan that is not proven.
 
     Raises:
-        PlanError: a block would compute something else; names it, what differs, and its styles.
+        PlanError: a block would compute something else; names it, the difference, and its styles.
     """
     with search_conditions(program.model):  # the simulated ranks draw random numbers too, which are the user's
         try:
@@ -60,7 +60,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_
 def _prove_unit(
     program: Program, unit: Unit, styles: _Styles, plan: TensorPlan, tp: int, low_rank: bool
 ) -> Iterator[str]:
-    """Prove the styles of all blocks of one kind; yields a note if a block of this kind cannot be proven."""
+    """Proves the styles of all blocks of one kind; yields a note if a block of this kind cannot be proven."""
     wanted = _sets_of_styles(unit, styles)
     if not wanted:
         return
@@ -91,8 +91,8 @@ def _prove_styles(
         if not verdict.holds:
             listed = ", ".join(f"{name or names[0]} {style.text!r}" for name, style in inner.items())
             raise PlanError(
-                f"{_SETTING} is wrong in {names[0]}: {verdict.problem}; correct its styles ({listed}), or "
-                'let them be found with "auto".'
+                f"{_SETTING} is wrong in {names[0]}: {verdict.problem}; correct its styles ({listed}), or set "
+                'parallel.tensor_plan to "auto".'
             )
 
 
@@ -131,7 +131,7 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """The layers outside blocks without whose styles there is no ``failure`` of the forward, else all of them.
+    """Returns the layers outside blocks that cause the ``failure`` of the forward by their styles, or else all of them.
 
     Layers of one region have their styles together.
     """

@@ -67,17 +67,17 @@ class CalledModules:
 
     all: set[int] = field(default_factory=set)
     counting: set[int] = field(default_factory=set)
-    """Ids of embeddings whose input is consecutive positions."""
+    """Ids of embeddings with consecutive positions as input."""
 
     def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook: note the call of ``module``."""
+        """Notes the call of ``module``, as its forward pre-hook."""
         self.all.add(id(module))
         if isinstance(module, nn.Embedding) and args and _counts(args[0]):
             self.counting.add(id(module))
 
 
 class SearchedProgram:
-    """A program and an example, of which searches for several numbers of tensor ranks share traces and a digest."""
+    """Program and an example; searches for several numbers of tensor ranks share their traces and digest."""
 
     def __init__(self, program: Program, example: Batch) -> None:
         self.program, self.example = program, example
@@ -90,7 +90,7 @@ class SearchedProgram:
         return ProgramDigest(self.program, self.example)
 
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True) -> FoundStyles:
-        """The styles for ``tp`` tensor ranks.
+        """Returns the styles for ``tp`` tensor ranks.
 
         ``low_rank``: large matrices are products of two thin random ones while blocks are searched and proven.
 
@@ -111,7 +111,7 @@ class SearchedProgram:
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 
     def trace(self, length: int) -> "tuple[_Followed, str]":
-        """The trace of the first of the shortened examples that the model takes; and a note if it takes none.
+        """Returns the trace of the first shortened example that the model accepts, and a note if it accepts none.
 
         A model may count on its own length (image tokens, windows), so the last one tried is the example as it is.
         """
@@ -127,7 +127,7 @@ class SearchedProgram:
         return whole, note if refused else ""
 
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
-        """Arguments of the units for a shorter text; or the reason why a text has no shorter one."""
+        """Returns arguments of the units for a shorter text, or the reason why a text has no shorter one."""
         lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
         if not lengths:
             return None, ""
@@ -142,7 +142,8 @@ class SearchedProgram:
         return found.material, ""
 
     def _tried(self, example: Batch, length: int | None) -> "tuple[_Followed | None, str]":
-        """The trace of ``length`` tokens, or why there is none, and of the example as it is; each is made once."""
+        """Returns the trace of ``length`` tokens, or the reason why there is none, and of the unchanged example; each
+        is traced once."""
         asked = (length, *(size for _, tensor in named_tensors(example) for size in tensor.shape))
         if asked not in self._traced:
             with calls_of_modules(self.called):
@@ -155,7 +156,7 @@ class SearchedProgram:
 
 
 def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Blocks that hold a layer of another block too, and those that share a parameter with one of them.
+    """Returns blocks with a layer of another block, and blocks that share a parameter with one of these.
 
     Such a layer would be cut in one place for the sums of two.
     """
@@ -177,7 +178,7 @@ def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozen
 
 @dataclass
 class _InTheOpen:
-    """A checkpoint handler that runs every region without recomputation."""
+    """Checkpoint handler that runs every region without recomputation."""
 
     inside: bool = False
     regions: list[dict[str, Any]] = field(default_factory=list)
@@ -185,7 +186,8 @@ class _InTheOpen:
 
 @contextmanager
 def search_conditions(model: nn.Module) -> Iterator[None]:
-    """Around a search: reading a weight may change it (spectral norm), and what draws draws alike on all ranks."""
+    """Restores weights and random states after a search: reading a weight may change it (spectral norm), and random
+    draws have to agree on all ranks."""
     # a backward runs what it recomputes outside the arithmetic of a proof
     with (
         restoring_state(model, torch.device("cpu")),
@@ -197,13 +199,13 @@ def search_conditions(model: nn.Module) -> Iterator[None]:
 
 
 def local_name(unit: str, name: str) -> str:
-    """Name inside ``unit`` of something with the name ``name`` in the model; empty for the unit itself."""
+    """Returns the name inside ``unit`` of a module with the name ``name`` in the model; empty for the unit itself."""
     return name[len(unit) + 1 :]
 
 
 @dataclass(frozen=True, slots=True)
 class DistinctUnits:
-    """The units that a search or a proof covers."""
+    """Units that a search or a proof covers."""
 
     units: tuple[Unit, ...]
     trace: ModelTrace
@@ -211,11 +213,11 @@ class DistinctUnits:
     notes: tuple[str, ...]
     """One sentence if the units are known for one length of text only."""
     choice: str = ""
-    """How the forward chooses other paths than that of the trace: a part of a sentence; empty if it has no other."""
+    """Words about the choice of other paths than the traced one: a part of a sentence; empty if there is no other."""
 
 
 def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
-    """The distinct units of a model that have more than one layer.
+    """Returns the distinct units of a model that have more than one layer.
 
     Raises:
         PlanError: the model cannot be followed.
@@ -250,7 +252,7 @@ def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
 
 
 class _Followed(NamedTuple):
-    """An example, what was traced of it, and why the forward has other paths; empty if it has none."""
+    """Example, its trace, and the reason for other paths of the forward; empty if there are none."""
 
     example: Batch
     trace: ModelTrace
@@ -259,7 +261,8 @@ class _Followed(NamedTuple):
 
 
 def _follow(program: Program, example: Batch) -> _Followed:
-    """Trace an example, on one path where code between units chooses others, which is nothing to tensor ranks."""
+    """Traces an example on one path, even if code between units chooses between several, because tensor ranks do not
+    need the others."""
     material = Material()
     try:
         return _Followed(example, trace_example(program, example, 1, material=material), material, "")
@@ -270,8 +273,8 @@ def _follow(program: Program, example: Batch) -> _Followed:
 
 
 def _try_length(program: Program, example: Batch, length: int) -> tuple[_Followed | None, str]:
-    """Trace the example with ``length`` tokens, its floats as they are and then shortened too; else (None, the first
-    error, which is empty if nothing could be shortened)."""
+    """Traces the example with ``length`` tokens, with unchanged floats and then with shortened ones; returns (None, the
+    first error) if both fail, with an empty error if nothing can be shortened."""
     refused, seen = "", [_shapes(example)]
     for floats in (False, True):
         tried = _short(example, length, floats)
@@ -292,7 +295,7 @@ def _shapes(example: Batch) -> list[torch.Size]:
 
 
 def _used(trace: ModelTrace, calls: Sequence[int], everything: bool) -> frozenset[int]:
-    """Outputs of these calls that are read, or ``everything``, since other paths may read others."""
+    """Returns the outputs of these calls that are read, or ``everything``, because other paths may read others."""
     read = {number for value in trace.values for number in value.inputs} | set(trace.result.values())
     read |= {number for call in trace.calls for number in call.inputs}
     outputs = [leaf for index in calls for leaf in enumerate(trace.calls[index].output.leaves)]
@@ -301,7 +304,8 @@ def _used(trace: ModelTrace, calls: Sequence[int], everything: bool) -> frozense
 
 
 def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp: int) -> dict[str, str]:
-    """Vocabulary styles by name, except for layers whose weight other code reads (uncalled layers, glue products)."""
+    """Returns vocabulary styles by name, except for layers with a weight that other code reads (uncalled layers, glue
+    products)."""
     units = {call.unit: model.get_submodule(call.unit) for call in trace.calls}
     inside = {f"{u}.{n}".rstrip("."): m for u, unit in units.items() for n, m in unit.named_modules()}
     inside = {name: module for name, module in inside.items() if id(module) not in called.counting}
@@ -317,7 +321,7 @@ def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp
 
 @contextmanager
 def calls_of_modules(called: CalledModules) -> Iterator[None]:
-    """Inside, ``called`` collects the modules that are called."""
+    """Collects the called modules in ``called`` inside this context."""
     hook = register_module_forward_pre_hook(called.note)
     try:
         yield
@@ -333,7 +337,8 @@ def _counts(ids: Any) -> bool:
 
 
 def _short(example: Batch, length: int, floats: bool = False) -> Batch:
-    """An example with fewer tokens of text; ``floats``: tensors of floats, such as masks, are shortened like text.
+    """Returns an example with fewer tokens of text; ``floats``: tensors of floats, such as masks, are shortened like
+    text.
 
     The copies are contiguous, as the tensors of a data loader are: code may call ``view`` on them.
     """
@@ -363,10 +368,10 @@ class _Search:
     styles: dict[str, str] = field(default_factory=dict)
     reasons: list[Reason] = field(default_factory=list)
     known: list[Decided] = field(default_factory=list)
-    """What was decided about the groups of other units."""
+    """Decisions about the groups of other units."""
 
     def take(self, unit: Unit) -> None:
-        """Find the styles of a group of equal units."""
+        """Finds the styles of a group of equal units."""
         if not self.shared.isdisjoint(unit.alike):
             self._leave([name for name in unit.alike if name in self.shared], "holds a layer of another block too")
             unit = replace(unit, alike=tuple(name for name in unit.alike if name not in self.shared))
@@ -384,7 +389,7 @@ class _Search:
             self.reasons.append(self._reason(unit, one))
 
     def _leave(self, names: Sequence[str], why: str) -> None:
-        """Leave these units whole."""
+        """Leaves these units unsharded."""
         modules = [self.program.model.get_submodule(name) for name in names]
         size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
         self.reasons.append(Reason(_pattern_of(names), "", "replicate", why, size))
@@ -400,7 +405,7 @@ class _Search:
         )
 
     def _decide(self, unit: Unit, drawn: MaterializedBlock) -> list[Decided]:
-        """A strategy for each group of a unit.
+        """Returns a strategy for each group of a unit.
 
         Raises:
             PlanError: another size of the tensor axis could shard a group that this one cannot.
@@ -431,7 +436,7 @@ class _Search:
         return Reason(_pattern_of(unit.alike), style, found.way.how, found.why, size)
 
     def _whole(self, unit: Unit) -> list[str]:
-        """Parameters of the unit that the vocabulary cuts, by name in it."""
+        """Returns parameters of the unit that the vocabulary shards, by name in it."""
         return [f"{local_name(unit.name, name)}.weight" for name in self.styles if is_inside(name, unit.name)]
 
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
@@ -451,7 +456,7 @@ class _Search:
     def _refuse_if_others_fit(
         self, unit: Unit, patterns: GradientSparsity, group: CoupledParameters, search: Search
     ) -> None:
-        """Refuse a replicated group that another size of the tensor axis could shard; keep it if none could."""
+        """Refuses a replicated group that another size of the tensor axis could shard; keeps it if none could."""
         fits = []
         with exactly():
             search.block.eval()

@@ -51,7 +51,7 @@ def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
     if not found:
         raise ConfigError(
             "monitor.expert_load = true, but the model has no experts: neither a module with matrices [experts, ., .] "
-            "that is called with numbers of experts, nor a ModuleList named experts; leave it out."
+            "that is called with numbers of experts, nor a ModuleList named experts; leave monitor.expert_load out."
         )
     return found
 

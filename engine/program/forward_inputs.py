@@ -122,7 +122,8 @@ class ForwardInputs:
             return tuple(microbatch[name] for name in names)
         except (KeyError, IndexError, TypeError) as error:
             raise EngineError(
-                f"inputs names {', '.join(map(repr, names))}, but the batch {_described(microbatch)}; name parts of it."
+                f"inputs names {', '.join(map(repr, names))}, but the batch {_described(microbatch)}; name keys or "
+                "indices of the batch."
             ) from error
 
     def _matching(self, microbatch: Mapping[str, Any]) -> Batch:

@@ -78,8 +78,8 @@ def with_metrics(loss: WeightedLoss, metrics: Mapping[str, Any], names: Sequence
 def _check_named(metrics: Mapping[str, Any], names: Sequence[str], by: str) -> None:
     if unnamed := sorted(set(metrics) - set(names)):
         raise EngineError(
-            f'{by} the metric "{unnamed[0]}", which monitor.metrics does not name; add it there, so that all ranks '
-            "average it, or leave it out."
+            f'{by} the metric "{unnamed[0]}", which monitor.metrics does not name; add it to monitor.metrics, so that '
+            "all ranks average it, or remove it from the metrics."
         )
 
 
@@ -87,8 +87,8 @@ def _summands(metrics: Mapping[str, Any], names: Sequence[str]) -> tuple[Tensor 
     _check_named(metrics, names, "loss_fn returned")
     if missing := [name for name in names if name not in metrics]:
         raise EngineError(
-            f'loss_fn returned no metric "{missing[0]}", which monitor.metrics names; return (loss, '
-            f'{{"{missing[0]}": value}}) for every microbatch, or leave it out there.'
+            f'loss_fn returned no metric "{missing[0]}", which monitor.metrics names; return (loss, {{"{missing[0]}": '
+            "value}) for every microbatch, or remove it from monitor.metrics."
         )
     return _pairs(metrics, names, "loss_fn returned")
 

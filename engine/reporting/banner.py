@@ -370,10 +370,19 @@ def _traffic_line(rank: RankPlan) -> str:
 
 
 def _optimizer_line(plan: Plan) -> str:
-    optimizer = plan.config.optimizer
-    kind = optimizer.kind if optimizer and plan.moments is not None else "given in code"
-    schedule = plan.config.scheduler.type if plan.config.scheduler else "constant lr or given in code"
+    optimizer, scheduler = plan.config.optimizer, plan.config.scheduler
+    kind = _optimizer_words(plan.config) if optimizer and plan.moments is not None else "given in code"
+    unknown = {True: "schedule given in code", False: "constant lr", None: "constant lr or given in code"}
+    schedule = scheduler.type if scheduler else unknown[plan.own_schedule]
     return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"
+
+
+def _optimizer_words(config: Config) -> str:
+    """Returns the configured optimizers with their rates; one that the configuration does not name is a default."""
+    entries = config.optimizer.entries if config.optimizer is not None else ()
+    words = " + ".join(dict.fromkeys(f"{entry.type} lr {entry.params['lr']:g}" for entry in entries))
+    default = bool(config.written) and "optimizer" not in config.written
+    return words + " (the default, since the configuration names no optimizer)" * default
 
 
 logger = logging.getLogger("trine")

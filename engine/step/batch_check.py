@@ -6,7 +6,7 @@ silently wrong if the shapes fit, or leave another rank waiting in a receive.
 The same exchange tells that attributes of the model have changed on a rank. The ranks of a pipeline then compare the
 paths that they have traced: a forward counts its calls only where it runs, and each rank would take a path of its own.
 
-The buffer check, once: data ranks see different rows, so what a forward writes into buffers may differ between them.
+The buffer check, once: data ranks see different rows, so buffers that a forward writes may differ between them.
 """
 
 import zlib
@@ -32,8 +32,8 @@ _MOVED, _TRAINS = 61, 62
 def take_batch(
     take: Callable[[], list[Batch]], comm: Comm, device: torch.device, moved: bool = False
 ) -> tuple[list[Batch], BaseException | None, bool]:
-    """The microbatches of a step, the problem with them, on this rank or on another rank of its replica, and whether
-    attributes of the model have ``moved`` on one of these.
+    """Returns the microbatches of a step, the problem with them on any rank of the replica, and whether attributes of
+    the model have ``moved`` on any of these.
 
     Raises:
         EngineError: a rank of the replica did not come, or has ended.
@@ -57,7 +57,7 @@ def take_batch(
 def check_batch(
     microbatches: Sequence[Batch], problem: BaseException | None, comm: Comm, device: torch.device, moved: bool = False
 ) -> bool:
-    """Compare this rank's batch with its replica's: one all-gather of 8 bytes a rank, label "batch check".
+    """Compares this rank's batch with its replica's: one all-gather of 8 bytes a rank, label "batch check".
 
     Also whether gradients are recorded: a rank that evaluates while others train would meet their collectives.
 
@@ -101,7 +101,7 @@ def check_batch(
 
 
 def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm, device: torch.device) -> None:
-    """Compare the digests of the paths that the ranks of a replica have traced: 8 bytes a rank, label "path check".
+    """Compares the digests of the paths that the ranks of a replica have traced: 8 bytes a rank, label "path check".
 
     ``problem``: the reason why this rank has not traced all; the other ranks learn that there is one.
 
@@ -124,7 +124,8 @@ def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm,
 
 
 def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str | None:
-    """Name of the first saved floating buffer whose content differs between data ranks (running statistics, averages).
+    """Returns the name of the first saved floating buffer (running statistics, averages) whose content differs between
+    data ranks; None if all agree.
 
     One all-gather of 8 bytes a buffer over axis dp, label "buffer check"; none without such buffers. Collective.
     """
@@ -139,12 +140,13 @@ def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str 
 
 
 def small_digest(microbatches: Sequence[Batch]) -> int:
-    """Digest from 1 to 2^20, whose square sums exactly over any number of ranks in fp64."""
+    """Returns a digest from 1 to 2^20, so that sums of its squares are exact in fp64 over any number of ranks."""
     return _digest(microbatches) % (2**20 - 3) + 1
 
 
 def glimpse(microbatch: Batch) -> int | None:
-    """Digest of names, shapes and the first bytes of all tensors; None if one of them lies on a device, or none is."""
+    """Returns a digest of names, shapes and the first bytes of all tensors; None without tensors, or if one is on a
+    device."""
     found: int | None = None
     for name, tensor in named_tensors(microbatch):
         if not is_host(tensor.device):
@@ -157,7 +159,7 @@ def glimpse(microbatch: Batch) -> int | None:
 
 
 def _digest(microbatches: Sequence[Batch]) -> int:
-    """61-bit digest of names, shapes, dtypes and content of all tensors."""
+    """Returns a 61-bit digest of names, shapes, dtypes and content of all tensors."""
     shapes, content = 0, 0
     for index, microbatch in enumerate(microbatches):
         for name, tensor in named_tensors(microbatch):

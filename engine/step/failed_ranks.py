@@ -15,17 +15,26 @@ _BYTES = 384
 
 
 class OtherRankError(EngineError):
-    """A problem that this rank has because another rank has failed, whose own error tells more."""
+    """Problem of this rank because another rank has failed; see the error of that rank."""
 
 
-def problem_of_any(problem: BaseException | None, comm: Comm) -> BaseException | None:
-    """This rank's problem with a step that no data rank has begun, or that of another one; None: nobody has one.
+def problem_of_any(
+    problem: BaseException | None, comm: Comm, device: torch.device, gathers: bool
+) -> BaseException | None:
+    """Returns this rank's problem with a step that no data rank has begun, or another rank's; None: no rank has one.
 
-    Forwards that gather parameters (ZeRO 3) must not begin where another data rank has no batch. The hosts of ranks
-    that gather together exchange one byte, so that nobody waits for a device.
+    Forwards that gather parameters (``gathers``, ZeRO 3) or send rows to experts must not begin where another data rank
+    has no batch. The hosts of ranks that gather together exchange one byte, so that nobody waits for a device; ranks
+    that share experts sum 8 bytes over the axis "ep".
     """
-    told = comm.agree_on_gathers(bytes([problem is not None]), "batch check")
-    if problem is not None or not any(map(any, told)):
+    failed = problem is not None
+    if gathers:
+        failed = any(map(any, comm.agree_on_gathers(bytes([failed]), "batch check")))
+    if comm.grid.experts > 1:
+        flag = torch.tensor([int(failed)], device=device)
+        comm.all_reduce(flag, "ep", "batch check", "max").wait()
+        failed = bool(flag)
+    if problem is not None or not failed:
         return problem
     return OtherRankError(
         "another data rank has no batch, so no rank makes this step; see the error of the rank that failed."
@@ -33,7 +42,8 @@ def problem_of_any(problem: BaseException | None, comm: Comm) -> BaseException |
 
 
 def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.device) -> BaseException:
-    """The error of this rank in a step in which a rank has failed: its own, else one that names the failed ranks.
+    """Returns the error of this rank in a step in which a rank has failed: its own, or else one that names the failed
+    ranks.
 
     Collective over the world: one all-gather of 384 bytes a rank, label "failed ranks", in such a step only.
     """
@@ -43,7 +53,9 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
     if own is not None:
         return own
     if not told:  # nobody but this rank knows of a problem
-        return problem or EngineError("a step failed without a word; see the error of the rank that failed.")
+        return problem or EngineError(
+            "a step failed on another rank, which has sent no error; look for the first traceback of the job."
+        )
     hosts = [told[rank][0] if rank in told else "" for rank in range(comm.grid.world_size)]
     (_, error), *_ = told.values()
     return EngineError(
@@ -53,10 +65,10 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
 
 
 def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
-    """Note that ``call`` has failed here, which other ranks may be in.
+    """Notes that ``call`` has failed on this rank while other ranks may be in it.
 
-    ``alike``: the engine goes on if all ranks fail at this place, see :class:`FailedCalls`. Returns what the rank that
-    failed first says, if this rank has only lost it; None: ``error`` is this rank's own.
+    ``alike``: the engine goes on if all ranks fail at this place, see :class:`FailedCalls`. Returns the error of the
+    rank that failed first, if this rank has only lost it; None: ``error`` is this rank's own.
     """
     comm.failed(call, error, alike)
     return comm.failures.sentence(error)
@@ -72,6 +84,6 @@ def _as_row(own: BaseException | None) -> torch.Tensor:
 
 
 def _read_row(row: bytes) -> tuple[str, str]:
-    """(Host, error)."""
+    """Returns the host and the error of a row."""
     host, _, error = row.rstrip(b"\0").decode(errors="ignore").partition("\n")
     return host, error

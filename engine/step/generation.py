@@ -1,4 +1,4 @@
-"""Text generation with the sharded model: Hugging Face's ``generate``, whose forwards are the engine's predictions.
+"""Text generation with the sharded model: Hugging Face's ``generate``, with predictions of the engine as its forwards.
 
 generate   on a shell: an object of the model's class, with its attributes and another forward
   forward    -> StepRunner.predict: every grid, full logits on every rank of a replica
@@ -47,7 +47,7 @@ class Generation:
 
     @property
     def _generating(self) -> nn.Module:
-        """The model whose ``generate`` runs: of a ``PeftModel`` the one that holds its adapters."""
+        """The model that runs ``generate``: of a ``PeftModel`` the one with its adapters."""
         found: Any = getattr(self._model, "get_base_model", None)
         return found() if callable(found) else self._model
 
@@ -63,17 +63,18 @@ class Generation:
             given = f"a {type(inputs).__name__}{shape}"
             raise EngineError(f"generate was given {given}; give the token ids of the prompts, [rows, tokens].")
         if options.get("use_cache"):
-            raise EngineError("generate(use_cache=True): no keys and values are kept; leave use_cache out.")
+            raise EngineError("generate(use_cache=True): this engine caches no keys and values; leave use_cache out.")
 
     def _draw_alike(self) -> None:
-        """Give the ranks of a replica the random state of its first one, so that all sample the same tokens."""
+        """Gives the ranks of a replica the random state of its first one, so that all sample the same tokens."""
         for generator in generators_of(self._device):
             state = generator.get_state().to(self._device)
             take_from(state, self._comm.grid.is_first("replica"), self._comm, "replica", "generate")
             generator.set_state(state.cpu())
 
     def _forward(self, **given: Any) -> Any:
-        """The model's output for the sequences so far; of a forward's arguments those that are tensors of the rows."""
+        """Returns the model's output for the sequences so far; passes on the arguments of a forward that are tensors of
+        the rows."""
         mask = given.get("attention_mask")
         plain = mask is None or bool(mask.all())  # then positions count from 0 too
         names = ("input_ids", "token_type_ids", *(() if plain else ("attention_mask", "position_ids")))
@@ -85,7 +86,7 @@ class Generation:
 
 
 def _without_cache(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of ``generate`` without a cache; a ``generation_config`` is to be the only one of its kind."""
+    """Returns the options of ``generate`` without a cache; ``generate`` accepts a ``generation_config`` only alone."""
     given = options.get("generation_config")
     if given is None:
         return {**options, "use_cache": False}
@@ -98,7 +99,7 @@ class _PassedOn(nn.Module):
     """In the place of an encoder: its states are the token ids, which beams repeat and reorder as they do states."""
 
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
-        """Token ids [rows, tokens] -> "states" [rows, tokens, 1]."""
+        """Returns "states" [rows, tokens, 1] for token ids [rows, tokens]."""
         from transformers.modeling_outputs import BaseModelOutput
 
         states: Any = input_ids.unsqueeze(-1)
@@ -106,7 +107,7 @@ class _PassedOn(nn.Module):
 
 
 def _shell(model: nn.Module, forward: Any) -> nn.Module:
-    """A shallow copy of ``model`` with another forward and without hooks, which shares everything else."""
+    """Returns a shallow copy of ``model`` with another forward and without hooks; it shares everything else."""
     shell: Any = type(model).__new__(type(model))
     shell.__setstate__(dict(vars(model)))  # copy.copy asks as pickle does, which a model refuses while it is trained
     for name in _HOOKS:

@@ -46,19 +46,19 @@ class MicrobatchRunner:
             step.check_trace = self.trace_again
 
     def again(self, step: StepState) -> "MicrobatchRunner":
-        """The same microbatches for another run, on copies: a model may write into what it is given."""
+        """Returns the same microbatches for another run, as copies, because a model may write into its input."""
         copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
         return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind)
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """The values that a stage receives and sends for a microbatch."""
+        """Returns the values that a stage receives and sends for a microbatch."""
         if self._runtime.pipeline is None:
             return _ALONE
         traced = self._trace(microbatch)
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def trace_all(self) -> None:
-        """Trace every microbatch before anything is sent, so that a failed trace leaves no other rank waiting.
+        """Traces every microbatch before anything is sent, so that a failed trace leaves no other rank waiting.
 
         Raises:
             PlanError, or the model's own error.
@@ -78,7 +78,7 @@ class MicrobatchRunner:
         return list(self._traced.values())
 
     def trace_again(self) -> None:
-        """Trace one microbatch of each traced forward again, after a step whose loss is NaN.
+        """Traces one microbatch of each traced forward again, after a step with a NaN loss.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -91,7 +91,8 @@ class MicrobatchRunner:
                 self._pipeline.traces.check_trace(self._microbatches[index], self.kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
-        """With "output" and "predict": send the outputs of the model from the last stage to where they are wanted."""
+        """Sends the outputs of the model, for "output" and "predict", from the last stage to the ranks that return
+        them."""
         if self.kind not in ("output", "predict"):
             return
         if self._runtime.pipeline is not None:
@@ -100,7 +101,7 @@ class MicrobatchRunner:
         self._step.outputs = [result[0] for result in self._results]
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Run this stage's part of the program; the last stage counts loss, weight and tokens."""
+        """Runs this stage's part of the program; the last stage counts loss, weight and tokens."""
         runtime, given = self._runtime, self._microbatches[microbatch]
         if (pipeline := runtime.pipeline) is None:
             with runtime.forward(*self._random_key(microbatch)), runtime.counting(self._step.experts):
@@ -114,19 +115,20 @@ class MicrobatchRunner:
             return StageOutput(runtime.own(done.sent), self._count(done.result, microbatch) if plan.last else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Context of a backward: gradients are accumulated, and reduced in the last backward of each stage."""
+        """Returns the context of a backward: gradients are accumulated, and reduced in the last backward of each
+        stage."""
         if action.op is not Op.BACKWARD_INPUT:
             return self._runtime.backward(self._which(action.stage, action.microbatch, "whole"))
         deferred = self._deferred[action.stage, action.microbatch] = DeferredWeightGrads()
         return self._runtime.backward(self._which(action.stage, action.microbatch, "input"), deferred)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Compute the weight gradients that the input part of a backward has deferred."""
+        """Computes the weight gradients that the input part of a backward has deferred."""
         deferred = self._deferred.pop((stage, microbatch))
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Context of another action, during whose tensor collectives deferred gradients are computed ahead."""
+        """Returns the context of another action; deferred gradients are computed during its tensor collectives."""
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)
 
@@ -147,9 +149,8 @@ class MicrobatchRunner:
         return self._traced[microbatch]
 
     def _run(self, given: Batch) -> Any:
-        """(sum, weight, metrics) of the loss of a microbatch; with "output" the model's output comes first, with
-        "predict" it is all.
-        """
+        """Returns (sum, weight, metrics) of the loss of a microbatch; "output" puts the model's output first, "predict"
+        returns it alone."""
         runtime = self._runtime
         if self.kind == "predict":
             output = runtime.watched(given, lambda: runtime.program.output(given))
@@ -158,7 +159,7 @@ class MicrobatchRunner:
         return (runtime.own(gather_logits(done.output)), *done.loss) if self.kind == "output" else tuple(done.loss)
 
     def _count(self, result: Any, microbatch: int) -> Tensor | None:
-        """Add the loss to the step; return the root of the backward in training, None otherwise."""
+        """Adds the loss to the step; returns the root of the backward in training, None otherwise."""
         if self.kind in ("output", "predict"):
             self._results.append(result)
         if self.kind == "predict":
@@ -173,10 +174,10 @@ class MicrobatchRunner:
 
 
 def microbatch_copy(microbatch: Batch, device: torch.device) -> Batch:
-    """A microbatch for one forward of a pipeline, into which the model may write; another device gets a copy anyway.
+    """Returns a copy of a microbatch for a forward of a pipeline, into which the model may write.
 
     Microbatches cut from one batch share a version counter, and the forwards of several stages the memory: a write
-    would spoil what another forward has kept for its backward, or what it reads.
+    would spoil saved tensors or inputs of another forward.
     """
     return map_tensors(microbatch, lambda tensor: tensor.clone() if tensor.device == device else tensor)
 

@@ -1,4 +1,4 @@
-"""Features that take part in steps, each as one object: what it does around a step, its state, its end.
+"""Features that take part in steps, each as one object with its actions around a step, its state and its end.
 
     begin_step       before the first forward of a step that trains
     counts           makes the sums to which its forwards add
@@ -25,38 +25,40 @@ from engine.step.state import StepState, StepTotals
 
 
 class PartOrder(IntEnum):
-    """The order in which parts are called, the same in every phase."""
+    """Order in which parts are called, the same in every phase."""
 
     DELAYED_UPDATE = auto()
-    """Ends the update that runs beside the step, before others read weights."""
+    """Ends the update that overlaps with the step, before other parts read weights."""
     DISK = auto()
     """Refuses to save moments that a disk has lost."""
     OFFLOADED = auto()
     """Hides weights and state from the parts below while they wait in host memory."""
     INTEGRITY = auto()
-    """Compares what the update reads with what the last one has left."""
+    """Compares the state that the update reads with the state that the last one has left."""
     REPLICAS = auto()
     """Compares gradients that several ranks compute."""
     COPIES = auto()
     """Compares weights that several ranks hold."""
     BUFFERS = auto()
-    """Puts back what the forwards of a step without update have written."""
+    """Restores buffers that the forwards of a step without update have written."""
     RESIDUALS = auto()
-    """Scales what encodings have left out of gradients."""
+    """Scales the residuals of encoded gradients."""
     AVERAGE = auto()
     """Takes the weights of an update into their average."""
     EXPERTS = auto()
     """Counts the rows of experts."""
+    ROUTERS = auto()
+    """Moves the biases of routers towards an even load."""
 
 
 class Rerun(Protocol):
     """Compares two runs of one step."""
 
     def see(self, name: str, gradient: Tensor) -> None:
-        """Take a gradient of the run."""
+        """Takes a gradient of the run."""
 
     def end(self, loss: Tensor) -> None:
-        """End a run, whose sum of losses this is."""
+        """Ends a run with this sum of losses."""
 
 
 class StepPart:
@@ -66,83 +68,84 @@ class StepPart:
 
     @property
     def hides(self) -> bool:
-        """Weights and state are where the parts after this one cannot read them."""
+        """True if weights or state are not on the device, so that later parts cannot read them."""
         return False
 
     def begin_step(self) -> None:
-        """Begin a step that trains."""
+        """Begins a step that trains."""
 
     def counts(self) -> Tensor | None:
-        """Return the sums, 0 so far, to which the forwards of a step that begins add; None: none."""
+        """Returns sums of 0 to which the forwards of a step that begins add; None: this part counts nothing."""
         return None
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Context of a forward that adds to ``counts``; None: it belongs to no step that trains."""
+        """Returns the context of a forward that adds to ``counts``; None: it belongs to no training step."""
         return nullcontext()
 
     def rerun(self) -> Rerun | None:
-        """Return what compares two runs of the step that begins; None: it runs once."""
+        """Returns the comparison of two runs of the step that begins; None: it runs once."""
         return None
 
     def refuse_own_loop(self) -> None:
-        """Raise if a loop of the user's own cannot have this feature."""
+        """Raises if this feature does not work in a loop of the user's own."""
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Act on reduced gradients; return the step's problem. Every rank calls it, also for a failed step."""
+        """Acts on reduced gradients and returns the step's problem. Every rank calls it, also for a failed step."""
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Act on the totals of all ranks. Collective."""
+        """Acts on the totals of all ranks. Collective."""
 
     def after_update(self) -> None:
-        """Act on updated weights; a delayed update may run still."""
+        """Acts on updated weights; a delayed update may run on."""
 
     def after_skip(self) -> None:
-        """Act on a step without update."""
+        """Acts on a step without update."""
 
     def undo_step(self) -> None:
-        """Undo what a failed step has changed."""
+        """Undoes what a failed step has changed."""
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """End a step, after which ``made`` updates are made. Collective."""
+        """Ends a step, after ``made`` updates. Collective."""
 
     def scaled(self, factor: float) -> None:
-        """Take part in a change of the loss scale by ``factor``; 0: gradients of the step belong to no update."""
+        """Multiplies state of this part by a change of the loss scale; factor 0: gradients of the step belong to no
+        update."""
 
     def changing(self) -> AbstractContextManager[None]:
-        """Context of a call that reads or writes weights or optimizer state between steps."""
+        """Returns the context of a call that reads or writes weights or optimizer state between steps."""
         return nullcontext()
 
     def saving(self) -> AbstractContextManager[None]:
-        """Context of a save. Collective."""
+        """Returns the context of a save. Collective."""
         return nullcontext()
 
     def restarted(self, made: int) -> None:
-        """Begin anew with the weights that were made or loaded, after ``made`` updates."""
+        """Begins anew with the weights that were computed or loaded, after ``made`` updates."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """This rank's state by name, for checkpoints that go on at the same place of the grid."""
+        """Returns this rank's state by name, for checkpoints that resume at the same position of the grid."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take the state of ``state`` back."""
+        """Restores the state that ``state`` has returned."""
 
     def close(self) -> None:
-        """Release what the part holds; the engine is closed."""
+        """Releases the memory and files of this part when the engine closes."""
 
 
 Part = TypeVar("Part", bound=StepPart)
 
 
 class StepParts:
-    """The parts of one engine on this rank, in their order."""
+    """Parts of one engine on this rank, in their order."""
 
     def __init__(self, parts: Iterable[StepPart]) -> None:
         self._parts = sorted(parts, key=lambda part: part.order)
         self._having: dict[str, tuple[StepPart, ...]] = {}
 
     def having(self, phase: Callable[..., object]) -> tuple[StepPart, ...]:
-        """The parts that have something to do in a phase, such as ``StepPart.agreed``."""
+        """Returns the parts that override a phase, such as ``StepPart.agreed``."""
         found = self._having.get(phase.__name__)
         if found is None:
             name = phase.__name__
@@ -151,17 +154,17 @@ class StepParts:
         return found
 
     def find(self, kind: type[Part]) -> Part | None:
-        """The part of this kind; None: the feature is off."""
+        """Returns the part of this kind; None: the feature is off."""
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
     def undo_step(self) -> None:
-        """Undo what a failed step has changed."""
+        """Undoes what a failed step has changed."""
         for part in self.having(StepPart.undo_step):
             part.undo_step()
 
     @contextmanager
     def undoing_failures(self) -> Iterator[None]:
-        """Context of the end of a step, which is undone if it raises."""
+        """Undoes the step if the end of it raises inside this context."""
         try:
             yield
         except BaseException:
@@ -170,7 +173,7 @@ class StepParts:
 
     @contextmanager
     def entering(self, contexts: Callable[[StepPart], AbstractContextManager[None]]) -> Iterator[None]:
-        """Context of all parts' contexts: of ``StepPart.changing`` or ``StepPart.saving``."""
+        """Enters the contexts of all parts: ``StepPart.changing`` or ``StepPart.saving``."""
         with ExitStack() as stack:
             for part in self.having(contexts):
                 stack.enter_context(getattr(part, contexts.__name__)())

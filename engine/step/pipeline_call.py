@@ -87,14 +87,14 @@ def check_joins(trace: ModelTrace, part: Arguments) -> None:
         if not shape or shape[0] not in rows:
             what = f"a tensor of shape {shape}" if shape else "a number, such as the mean of a loss,"
             raise EngineError(
-                f"the model returns {what} for a part of a batch, but outputs of parts are joined by their rows; "
+                f"the model returns {what} for a microbatch, but outputs of microbatches are joined along their rows; "
                 "compute the loss from the joined outputs, or leave train_micro_batch_size_per_gpu out of "
-                "engine_config, so that a batch is one part."
+                "engine_config, so that a batch is one microbatch."
             )
 
 
 def joined_parts(outputs: Sequence[Any]) -> Any:
-    """Joins the outputs of the parts: tensors along dim 0; all other values are those of the first part."""
+    """Joins the outputs of the parts: tensors along dim 0; all other values come from the first part."""
     if len(outputs) == 1:
         return outputs[0]
     spec = pytree.tree_structure(outputs[0])
@@ -107,11 +107,11 @@ def _joined(column: tuple[Any, ...]) -> Any:
 
 
 Gradients = Sequence[Tensor | None]
-"""Of each tensor; None where the loss does not read it."""
+"""Gradient of each tensor; None if the loss does not read it."""
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """The tensors with a graph that ends at them: a backward that reaches any of them calls ``arrive`` once.
+    """Returns tensors at which a new graph starts: a backward that reaches any of them calls ``arrive`` once.
 
     They may be written into, as outputs of a model may.
     """
@@ -121,9 +121,10 @@ def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tup
 
 
 def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
-    """A 0-dim root: its backward goes on from ``tensors`` with what ``gradients`` then has, and empties it.
+    """Returns a 0-dim root whose backward continues from ``tensors`` with the content of ``gradients``, and empties
+    ``gradients``.
 
-    Empty gradients are those of a loss that reads none of the tensors.
+    Gradients are empty if the loss reads none of the tensors.
     """
     root: Tensor = _Root.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return root
@@ -168,7 +169,7 @@ _KIND = "call"
 
 @dataclass(slots=True)
 class _Arrivals:
-    """Calls whose outputs have got gradients in the backward that runs."""
+    """Calls with gradients of their outputs in the running backward."""
 
     open: bool = False
     """A backward of the engine's runs."""
@@ -178,25 +179,26 @@ class _Arrivals:
 
 
 class PipelineCalls:
-    """The calls of one loop on this rank."""
+    """Calls of one loop on this rank."""
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
         self._arrivals, self._count = _Arrivals(), 0
         self.compares_paths = False
-        """An attribute of the model has changed on a rank, so the ranks compare what they trace of the next call."""
+        """An attribute of the model has changed on a rank, so the ranks compare their traces of the next call."""
         self._newest: Arguments | None = None
         """Arguments of the newest call that may be differentiated."""
         self._rows: dict[int, RankSchedule] = {}
         """This rank's actions, by the number of parts."""
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], rows: int | None) -> Any:
-        """The model's output for one batch, on every rank of the replica, plain and attached to a graph in training.
+        """Returns the model's output for one batch, on every rank of the replica; in training it is attached to a
+        graph.
 
         Collective over the pipeline; values go over pp as in a step, outputs too.
 
         Args:
-            key: what the random numbers of the forward follow from.
+            key: seed of the random numbers of the forward.
             rows: of the parts that go through the stages one after the other; None: the batch is one part.
 
         Raises:
@@ -222,7 +224,7 @@ class PipelineCalls:
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Context of a backward from the loss to the outputs, after which the stages of their calls run back."""
+        """Opens a backward from the loss to the outputs; at the end, the stages of the calls run their backward."""
         arrivals = self._arrivals
         arrivals.open = True
         try:
@@ -236,11 +238,12 @@ class PipelineCalls:
             arrivals.calls.clear()
 
     def expire(self) -> None:
-        """Weights may have changed: no call before now can be differentiated any more."""
+        """Marks all calls before now as stale, because weights may have changed: none can be differentiated any
+        more."""
         self._arrivals.updates += 1
 
     def check_trace(self) -> None:
-        """Trace the newest call again, after a step whose loss is NaN.
+        """Traces the newest call again, after a step with a NaN loss.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -258,7 +261,7 @@ class PipelineCall:
         self, runtime: RankRuntime, parts: Sequence[Arguments], row: RankSchedule, key: tuple[int, ...],
         arrivals: _Arrivals, number: int,
     ) -> None:  # fmt: skip
-        """``row``: the actions of this rank, forwards and then backwards."""
+        """Takes ``row``: the actions of this rank, forwards and then backwards."""
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
         self._arguments, self._row, self._key = parts, row, key
         self._arrivals = arrivals
@@ -267,9 +270,9 @@ class PipelineCall:
         self._executor = runtime.executor.apart()
         self._traced: list[TracedForward] = []
         self._results: list[Any] = []
-        """Of each part, on the last stage."""
+        """Outputs of each microbatch, on the last stage."""
         self._gradients: list[list[Tensor | None]] = [[] for _ in parts]
-        """Of the outputs of each part, once they have arrived."""
+        """Gradients of the outputs of each microbatch, once they have arrived."""
         self._which = Backward(last=False)
         self._backwards: Counter[int] = Counter()
         """Backwards that each stage has begun."""
@@ -277,7 +280,7 @@ class PipelineCall:
         """True if the backward of the stages has run, and the number of updates before the call."""
 
     def trace(self, compares: bool) -> None:
-        """Trace the parts. Nothing is communicated, unless the ranks of the replica compare their paths.
+        """Traces the microbatches. Communicates nothing, unless the ranks of the replica compare their paths.
 
         Raises:
             EngineError: outputs of several parts do not join, or ranks take different paths.
@@ -306,7 +309,7 @@ class PipelineCall:
                 check_joins(traced.trace, part)
 
     def run(self) -> Any:
-        """The output of the batch, on every rank."""
+        """Returns the output of the batch, on every rank."""
         runtime, forwards = self._runtime, range(len(self._row.actions) // 2)
         carrier = Carrier(runtime.comm, runtime.program.device, runtime.plan.last_rank, everywhere=True)
         with runtime.running(), runtime.passes(self._passes(forwards)):
@@ -317,7 +320,7 @@ class PipelineCall:
         return joined_parts([self._attached(index, result) for index, result in enumerate(brought)])
 
     def run_back(self, which: Backward) -> None:
-        """Run the stages back, from the gradients that have arrived."""
+        """Runs the backward of the stages, from the gradients that have arrived."""
         self._which, self._spent = which, True
         backwards = range(len(self._row.actions) // 2, len(self._row.actions))
         with self._runtime.running(), self._runtime.passes(self._passes(backwards)):
@@ -332,14 +335,14 @@ class PipelineCall:
         ranks = self._runtime.plan.config.pp
         if not self._arrivals.open:
             raise EngineError(
-                f"a backward that the engine has not begun, with parallel.pipeline {ranks}: it reaches the outputs and "
-                "not the stages that made them; call eng.backward(loss), or accelerator.backward(loss), in place of "
+                f"loss.backward() was called with parallel.pipeline {ranks}, where it reaches the outputs and not the "
+                "stages that computed them; call eng.backward(loss), or accelerator.backward(loss), in place of "
                 "loss.backward()."
             )
         if self._spent:
             raise EngineError(
-                f"a second backward through one forward with parallel.pipeline {ranks}: its stages keep their "
-                "activations for one backward; add the losses before one backward, or call the model again."
+                f"backward was called twice through one forward with parallel.pipeline {ranks}, where stages keep "
+                "their activations for one backward; add the losses before one backward, or call the model again."
             )
         if self._updates != self._arrivals.updates:
             raise stale_forward()
@@ -351,7 +354,7 @@ class PipelineCall:
         return self._row._replace(passes=self._row.actions[actions.start : actions.stop])
 
     def _attached(self, index: int, result: Any) -> Any:
-        """The output of a part whose graph ends at the outputs, as this rank's loop sees it."""
+        """Returns the output of a microbatch with a graph that ends at the outputs, for this rank's loop."""
         leaves, spec = pytree.tree_flatten(result)
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if places := self._graded(self._traced[index].trace):
@@ -362,7 +365,7 @@ class PipelineCall:
         return output
 
     def _graded(self, trace: ModelTrace) -> list[int]:
-        """Places of the outputs through which a gradient flows back, alike on every rank."""
+        """Returns places of the outputs through which a gradient flows back, equal on every rank."""
         if not torch.is_grad_enabled():
             return []
         parameters = dict(self._runtime.program.model.named_parameters())
@@ -377,12 +380,12 @@ class PipelineCall:
     # ------------------------------------------------------------------ what the executor calls
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Plan and values of a stage."""
+        """Returns the partition's plan of a stage and the traced values of a microbatch."""
         traced = self._traced[microbatch]
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Run a stage; the last one begins its backward at all outputs through which a gradient flows."""
+        """Runs a stage forward; the last stage begins its backward at all outputs through which a gradient flows."""
         runtime, (trace, partition) = self._runtime, self._traced[microbatch]
         run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]
         key = self._key if len(self._arguments) == 1 else (*self._key, -1 - microbatch)
@@ -397,7 +400,8 @@ class PipelineCall:
         return StageOutput(sent, resume_graph(outputs, self._gradients[microbatch]) if outputs else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Context of a stage's backward: gradients are accumulated, and reduced in the last one of each stage."""
+        """Returns the context of a stage's backward: gradients are accumulated, and reduced in the last one of each
+        stage."""
         self._backwards[action.stage] += 1
         last = self._which.last and self._backwards[action.stage] == len(self._arguments)
         which = self._which._replace(last=last, stage=action.stage, microbatch=action.microbatch)
@@ -405,11 +409,11 @@ class PipelineCall:
         return self._runtime.backward(which)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Never called: no backward of a call is split."""
+        """Raises, because no backward of a call is split."""
         raise AssertionError("there and back has no deferred weight gradients")
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Nothing is computed beside an action."""
+        """Returns an empty context: no computation overlaps with an action."""
         return nullcontext()
 
 
@@ -419,15 +423,15 @@ def _pipeline_of(runtime: RankRuntime) -> PipelineRuntime:
 
 
 def stale_forward() -> EngineError:
-    """The error about a backward through weights that are no longer there."""
+    """Returns the error about a backward through weights that have changed since."""
     return EngineError(
-        "a backward after step(): the weights have changed since the forward that it differentiates; call eng(batch) "
-        "again, and backward before step()."
+        "backward was called after step(), but the weights have changed since the forward that it differentiates; "
+        "call eng(batch) again, and backward before step()."
     )
 
 
 def _run(runtime: RankRuntime, given: Arguments) -> tuple[Any]:
-    """The plain output of the model, alone in a tuple, from copies of what it is given."""
+    """Returns the plain output of the model, alone in a tuple, from copies of its input."""
     args, kwargs = microbatch_copy(given, runtime.program.device)
     output = runtime.watched((args, kwargs), lambda: runtime.program.call(*args, **kwargs))
     return (runtime.own(gather_logits(output)),)
@@ -438,6 +442,6 @@ def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: i
     for name, tensor in named_tensors(given):
         if tensor.requires_grad and torch.is_grad_enabled():
             raise EngineError(
-                f"{name} requires a gradient, with parallel.pipeline {ranks}: gradients of a forward end at the "
-                "parameters of its stages; detach it, or compute it in the model."
+                f"{name} requires a gradient with parallel.pipeline {ranks}, where the gradients of a forward end at "
+                "the parameters of its stages; detach it, or compute it in the model."
             )

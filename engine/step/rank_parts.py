@@ -1,9 +1,9 @@
-"""Parts of a step that act on what this rank holds: gradients and weights of several ranks, averages, residuals.
+"""Parts of a step that act on state of this rank: gradients and weights of several ranks, averages, residuals.
 
 Rollback of buffers that a forward writes (running statistics, counters), for steps that are skipped.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from engine.zero.reduce.weight_copies import WeightCopies
 
 
 class DelayedUpdates(StepPart):
-    """Brings the update that has run beside a step."""
+    """Brings the weights of an update that has overlapped with a step."""
 
     order = PartOrder.DELAYED_UPDATE
 
@@ -40,35 +40,35 @@ class DelayedUpdates(StepPart):
         return self._delayed.pending
 
     def problem(self) -> EngineError | None:
-        """Wait for the update; return why it cannot be brought."""
+        """Waits for the update; returns the reason why it cannot be brought to the device."""
         return self._delayed.problem()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Wait for the update; return the problem of the step."""
+        """Waits for the update; returns the problem of the step."""
         late = self.problem()
         return step.problem or late
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Bring the weights, on which the next update builds."""
+        """Brings the weights to the device, because the next update builds on them."""
         self.bring()
 
     def bring(self) -> None:
-        """Finish the update, and bring its weights to the device. Collective over the data ranks."""
+        """Finishes the update, and brings its weights to the device. Collective over the data ranks."""
         if self._delayed.finish() and self._gatherer is not None:
             self._gatherer.forget()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Wait for the update, whose weights may still wait to be brought."""
+        """Waits for the update; its weights may wait on the host."""
         self._delayed.join()
         yield
 
     def saving(self) -> AbstractContextManager[None]:
-        """Wait for the update."""
+        """Waits for the update."""
         return self.changing()
 
     def close(self) -> None:
-        """Wait for the update, and bring its weights as far as that takes no other rank."""
+        """Waits for the update, and brings its weights to the device as far as that needs no other rank."""
         self._optimizer.end_delayed()
 
 
@@ -82,12 +82,12 @@ class MomentsOnDisk(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Refuse to save moments that a disk has lost."""
+        """Refuses to save moments that a disk has lost."""
         self._disk.refuse_failed()
         yield
 
     def close(self) -> None:
-        """Close the files."""
+        """Closes the files."""
         self._disk.close()
 
 
@@ -95,7 +95,7 @@ class StatesOnHost(StepPart):
     """Moves state to host memory between two phases of a run.
 
     Args:
-        states: what waits there.
+        states: the offloaded state.
     """
 
     order = PartOrder.OFFLOADED
@@ -105,19 +105,19 @@ class StatesOnHost(StepPart):
 
     @property
     def hides(self) -> bool:
-        """Some of it waits there."""
+        """True if weights or state are in host memory, and so missing on the device."""
         return bool(self.states.kinds)
 
     def changing(self) -> AbstractContextManager[None]:
-        """Keep state where it is while a call refers to it."""
+        """Keeps state on its device while a call refers to it."""
         return self.states.held()
 
     def saving(self) -> AbstractContextManager[None]:
-        """Hide from a save what waits."""
+        """Hides offloaded state from a save."""
         return nullcontext()
 
     def close(self) -> None:
-        """Bring parameters back, which the user's model keeps."""
+        """Brings parameters back to the device for the user's model."""
         self.states.reload({PARAMETERS})
 
 
@@ -130,16 +130,43 @@ class CountedExperts(StepPart):
         self._counter = counter
 
     def counts(self) -> Tensor:
-        """Return 0 for each expert."""
+        """Returns 0 for each expert."""
         return self._counter.zeros()
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Add the rows of a forward to ``counts``."""
+        """Adds the rows of a forward to ``counts``."""
         return self._counter.counting(counts)
 
 
+class BalancedRouters(StepPart):
+    """Moves the biases of routers by ``rate`` after an update: up for experts below the mean load, down above it.
+
+    The load is that of the whole step over all ranks, and each row counts once, also under recomputation.
+
+    Args:
+        biases: the buffers [experts] of the routers, with the first of their experts among all that are counted.
+    """
+
+    order = PartOrder.ROUTERS
+
+    def __init__(self, biases: Sequence[tuple[Tensor, int]], rate: float) -> None:
+        self._biases, self._rate = biases, rate
+        self._load: tuple[float, ...] = ()
+
+    def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
+        """Take the load of the step."""
+        self._load = totals.experts
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Move the biases."""
+        for bias, start in self._biases:
+            load = torch.tensor(self._load[start : start + len(bias)], dtype=torch.float64)
+            bias.add_((load.mean() - load).sign().to(bias), alpha=self._rate)
+
+
 class EqualGradients(StepPart):
-    """Compares, in the first step, the gradients that all tensor ranks should compute alike."""
+    """Compares, in the first step, the gradients that should be equal on all tensor ranks."""
 
     order = PartOrder.REPLICAS
 
@@ -147,17 +174,17 @@ class EqualGradients(StepPart):
         self._check = check
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Return the error found; every rank of a stage takes part, also one whose step has failed."""
+        """Returns the error found; every rank of a stage takes part, also after a failed step."""
         found = self._check.run(step.sent) if self._check.places else None
         return found or step.problem
 
 
 _OFTEN = 64
-"""Steps between two comparisons of weights, once a run goes on; before, those whose number is a power of two."""
+"""Steps between two comparisons of weights; the first comparisons follow steps 1, 2, 4 and so on."""
 
 
 class EqualWeights(StepPart):
-    """Compares, in some steps, the weights that several ranks hold; the digest travels in the control sum."""
+    """Comparison, in some steps, of weights with copies on several ranks; the control sum includes the digest."""
 
     order = PartOrder.COPIES
 
@@ -165,20 +192,20 @@ class EqualWeights(StepPart):
         self._copies, self._optimizer, self._steps = copies, optimizer, 0
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Take the digest if one is due; a delayed update may write its weights meanwhile."""
+        """Computes the digest if one is due; a delayed update may write its weights meanwhile."""
         self._steps += 1
         due = self._steps > 2 and (not self._steps % _OFTEN or not self._steps & (self._steps - 1))
         step.copies = self._copies.digest() if due and self._optimizer.delayed is None else None
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Name the weight that differs, if one does."""
+        """Raises with the name of the weight that differs, if one does."""
         if step.copies is not None:
             self._copies.compare(totals.digest_squared, step.sent)
 
 
 class EncodingResiduals(StepPart):
-    """Keeps what encodings have left out of gradients in the scale of the next step."""
+    """Keeps the residuals of encoded gradients in the scale of the next step."""
 
     order = PartOrder.RESIDUALS
 
@@ -186,17 +213,17 @@ class EncodingResiduals(StepPart):
         self._reducer, self.encoder = reducer, encoder
 
     def scaled(self, factor: float) -> None:
-        """Scale the residuals."""
+        """Scales the residuals of error feedback."""
         sent = self.encoder.residuals if self.encoder is not None else ()
         for residual in (*self._reducer.residuals.values(), *sent):
             residual.mul_(factor)
 
     def after_skip(self) -> None:
-        """Forget residuals of gradients that belong to no update."""
+        """Forgets residuals of gradients that belong to no update."""
         self.scaled(0.0)
 
     def undo_step(self) -> None:
-        """Forget residuals of gradients that belong to no update."""
+        """Forgets residuals of gradients that belong to no update."""
         self.scaled(0.0)
 
 
@@ -213,13 +240,13 @@ class AverageOfWeights(StepPart):
         self.weights = weights
 
     def after_update(self) -> None:
-        """Take the new weights in."""
+        """Adds the new weights to the average."""
         if self.weights.moving is not None:
             self.weights.moving.update()
 
 
 class _Seen(NamedTuple):
-    """A buffer as it was before a step."""
+    """Buffer as it was before a step."""
 
     module: nn.Module
     leaf: str
@@ -228,7 +255,7 @@ class _Seen(NamedTuple):
     copy: Tensor | None
 
     def written(self) -> bool:
-        """The buffer is now another tensor, or has other content.
+        """Returns True if the buffer is another tensor now, or has other content.
 
         The version alone is not enough: torch's batch normalisation writes its running mean without counting it.
         """
@@ -242,7 +269,7 @@ class WrittenBuffers(StepPart):
     """Copies of the buffers that a step may write.
 
     The first step in each combination of train and eval modes copies and compares all buffers; later steps copy only
-    the buffers that some step has written, and those that have come since. Between steps no copy is held.
+    the buffers that some step has written, and new buffers. Between steps there is no copy.
 
     A forward may register a buffer in any step, so a model that begins without one is watched too. The step that
     registers a buffer keeps it, since nothing was there before.
@@ -260,7 +287,7 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Copy the buffers, before the first forward of a step."""
+        """Copies the buffers, before the first forward of a step."""
         self._seen = []
         holders = [module for module in self._modules if module._buffers]
         compared = self._compared.get(self._mode(), set()) if holders else set()
@@ -272,7 +299,7 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def undo_step(self) -> None:
-        """Undo what the forwards of a step without update have written."""
+        """Restores the buffers that forwards of a step without update have written."""
         seen = list(self._seen)
         self.after_update()
         for each in seen:
@@ -281,11 +308,11 @@ class WrittenBuffers(StepPart):
                 each.module._buffers[each.leaf] = each.buffer
 
     def after_skip(self) -> None:
-        """Undo what the forwards have written."""
+        """Restores the buffers that the forwards have written."""
         self.undo_step()
 
     def after_update(self) -> None:
-        """End the step: drop the copies, and note which buffers it has written."""
+        """Ends the step: drops the copies, and notes the buffers that it has written."""
         for seen in self._seen:
             key = id(seen.module), seen.leaf
             if key not in self._written and seen.written():
@@ -295,7 +322,7 @@ class WrittenBuffers(StepPart):
         self._seen = []
 
     def state(self) -> dict[str, Tensor]:
-        """Every buffer that steps have written on this rank, as buffer/NAME."""
+        """Returns every buffer that steps have written on this rank, as buffer/NAME."""
         return {
             _key(path, leaf): buffer.detach()
             for path, module in self._named
@@ -305,7 +332,7 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore buffers, whose shape or dtype forwards may have changed."""
+        """Restores buffers; forwards may have changed their shape or dtype."""
         for path, module in self._named:
             for leaf, buffer in module._buffers.items():
                 saved = state.get(_key(path, leaf))

@@ -63,7 +63,7 @@ class Remarks:
         self._batches_told = False
 
     def look(self, microbatches: Sequence[Batch]) -> None:
-        """Look at a step before its first forward; ``microbatches``: its batch, or the first part of it."""
+        """Checks a step before its first forward; ``microbatches``: its batch, or the first microbatch."""
         if not self._speaks:
             return
         if not self._modes_told and self._model.training is not self._training:
@@ -138,7 +138,7 @@ _COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the 
 
 
 class FinishedStep(NamedTuple):
-    """A step that all ranks have agreed on."""
+    """Step that all ranks have agreed on."""
 
     state: StepState
     outcome: UpdateOutcome
@@ -171,16 +171,16 @@ class StepRunner:
         return self._update.made
 
     def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
-        """See :meth:`engine.Engine.train_batch`."""
+        """Trains one step; see :meth:`engine.Engine.train_batch`."""
         if not self._trains:
             if self._config.optimizer is None:
                 raise EngineError(
-                    "train_batch of an engine without an optimizer, which can only evaluate; name one in the config, "
-                    "or pass optimizer=... to engine.initialize."
+                    "train_batch was called on an engine without an optimizer, which can only evaluate; name one in "
+                    "the config, or pass optimizer=... to engine.initialize."
                 )
             raise EngineError(
-                "train_batch: the model has no trainable parameter; set requires_grad on the parameters to train "
-                "before engine.initialize, or call eval_batch or predict."
+                "train_batch was called, but the model has no trainable parameter; set requires_grad on the "
+                "parameters to train before engine.initialize, or call eval_batch or predict."
             )
         step, microbatches = self._open(batch, "train")
         reruns = [part.rerun() for part in self._runtime.parts.having(StepPart.rerun)]
@@ -191,7 +191,7 @@ class StepRunner:
         return self.finish(step)
 
     def _run_twice(self, step: StepState, microbatches: MicrobatchRunner, computed: Rerun) -> None:
-        """Run forwards and backwards, then once more from the same state; the update uses what the second run gives.
+        """Runs forwards and backwards twice from the same state; the update uses the result of the second run.
 
         A rank with a problem joins the second run's reductions only. ``sent`` gets the traffic of the second run, which
         the step leaves out.
@@ -216,14 +216,14 @@ class StepRunner:
         step.problem, step.reduced = step.problem or again.problem, True
 
     def _begin_again(self) -> None:
-        """Put back what forwards have written, for a second run from the same state."""
+        """Restores the state that forwards have changed, for a second run."""
         if (buffers := self._runtime.parts.find(WrittenBuffers)) is not None:
             buffers.undo_step()
             buffers.begin_step()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
-        """See :meth:`engine.Engine.eval_batch`."""
+        """Evaluates one batch; see :meth:`engine.Engine.eval_batch`."""
         with evaluating(self._model):
             step, microbatches = self._open(batch, kind)
             self._run_schedule(step, microbatches, self._evaluation)
@@ -235,17 +235,19 @@ class StepRunner:
 
     @torch.no_grad()
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
-        """See :meth:`engine.Engine.predict`; ``together``: data ranks without rows ``accompany`` this call."""
+        """Predicts one batch; see :meth:`engine.Engine.predict`; ``together``: data ranks without rows ``accompany``
+        this call."""
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):
             taken = self._take(partial(split, batch, micro or self._config.micro), step)
-        together = together or self._runtime.gatherer is not None
+        together = together or self._runtime.data_ranks_meet
         count = self._most_forwards(len(taken), step) if together else len(taken)
         return join_outputs(self._outputs(step, taken, count))
 
     @torch.no_grad()
     def accompany(self, batch: Batch) -> bool:
-        """Take part in one ``predict`` of data ranks that have rows left, with rows of ``batch``; False if none has."""
+        """Takes part in one ``predict`` of data ranks that have rows left, with rows of ``batch``; returns False if no
+        rank has any."""
         step = self.begin()
         count = self._most_forwards(0, step)
         if count:
@@ -256,7 +258,7 @@ class StepRunner:
         return count > 0
 
     def _outputs(self, step: StepState, taken: list[Batch], count: int) -> list[Any]:
-        """The outputs for the microbatches ``taken``, in ``count`` forwards; collective over the world."""
+        """Returns the outputs for the microbatches ``taken``, from ``count`` forwards. Collective over the world."""
         runtime, comm = self._runtime, self._comm
         microbatches = [*taken, *taken[-1:] * (count - len(taken))]
         row = rank_schedule(runtime.plan.forwards(max(count, 1)), comm.grid.coord().pp)
@@ -269,7 +271,7 @@ class StepRunner:
     # ------------------------------------------------------------------ parts of a step
 
     def begin(self, started: float | None = None) -> StepState:
-        """Start a step; ``started``: when, by ``time.perf_counter``, if it was before now."""
+        """Starts a step; ``started``: its time by ``time.perf_counter``, if it has begun before."""
         self._attachment.check()
         if torch.is_grad_enabled():
             self._update.used_factor = None
@@ -286,7 +288,8 @@ class StepRunner:
         )
 
     def _open(self, batch: Batch | Iterator[Batch], kind: StepKind) -> tuple[StepState, MicrobatchRunner]:
-        """Start a step; a bad batch becomes its problem, so that the other ranks do not wait for this one."""
+        """Starts a step; a bad batch becomes the problem of the step, so that the other ranks do not wait for this
+        one."""
         step = self.begin()
         if torch.is_grad_enabled():
             for part in self._runtime.parts.having(StepPart.begin_step):
@@ -309,14 +312,15 @@ class StepRunner:
         return step, MicrobatchRunner(self._runtime, step, taken, self.random_key, kind)
 
     def _take(self, take: Callable[[], list[Batch]], step: StepState) -> list[Batch]:
-        """The microbatches of a step, checked on all ranks of the replica; a problem with them becomes the step's."""
+        """Returns the microbatches of a step, checked on all ranks of the replica; notes a problem with them in the
+        step."""
         pipeline = self._runtime.pipeline
         moved = pipeline is not None and pipeline.traces.refresh()
         taken, step.problem, step.compares_paths = take_batch(take, self._comm, self._device, moved)
         return taken
 
     def _most_forwards(self, own: int, step: StepState) -> int:
-        """The largest number of forwards of any data rank, which all of them make; 8 bytes over dp."""
+        """Returns the largest number of forwards of any data rank, which all ranks run; 8 bytes over dp."""
         most = torch.tensor([own if step.problem is None else _NO_BATCH], device=self._device)
         self._comm.all_reduce(most, self._comm.grid.rows, "predict", "max").wait()
         if int(most) < _NO_BATCH:
@@ -327,7 +331,8 @@ class StepRunner:
         return own
 
     def _tell(self, microbatch: Batch) -> Exception | None:
-        """Say what forward is not given; a batch of which that is not known is a problem on every rank alike."""
+        """Logs the parts of a batch that forward does not receive; returns an error, equal on all ranks, if these are
+        unknown."""
         try:
             note = self._runtime.program.inputs.note(microbatch)
         except Exception as problem:  # a function of the user may raise anything
@@ -338,7 +343,8 @@ class StepRunner:
         return None
 
     def _run_schedule(self, step: StepState, microbatches: MicrobatchRunner, row: RankSchedule) -> None:
-        """Trace all microbatches, then run them; an error is kept in ``step`` if all ranks can reach the control sum.
+        """Traces all microbatches, then runs them; an error is stored in ``step`` if all ranks can reach the control
+        sum.
 
         A failure while tracing is kept: tracing sends nothing, and the whole replica traces the same batch; where
         parameters are gathered, data ranks tell each other. A failure while running is raised at once if other ranks
@@ -355,8 +361,8 @@ class StepRunner:
             step.problem = problem
         if step.compares_paths:
             self._compare_paths(step, microbatches)
-        if runtime.gatherer is not None:
-            step.problem = problem_of_any(step.problem, self._comm)
+        if runtime.data_ranks_meet:
+            step.problem = problem_of_any(step.problem, self._comm, self._device, runtime.gatherer is not None)
         if step.problem is not None:
             return  # no action runs on any rank of the replica, so none waits; the control sum tells the other replicas
         try:
@@ -387,7 +393,7 @@ class StepRunner:
 
     @contextmanager
     def _agreeing(self, call: str, step: StepState) -> Iterator[None]:
-        """Context of the agreement of all ranks on a step; what it raises on all of them leaves the engine sound."""
+        """Opens the agreement of all ranks on a step; an error that all ranks raise in it leaves the engine usable."""
         try:
             yield
         except BaseException as error:
@@ -397,7 +403,7 @@ class StepRunner:
             raise
 
     def finish(self, step: StepState) -> FinishedStep:
-        """Agree on the step with all ranks, and update or skip it; a failed one leaves buffers as they were."""
+        """Agrees on the step with all ranks, and updates or skips it; a failed step restores the buffers."""
         step.problem = step.problem or self._control.take_problem() or self._problem_of_forward()
         with self._agreeing("an update", step), self._runtime.parts.undoing_failures():
             finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
@@ -409,7 +415,7 @@ class StepRunner:
         return finished
 
     def _problem_of_forward(self) -> EngineError | None:
-        """Why the first forward has taken a parameter from the engine, before anything is updated."""
+        """Returns an error if the first forward has taken a parameter from the engine, before any update."""
         if not self._finished:
             try:
                 self._attachment.check()
@@ -428,6 +434,6 @@ class StepRunner:
             )
 
     def random_key(self, index: int) -> tuple[int, int, int]:
-        """(seed, step, global microbatch), which is the same on every grid."""
+        """Returns (seed, step, global microbatch), which is equal on every grid."""
         first = self._comm.grid.row_rank * self._config.accumulation
         return self._config.seed, self._update.made, first + index

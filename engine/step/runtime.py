@@ -39,7 +39,7 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRuntime:
-    """The parts of this rank that only a pipeline has."""
+    """Parts of this rank that only a pipeline has."""
 
     stage: Stage
     traces: TraceCache
@@ -114,11 +114,17 @@ class RankRuntime:
     def communicates(self) -> bool:
         """True if forwards communicate, so that other ranks wait for a rank that fails."""
         grid = self.comm.grid
-        return grid.size("replica") > 1 or (self.gatherer is not None and grid.size(grid.sharding) > 1)
+        gathers = self.gatherer is not None and grid.size(grid.sharding) > 1
+        return grid.size("replica") > 1 or gathers or grid.experts > 1
+
+    @property
+    def data_ranks_meet(self) -> bool:
+        """True if data ranks communicate in forwards: they gather parameters, or send rows to experts."""
+        return self.gatherer is not None or self.comm.grid.experts > 1
 
     @contextmanager
     def forward(self, *key: int, trace: ModelTrace | None = None) -> Iterator[None]:
-        """Context of a microbatch's forward; ``key`` seeds its random numbers, unless its ``trace`` draws none."""
+        """Opens a microbatch's forward; ``key`` seeds its random numbers, unless its ``trace`` draws none."""
         draws = trace is None or trace.random or trace.host_random
         host = trace.host_random if trace is not None else None
         streams = self.streams.forward(*key, host=host) if draws else nullcontext()
@@ -136,24 +142,25 @@ class RankRuntime:
 
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
-        """Context of a forward whose sums, such as the rows of experts, are added to ``into``."""
+        """Adds the sums of a forward, such as the rows of experts, to ``into``."""
         with ExitStack() as stack:
             for part in self.parts.having(StepPart.forward):
                 stack.enter_context(part.forward(into))
             yield
 
     def uncounted(self) -> Tensor | None:
-        """The sums of forwards at the begin of a step; None: nothing is counted."""
+        """Returns the sums of forwards at the beginning of a step; None: nothing is counted."""
         return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
-        """The result of ``run``, a forward of ``given``, whose first use of parameters a tensor plan checks."""
+        """Returns the result of ``run``, a forward of ``given``; a tensor plan checks the first use of parameters in
+        it."""
         first_use = self.first_use
         return first_use.watch(given, run) if first_use is not None and first_use.needed else run()
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-        """Context of a backward; with ``deferred``, it collects the weight gradients that can be deferred."""
+        """Opens a backward; with ``deferred``, it collects the weight gradients that can be deferred."""
         waits = self.split_backward.leaving(deferred) if self.split_backward and deferred else nullcontext()
         gathers = self.gatherer.backward(which.last) if self.gatherer else nullcontext()
         with self.reducer.backward(self._compared(which)), gathers, waits:
@@ -164,7 +171,7 @@ class RankRuntime:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Context of a backward that reaches no weight's gradient; parameters are gathered."""
+        """Opens a backward that reaches no weight's gradient; parameters are gathered inside."""
         assert self.gatherer is not None, "others need no context"
         with self.gatherer.backward(last=False):
             try:
@@ -182,13 +189,13 @@ class RankRuntime:
         return which._replace(unequal=True) if unequal else which
 
     def weights(self, which: Backward, deferred: DeferredWeightGrads) -> None:
-        """Compute the weight gradients that a backward has deferred; they need no parameters."""
+        """Computes the weight gradients that a backward has deferred; no parameter is gathered for them."""
         with self.reducer.backward(self._compared(which)):
             deferred.compute(self.reducer.take)
 
     @contextmanager
     def passes(self, row: RankSchedule) -> Iterator[None]:
-        """Context of all actions of a step."""
+        """Opens all actions of a step."""
         if self.gatherer is None:
             yield
             return
@@ -199,13 +206,11 @@ class RankRuntime:
             self.gatherer.end()
 
     def running(self) -> AbstractContextManager[None]:
-        """Context of the engine's own forwards, in which absent parameters may be read."""
+        """Returns the context of the engine's own forwards, in which absent parameters may be read."""
         return self.pipeline.absent.running() if self.pipeline is not None else nullcontext()
 
     def finish(self, reduced: bool = False) -> None:
-        """Finish the last backward: complete all reductions (unless they are) and gathers, so that parameters may
-        change.
-        """
+        """Finishes the last backward: completes all reductions and gathers, so that parameters may change."""
         if reduced:
             self.optimizer.copies.forget()  # the user may have written what lies reduced in the buckets
         else:
@@ -214,14 +219,14 @@ class RankRuntime:
             self.gatherer.end()
 
     def forget_step(self) -> None:
-        """Forget a step that has failed: its gradients, and what its forwards have written into buffers."""
+        """Forgets a failed step: its gradients, and the values that its forwards have written into buffers."""
         self.reducer.reset()
         if self.gatherer is not None:
             self.gatherer.end()
         self.parts.undo_step()
 
     def close(self) -> None:
-        """Close the parts, remove every patch from the model, and stop gathering."""
+        """Closes the parts, removes every patch from the model, and stops gathering."""
         for part in self.parts.having(StepPart.close):
             part.close()
         self.patches.remove()
@@ -234,12 +239,12 @@ class RankRuntime:
             leave(flat)
 
     def weights_written(self) -> None:
-        """Forget what was gathered of parameters before a load or a user has written them. All ranks call it."""
+        """Forgets gathered parameters after a load or a user has written them. All ranks call it."""
         if self.gatherer is not None:
             self.gatherer.forget()
 
     def settle(self) -> None:
-        """End what runs beside the calls of a user: an update, and copies of parameters that lie on the host.
+        """Ends an update that overlaps with calls of the user, and copies of parameters on the host.
 
         Collective if there is an update; if that of one rank cannot be brought, all raise.
         """
@@ -254,14 +259,14 @@ class RankRuntime:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Context of a call that reads or writes weights or optimizer state between steps."""
+        """Opens a call that reads or writes weights or optimizer state between steps."""
         with self.parts.entering(StepPart.changing):
             self.settle()
             yield
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
-        """Context in which the model has the average of its weights; there is one. Collective."""
+        """Switches the model to the average of its weights, which has to exist, inside this context. Collective."""
         assert self.averaged is not None, "the caller has asked"
         if self.gatherer is not None:
             self.gatherer.refuse_opened("averaged_weights")
@@ -277,18 +282,18 @@ class RankRuntime:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context of a save of weights or optimizer state, which have to be sound."""
+        """Opens a save of weights or optimizer state; refuses one after they were lost."""
         with self.parts.entering(StepPart.saving):
             self.settle()
             yield
 
     def own(self, tree: Any) -> Any:
-        """``tree`` with tensors that outlive a forward: views of gathered parameters are copied."""
+        """Returns ``tree`` with tensors that outlive a forward: copies in place of views of gathered parameters."""
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Context of code that reads shapes of parameters only."""
+        """Opens code that reads only shapes of parameters."""
         content = self.gatherer.without_content() if self.gatherer else nullcontext()
         with self.running(), self.counting(None), content:
             yield

@@ -40,7 +40,7 @@ class RunControl:
         return self.stop is not None and self.stop.asked
 
     def refuse_spoiled(self) -> None:
-        """Raise if weights belong to no checkpoint.
+        """Raises if a failed load has left a mixture of weights.
 
         Raises:
             CheckpointError: a failed load has replaced only some of them.
@@ -48,11 +48,11 @@ class RunControl:
         if self.spoiled:
             raise CheckpointError(
                 "the last load_checkpoint or checkpoint.init_from failed midway, so the weights are a mixture of old "
-                "and new values; load another checkpoint first."
+                "and new values; load another checkpoint before training."
             )
 
     def take_problem(self) -> Exception | None:
-        """Return the problem, once."""
+        """Returns the problem and clears it."""
         problem, self.problem = self.problem, None
         return problem
 
@@ -69,7 +69,7 @@ class StepState:
     scale: float = 1.0
     """Loss scale: backward multiplies the loss by it, and the update divides by it."""
     added_ranks: int = 1
-    """Data ranks whose gradients are added instead of averaged; 1: they are averaged."""
+    """Data ranks with gradients that are added instead of averaged; 1: they are averaged."""
     max_norm: float | None = None
     """Norm to which this step clips gradients; None: ``gradient_clipping`` of the configuration."""
     seconds: float = 0.0
@@ -78,12 +78,12 @@ class StepState:
     """``tokens`` counts tokens, not rows."""
     microbatches: int = 0
     unseen: bool = False
-    """A backward of the user's own has run whose loss the engine was not given."""
+    """True after a backward of the user's own with a loss that the engine did not receive."""
     reduced: bool = False
     """Gradients are reduced already, because the user has read them."""
     problem: BaseException | None = None
     compares_paths: bool = False
-    """An attribute of the model has changed on a rank of the replica, so its ranks compare what they have traced."""
+    """An attribute of the model has changed on a rank of the replica, so its ranks compare their traces."""
     digest: int = 0
     """Small digest of the batch, from 1; 0: not compared in this step."""
     copies: Tensor | float | None = None
@@ -97,13 +97,13 @@ class StepState:
     """Traces again after a NaN loss, and raises if the forward has changed; all ranks call it together."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
-        """Add one microbatch."""
+        """Adds one microbatch."""
         self.add(loss)
         self.see(microbatch)
         self.microbatches += 1
 
     def add(self, loss: WeightedLoss) -> None:
-        """Add the loss of a microbatch, or one of its losses."""
+        """Adds the loss of a microbatch, or one of its losses."""
         self.loss += loss.sum.detach()
         self.weight += loss.weight
         if loss.metrics:
@@ -112,7 +112,7 @@ class StepState:
             self.metrics = [old + new for old, new in zip(before, more, strict=True)]
 
     def see(self, microbatch: Batch) -> None:
-        """Add the tokens of a microbatch."""
+        """Adds the tokens of a microbatch."""
         self.tokens += count_tokens(microbatch)
         self.text = is_text(microbatch)
 
@@ -123,11 +123,11 @@ class StepState:
 
     @property
     def counted(self) -> int:
-        """Number of experts whose rows are counted."""
+        """Number of experts with counted rows."""
         return 0 if self.experts is None else self.experts.numel()
 
     def again(self) -> "StepState":
-        """The state of the same step before it has begun."""
+        """Returns the state of the same step before it has begun."""
         zero = torch.zeros_like(self.loss)
         experts = None if self.experts is None else torch.zeros_like(self.experts)
         again = StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale, experts=experts)
@@ -136,12 +136,12 @@ class StepState:
         return again
 
     def root(self, loss: Tensor) -> Tensor:
-        """The scaled loss from which backward starts, in fp32: a scaled fp16 loss would overflow."""
+        """Returns the scaled loss, from which backward starts, in fp32, because a scaled fp16 loss would overflow."""
         return loss if self.scale == 1.0 else loss.float() * self.scale
 
 
 class StepTotals(NamedTuple, Generic[Scalar]):
-    """The values that are summed over the world once per step: floats, or 0-dim fp64 tensors until the host reads them.
+    """Values that are summed over the world once per step: floats, or 0-dim fp64 tensors until the host reads them.
 
     ``pack`` and ``unpack`` are the only places that know their order on the wire.
     """
@@ -171,7 +171,8 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     def pack(
         step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool, unused: int = 0, metrics: int = 0
     ) -> Tensor:
-        """This rank's summands, [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts] fp64 on the device of the loss.
+        """Returns this rank's summands, [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts] fp64 on the device of the
+        loss.
 
         ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does.
         """
@@ -198,17 +199,17 @@ class StepTotals(NamedTuple, Generic[Scalar]):
 
     @staticmethod
     def on_device(packed: Tensor) -> "StepTotals[Tensor]":
-        """The sums as 0-dim views of ``packed``, without metrics and experts; the host does not wait."""
+        """Returns the sums as 0-dim views of ``packed``, without metrics and experts; the host does not wait."""
         return StepTotals._make([*packed[:CONTROL_SCALARS].unbind(), (), ()])
 
     @staticmethod
     def unpack(values: Sequence[float], experts: int) -> "StepTotals[float]":
-        """The sums after the host has read them; the last ones are those of ``experts``."""
+        """Returns the sums after the host has read them; the last ``experts`` sums are those of experts."""
         end = len(values) - experts
         return StepTotals._make([*values[:CONTROL_SCALARS], tuple(values[CONTROL_SCALARS:end]), tuple(values[end:])])
 
 
 def metric_averages(totals: StepTotals[float], names: Sequence[str]) -> dict[str, float]:
-    """Each metric's sum over its weight; nan where nothing was counted."""
+    """Returns each metric's sum over its weight; NaN for a weight of 0."""
     pairs = zip(names, totals.metrics[::2], totals.metrics[1::2], strict=False)
     return {name: total / weight if weight else math.nan for name, total, weight in pairs}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
-from engine.parallel.grid import Holder
+from engine.parallel.grid import ShardHolder
 from engine.parallel.model.side_effects import AttributeState, State
 from engine.parallel.model.user_code import is_engine_hook
 from engine.parallel.pipeline.partition.partition import Partition, repartition, units_for_split
@@ -34,7 +34,7 @@ _STATES = 8
 
 
 class TracedForward(NamedTuple):
-    """The trace of a forward, and its partition into stages."""
+    """Trace of a forward, and its partition into stages."""
 
     trace: ModelTrace
     partition: Partition
@@ -52,11 +52,11 @@ class UserHooks(NamedTuple):
     forward: tuple[tuple[str, int], ...] = ()
     """Module and number of each hook that runs in the forward, which is traced with it."""
     backward: tuple[str, ...] = ()
-    """Modules with backward hooks, but not the model itself, whose inputs have no gradient."""
+    """Modules with backward hooks, except the model itself, because its inputs have no gradient."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "UserHooks":
-        """Read them; it looks at every module and calls nothing."""
+        """Reads the hooks; visits every module and calls nothing."""
         everywhere = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks
         forward, backward = list[tuple[str, int]](), list[str]()
         for name, module in model.named_modules():
@@ -70,7 +70,7 @@ class UserHooks(NamedTuple):
 class TraceCache:
     """Traced forwards by input signature and by the state of the model's attributes; the first comes from the plan."""
 
-    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch, holder: Holder) -> None:
+    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch, holder: ShardHolder) -> None:
         self._plan, self._program, self._axis = plan, program, axis
         ranks = plan.schedule.rank_of_stage
         held = [plan.table.held_by(holder._replace(pp=rank)) for rank in ranks]
@@ -97,7 +97,7 @@ class TraceCache:
         self._agreed = None  # placement has yet to write attributes
 
     def refresh(self) -> bool:
-        """Read the attributes that may change the path of the forward; called before each step.
+        """Reads the attributes that may change the path of the forward; called before each step.
 
         Returns whether one has changed, modes apart, since the ranks have agreed: a forward that writes its attributes
         writes them only as far as the stages of this rank go, so that other ranks may have other values.
@@ -109,16 +109,16 @@ class TraceCache:
         return self._state is not self._agreed and _without_modes(self._state) != _without_modes(self._agreed)
 
     def agree(self) -> None:
-        """Note that all ranks of the replica take one path in the present state."""
+        """Notes that all ranks of the replica take one path in the present state of the model."""
         self._agreed = self._state
 
     def take(self, other: "TraceCache") -> None:
-        """Take what ``other`` has traced of an equal model, in its present state, under the same plan."""
+        """Copies the traces that ``other`` has of an equal model in its present state, under the same plan."""
         self.refresh()
         self._seen = {key: [(self._state, found[-1][1])] for key, found in other._seen.items()}
 
     def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
-        """The traced forward of a microbatch; a new signature is traced now. Nothing is communicated.
+        """Returns the traced forward of a microbatch, and traces a new signature. Communicates nothing.
 
         Raises:
             PlanError: the forward of this input does not fit the partition of the plan.
@@ -146,7 +146,7 @@ class TraceCache:
         return found
 
     def check_trace(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
-        """Check that a microbatch whose loss is NaN still takes the path that was traced. Nothing is communicated.
+        """Checks that a microbatch with a NaN loss still takes the traced path. Communicates nothing.
 
         Raises:
             EngineError: the path differs; names the first different event. The next step traces it again.
@@ -167,7 +167,7 @@ class TraceCache:
         return TracedForward(trace, repartition(trace, self._plan.partition.boundaries, held))
 
     def _trace(self, run: ForwardCall) -> ModelTrace:
-        """Trace a forward, with the dtypes that it has when it runs."""
+        """Traces a forward, with the dtypes that it has when it runs."""
         with self._axis.dry_run(), self._program.precision.forward(self._program.device):
             stages = self._plan.schedule.stages
             units = units_for_split(self._program.model, self._plan.config.parallel.split, stages)
@@ -184,7 +184,7 @@ def _without_modes(state: State) -> State:
 
 
 def check_boundary_hooks(hooked: Sequence[str], trace: ModelTrace, partition: Partition) -> None:
-    """Refuse hooks of modules whose output another stage receives, and of modules that lie on several stages.
+    """Refuses hooks of modules with an output that another stage receives, and of modules on several stages.
 
     Raises:
         EngineError: names the first such module.

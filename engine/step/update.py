@@ -62,7 +62,7 @@ class Condition:
     """Conditions of an update, in addition to: no rank has a problem, and the weight is not 0."""
 
     scale: float
-    """Summed gradients are divided by weight times this: the loss scale, less what adds data ranks."""
+    """Summed gradients are divided by weight times this: the loss scale, divided by the data ranks that are added."""
     max_norm: float
     """Norm to which gradients are clipped; 0: no clipping."""
     finite: bool
@@ -71,7 +71,8 @@ class Condition:
     """The loss must not be NaN; if it is, the host first checks whether the forward has changed."""
 
     def decide(self, values: Tensor) -> DeviceDecision:
-        """Decide from the control sums, fp64 on the device, by the formulas of the host. No host synchronization."""
+        """Decides from the control sums, fp64 on the device, by the formulas of the host, without host
+        synchronization."""
         totals = StepTotals.on_device(values)
         divisor = totals.weight * self.scale
         norm, factor = factor_on_device(totals.squared_norm, divisor, self.max_norm)
@@ -84,7 +85,7 @@ class Condition:
 
 
 class DeviceDecidedUpdate:
-    """An update that the device makes or leaves out by itself; ``read`` waits for the control sums only."""
+    """Update that the device makes or skips by its own decision; ``read`` waits for the control sums only."""
 
     def __init__(self, values: Tensor, condition: Condition, optimizer: ShardedOptimizer) -> None:
         self._optimizer, self._before = optimizer, Bookkeeping.of(optimizer.inner)
@@ -93,19 +94,19 @@ class DeviceDecidedUpdate:
         self._copied = record_event(values.device)
 
     def launch(self, rate: LearningRate, update: int) -> None:
-        """Launch update number ``update`` and its gathers over dp, label "parameters"."""
+        """Launches update number ``update`` and its gathers over dp, label "parameters"."""
         rate.prepare(update)
         self._optimizer.launch(self._decision)
 
     def read(self) -> tuple[list[float], bool]:
-        """(control sums, whether the update was made)."""
+        """Returns the control sums, and True if the update was made."""
         if self._copied is not None:
             self._copied.synchronize()
         *values, go = self._host.tolist()
         return values, bool(go)
 
     def put_back(self) -> None:
-        """Restore the optimizer's bookkeeping after an update that was not made."""
+        """Restores the optimizer's counters after an update that was not made."""
         self._before.put_back(self._optimizer.inner)
 
 
@@ -130,21 +131,22 @@ class Update:
         self.samples = 0
         """Rows of all steps."""
         self.used_factor: Callable[[FlatBucket], float] | None = None
-        """Makes of the gradients in a bucket those that the last update used; None while a step runs."""
+        """Factor from the gradients in a bucket to the gradients of the last update; None while a step runs."""
         self.used_clipping = 1.0
         """The factor of clipping in ``used_factor``."""
         self.scale = make_loss_scale(config.fp16)
         """Loss scale of the next step."""
 
     def run(self, step: StepState, runtime: RankRuntime, stop: bool = False) -> UpdateOutcome:
-        """Reduce, agree, update or skip. Collective; a step that has failed on any rank raises on all.
+        """Reduces gradients, agrees with all ranks, and updates or skips. Collective; a step that has failed on any
+        rank raises on all.
 
         If the device decides, skipped and failed steps send as much as steps with an update, because parameters are
         gathered before the host knows the decision.
 
         ``stop``: this rank was asked to stop after this step.
         """
-        runtime.finish(step.reduced)
+        runtime.finish(step.reduced)  # the norm in the control sum is that of complete gradients
         for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step
             step.problem = part.before_update(step)
         idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused
@@ -152,7 +154,7 @@ class Update:
         for part in runtime.parts.having(StepPart.agreed):
             part.agreed(step, totals)
         self._tell_same_batch(totals, step)
-        if totals.unused:
+        if totals.unused:  # a sum, so that all ranks make the all-reduce of names, or none does
             runtime.optimizer.unused = self._find_unused(idle, runtime)
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
@@ -164,14 +166,16 @@ class Update:
     def _decide(
         self, step: StepState, runtime: RankRuntime, stop: bool, idle: frozenset[str]
     ) -> tuple[StepTotals[float], bool]:
-        """Agree with all ranks; (totals, whether the device has made the update by its own decision).
+        """Agrees with all ranks; returns the totals, and True if the device has made the update by its own decision.
 
         The control sum comes before the decision: clipping and finiteness need the norm over all shards, and a rank
         that decided from its own values could skip where others update, or raise where others wait for it.
         """
         squared_norm = runtime.optimizer.gradient_squared_norm()
+        # a parameter whose use has changed on one rank is one more summand, so that all ranks learn of it here
         surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
         packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
+        # launched before the host reads the sums, so that the device does not wait for the host
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
         sums, made = launched.read() if launched is not None else (packed.tolist(), False)
         self._comm.check_kernels()
@@ -180,7 +184,7 @@ class Update:
         return self._check(StepTotals.unpack(sums, step.counted), step), made
 
     def _end(self, totals: StepTotals[float], step: StepState, made: bool, runtime: RankRuntime) -> UpdateOutcome:
-        """Make the update, unless it is ``made``, or skip the step; count it."""
+        """Makes the update, unless it is ``made``, or skips the step; counts it."""
         divisor = totals.weight * step.divides
         norm = gradient_norm(totals.squared_norm, divisor)
         lr = runtime.learning_rate.at(self.made)
@@ -196,14 +200,14 @@ class Update:
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
 
     def _change_scale(self, outcome: UpdateOutcome, runtime: RankRuntime) -> None:
-        """Choose the loss scale of the next step, by which what waits for it is scaled too."""
+        """Chooses the loss scale of the next step, and scales the gradients that wait for an update."""
         if self.scale.dynamic:
             self.scale = self.scale.after(overflow=outcome.skipped)
         for part in runtime.parts.having(StepPart.scaled) if self.scale.value != outcome.scale else ():
             part.scaled(self.scale.value / outcome.scale)
 
     def _tell_same_batch(self, totals: StepTotals[float], step: StepState) -> None:
-        """Say once that data ranks are given the same batch."""
+        """Logs once that data ranks receive equal batches."""
         if step.copies is not None:  # the digest of a batch has left its place in the sum to that of the weights
             return
         self._alike += totals.same_batch(self._comm.grid.row_ranks)
@@ -219,7 +223,8 @@ class Update:
         return self.used_clipping
 
     def _skip(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> NonFiniteSource:
-        """Skip the step: restore the buffers, and return what was not finite. The first time the log says it.
+        """Skips the step: restores the buffers, and returns the source of the non-finite number. The first time it is
+        logged.
 
         A sum over data ranks hides on which of them a gradient was not finite. From here on to the next update every
         gradient is looked at before the sum, so that a second skipped step can name the rank.
@@ -245,7 +250,7 @@ class Update:
         return nonfinite
 
     def _tell_made(self, totals: StepTotals[float], norm: float, unseen: bool) -> None:
-        """Say once that an update was made although something was not finite.
+        """Logs once that an update was made although a number was not finite.
 
         ``unseen``: there were losses that the engine was not given, so that the total is nan.
         """
@@ -265,7 +270,7 @@ class Update:
         )  # fmt: skip
 
     def _make(self, factor: float, launched: bool, runtime: RankRuntime) -> None:
-        """Update with gradients times ``factor``, unless the device has already made the update (``launched``)."""
+        """Updates with gradients times ``factor``, unless the device has already made the update (``launched``)."""
         if launched:
             runtime.optimizer.settle()
         else:
@@ -286,7 +291,7 @@ class Update:
         self._in_a_row = 0
 
     def agree(self, step: StepState, last_rank: int) -> StepTotals[float]:
-        """Sum the totals of a step without update over the world, the one collective of all ranks in an evaluation.
+        """Sums the totals of a step without update over the world: the one collective of all ranks in an evaluation.
 
         ``last_rank``: the pipeline rank that computes the loss.
         """
@@ -294,7 +299,7 @@ class Update:
         return self._check(StepTotals.unpack(sums, step.counted), step)
 
     def _find_unused(self, idle: frozenset[str], runtime: RankRuntime) -> frozenset[str]:
-        """Parameters that are ``idle`` on every rank; one small all-reduce over the world, label "used".
+        """Returns the parameters that are ``idle`` on every rank, by one small all-reduce over the world, label "used".
 
         Needed only in steps that use other parameters than the step before, or where ranks use different ones.
 
@@ -321,7 +326,7 @@ class Update:
     def _sum(
         self, step: StepState, squared_norm: Tensor | float, last_rank: int, stop: bool, unused: int = 0
     ) -> Tensor:
-        """The packed totals, summed over the world; one all-reduce, label "control"."""
+        """Returns the packed totals, summed over the world by one all-reduce, label "control"."""
         grid, metrics = self._comm.grid, len(self._config.monitor.metrics)
         speaks = grid.coord().pp == last_rank and grid.is_first("stage_replica")
         packed = StepTotals.pack(step, squared_norm, speaks, stop, unused, metrics)
@@ -329,7 +334,8 @@ class Update:
         return packed
 
     def _launch(self, packed: Tensor, step: StepState, runtime: RankRuntime) -> DeviceDecidedUpdate:
-        """Launch an update that the device decides; after a NaN loss of a pipeline, the host checks the trace first."""
+        """Launches an update on which the device decides; after a NaN loss of a pipeline, the host checks the trace
+        first."""
         looks = step.check_trace is not None
         condition = Condition(scale=step.divides, max_norm=self._max_norm(step), finite=self._checks, loss=looks)
         self._comm.bring_status()  # before the event that the host waits for, and before the update
@@ -341,7 +347,7 @@ class Update:
         return self._config.gradient_clipping if step.max_norm is None else step.max_norm
 
     def _check(self, totals: StepTotals[float], step: StepState) -> StepTotals[float]:
-        """Raise if a step has failed on any rank; after a NaN loss of a pipeline, all ranks trace again together."""
+        """Raises if a step has failed on any rank; after a NaN loss of a pipeline, all ranks trace again together."""
         if totals.problems:
             raise failure_of_step(step.problem, self._comm, self._device)
         if math.isnan(totals.loss) and step.check_trace is not None:
@@ -350,14 +356,14 @@ class Update:
         return totals
 
     def state_dict(self) -> dict[str, Any]:
-        """All counters and the loss scale; JSON."""
+        """Returns all counters and the loss scale; JSON."""
         return {
             "made": self.made, "skipped": self.skipped, "in_a_row": self._in_a_row, "tokens": self.tokens,
             "samples": self.samples, "scale": asdict(self.scale) if self._config.fp16.enabled else None,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``; a fixed loss scale stays as configured."""
+        """Continues from ``state_dict()``; a fixed loss scale stays as configured."""
         self.made, self.skipped, self._in_a_row = state["made"], state["skipped"], state["in_a_row"]
         self.tokens, self.samples = state["tokens"], state["samples"]
         if state["scale"] is not None and self.scale.dynamic:
@@ -365,7 +371,7 @@ class Update:
             self.scale = replace(self.scale, **{name: scale[name] for name in ("value", "forgiven", "good")})
 
     def check(self, outcome: UpdateOutcome) -> None:
-        """Stop a run whose steps are all skipped.
+        """Raises if a run skips all of its steps.
 
         Raises:
             EngineError: ``max_skipped_steps`` steps in a row were skipped; the same on every rank.

@@ -4,7 +4,7 @@
     eng.backward(loss)                  or loss.backward(), or eng.scale(loss).backward(): any number of them
     eng.step()                          ends the microbatch, and after the last microbatch the step
 
-A microbatch is what lies between two calls of ``step``: its gradient is that of the sum of all its losses, as in torch.
+A microbatch is the work between two calls of ``step``: its gradient is that of the sum of all its losses, as in torch.
 With ``gradient_accumulation_steps`` above 1, a backward after a further forward begins a microbatch too, so that a loop
 may also call ``step`` once, after all microbatches. The step averages over microbatches and data ranks.
 
@@ -53,7 +53,7 @@ class LoopState(Enum):
     FORWARDED = auto()
     """A forward that records gradients came after the last backward."""
     RUNNING = auto()
-    """A backward runs, whose gradients the engine takes."""
+    """True during a backward with gradients for the engine."""
 
 
 @dataclass(slots=True)
@@ -65,15 +65,15 @@ class LoopControl:
     held: int = 0
     """Number of open ``no_sync`` blocks."""
     piped: bool = False
-    """Forwards run through all stages of a pipeline."""
+    """True if forwards run through all stages of a pipeline."""
     rows: int | None = None
-    """Of the parts in which they do; None: each as one part."""
+    """Rows of a microbatch of such a forward; None: each forward is one microbatch."""
     managed: bool = True
     """Steps are due by themselves; False: each ``step`` is, and divides the sum by ``gradient_accumulation_steps``."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See :meth:`engine.Engine.no_sync`."""
+        """Disables the reduction of gradients; see :meth:`engine.Engine.no_sync`."""
         self.held += 1
         try:
             yield
@@ -82,7 +82,7 @@ class LoopControl:
 
 
 class UserLoop:
-    """The unfinished step of one engine on this rank."""
+    """Unfinished step of one engine on this rank."""
 
     def __init__(self, runner: StepRunner, runtime: RankRuntime, control: LoopControl) -> None:
         self._control = control
@@ -101,7 +101,7 @@ class UserLoop:
         self._losses = 0
         """Backwards since the last call of ``step``."""
         self._pairs = False
-        """Those were given (sum, weight)."""
+        """True if these losses are pairs (sum, weight)."""
         self._was_last = False
         """The backward before was taken for the last one of the step."""
         self._counted: Tensor | None = None
@@ -121,7 +121,7 @@ class UserLoop:
     # ------------------------------------------------------------------ the calls
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output for one microbatch; see :meth:`engine.Engine.__call__`."""
+        """Returns the model's output for one microbatch; see :meth:`engine.Engine.__call__`."""
         self._recover()
         self._runtime.gradient_guard.lift()
         runtime, training = self._runtime, torch.is_grad_enabled()
@@ -166,7 +166,7 @@ class UserLoop:
     def backward(
         self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool, metrics: Mapping[str, Any]
     ) -> None:
-        """See :meth:`engine.Engine.backward`."""
+        """Runs a backward; see :meth:`engine.Engine.backward`."""
         self._recover()
         weighted = with_metrics(check_pair(loss), metrics, self._runtime.program.metrics)
         step = self._open_step()
@@ -178,7 +178,7 @@ class UserLoop:
                 torch.autograd.backward(step.root(weighted.sum), retain_graph=retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """See :meth:`engine.Engine.scale`."""
+        """Scales a loss; see :meth:`engine.Engine.scale`."""
         self._recover()
         mean = check_scalar(loss, "the loss given to scale")
         check_trainable(mean)
@@ -189,7 +189,7 @@ class UserLoop:
         return root
 
     def step(self) -> FinishedStep | None:
-        """See :meth:`engine.Engine.step`."""
+        """Makes the update; see :meth:`engine.Engine.step`."""
         self._recover()
         step = self._step
         if step is None or not step.microbatches:
@@ -205,13 +205,13 @@ class UserLoop:
         return self._runner.finish(step)
 
     def zero_grad(self) -> None:
-        """See :meth:`engine.Engine.zero_grad`."""
+        """Drops the gradients; see :meth:`engine.Engine.zero_grad`."""
         self._recover()
         self._forget_gradients()
         self._runtime.reducer.reset()
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """See :meth:`engine.Engine.guard_gradients`."""
+        """Guards ``grad``; see :meth:`engine.Engine.guard_gradients`."""
         self._enter_loop()
         runtime = self._runtime
         if around is not None and "zero_grad" not in vars(around):
@@ -226,13 +226,13 @@ class UserLoop:
 
     @property
     def unfinished(self) -> int:
-        """Microbatches whose gradients are summed and wait for an update."""
+        """Microbatches with summed gradients that wait for an update."""
         return self._step.microbatches if self._step else 0
 
     def reduce_gradients(self) -> float:
-        """Reduce the gradients of the step so far; the divisor that makes them an average. Collective.
+        """Reduces the gradients of the step so far; returns the divisor that makes them an average. Collective.
 
-        Inside an accumulation they are divided by all of its microbatches, also those to come.
+        Inside an accumulation they are divided by all of its microbatches, including later ones.
 
         Raises:
             EngineError: a backward without the loss scale.
@@ -249,7 +249,7 @@ class UserLoop:
         return float(weight) * step.divides * to_come
 
     def clip(self, max_norm: float) -> float:
-        """See :meth:`engine.Engine.clip_gradients`."""
+        """Clips the gradients; see :meth:`engine.Engine.clip_gradients`."""
         if not max_norm > 0:
             raise EngineError(
                 f"clip_gradients was given max_norm {max_norm:g}, but max_norm must be above 0; pass math.inf to get "
@@ -258,8 +258,8 @@ class UserLoop:
         step, runtime = self._open_step(), self._runtime
         if not self._due(step):
             raise EngineError(
-                f"clip_gradients inside an unfinished accumulation ({step.microbatches} of {self._accumulation} "
-                "microbatches): the norm needs all gradients of the step; call it after the last backward."
+                f"clip_gradients was called inside an unfinished accumulation ({step.microbatches} of "
+                f"{self._accumulation} microbatches): the norm needs all gradients; call it after the last backward."
             )
         divisor = self.reduce_gradients()
         squared = runtime.optimizer.gradient_squared_norm().to(step.loss.device)
@@ -268,10 +268,12 @@ class UserLoop:
         return gradient_norm(float(squared), divisor)
 
     def leave(self, call: str) -> None:
-        """Refuse ``call`` between the backwards of one step, and forget forwards without a backward."""
+        """Refuses ``call`` between the backwards of one step, and forgets forwards without a backward."""
         self._recover()
         if self.unfinished:
-            raise EngineError(f"{call} inside an unfinished accumulation; call step() first, or zero_grad().")
+            raise EngineError(
+                f"{call} was called inside an unfinished accumulation; call step() first, or zero_grad()."
+            )
         self._forget()
         self._expire()
         self.state = LoopState.LEFT
@@ -285,8 +287,8 @@ class UserLoop:
             self._calls.expire()
 
     def _date(self, output: Any) -> None:
-        """Refuse a backward that reaches ``output`` after weights have changed. torch refuses it too, if it sees one of
-        the weights that the graph has kept, and says less."""
+        """Refuses a backward that reaches ``output`` after weights have changed. The check of torch covers only weights
+        that the graph has saved."""
         made = self._runner.made
 
         def check(_: Tensor) -> None:
@@ -315,7 +317,7 @@ class UserLoop:
         self._runtime.user_backward.start()
 
     def _enter(self) -> AbstractContextManager[None] | None:
-        """The context of a backward that has reached the parameters; None if it is no business of this loop.
+        """Returns the context of a backward that has reached the parameters; None if it does not belong to this loop.
 
         It may go through a forward of the engine, or of the model itself, and may have begun in another engine.
         """
@@ -341,7 +343,7 @@ class UserLoop:
             yield
 
     def _recover(self) -> None:
-        """Enter the loop; drop the gradients of a step in which a backward of the user's own has raised."""
+        """Enters the loop; drops the gradients of a step in which a backward of the user's own has raised."""
         self._enter_loop()
         if self._runtime.user_backward.abandon():
             self._runtime.comm.failures.refuse("a call after a backward that has raised")
@@ -370,8 +372,8 @@ class UserLoop:
     def _refuse_surplus(self, step: StepState) -> None:
         if step.max_norm is not None:
             raise EngineError(
-                "a backward after eng.clip_gradients() in the same step: the norm does not include its gradient; clip "
-                "after the last backward, and call step() before the next."
+                "backward was called after eng.clip_gradients() in the same step, so the norm does not include its "
+                "gradient; clip after the last backward, and call step() before the next."
             )
         counts = self._control.managed and self._control.boundary is None
         surplus = counts and step.microbatches >= self._accumulation
@@ -383,17 +385,17 @@ class UserLoop:
             )
 
     def _refuse_unscaled(self, step: StepState) -> None:
-        """Refuse gradients of another scale: here, and not in their backward, after which they may be dropped."""
+        """Refuses gradients of another scale here, and not in their backward, after which the user may drop them."""
         if self._unscaled:
             self._drop()
             raise EngineError(
-                f"step() after a loss.backward() without the loss scale {step.scale:g}, but the update divides the "
-                "gradients by it; call eng.scale(loss).backward() or eng.backward(loss), or eng.zero_grad() after a "
-                "backward of another engine."
+                f"step() was called after a loss.backward() without the loss scale {step.scale:g}, but the update "
+                "divides the gradients by this scale; call eng.scale(loss).backward() or eng.backward(loss), or "
+                "eng.zero_grad() after a backward of another engine."
             )
 
     def _count(self, step: StepState, loss: WeightedLoss, pair: bool) -> None:
-        """Add a loss to the step: a mean is added to its microbatch, a pair to all sums and weights of the step."""
+        """Adds a loss to the step: a mean is added to its microbatch, a pair to all sums and weights of the step."""
         first, forwarded = self._begins_microbatch(), self.state is LoopState.FORWARDED
         if self._losses and not first and (pair != self._pairs or (pair and not forwarded)):
             raise EngineError(
@@ -403,8 +405,9 @@ class UserLoop:
         if not self._control.managed:
             if pair:
                 raise EngineError(
-                    "managed_gradient_accumulation false with a loss (sum, weight): the sum of a step's gradients is "
-                    "divided by gradient_accumulation_steps; give a mean, or leave the key out."
+                    "managed_gradient_accumulation is false and the loss is (sum, weight), but the sum of a step's "
+                    "gradients is divided by gradient_accumulation_steps; give a mean, or leave "
+                    "managed_gradient_accumulation out."
                 )
             first_of_all = 0.0 if step.microbatches else float(self._accumulation)
             step.add(loss._replace(weight=first_of_all))
@@ -420,7 +423,7 @@ class UserLoop:
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:
-        """Context of a backward that is counted already."""
+        """Opens a backward that is counted already."""
         self._backwards += 1
         self._losses += 1
         due = bool(self._control.boundary)
@@ -455,17 +458,17 @@ class UserLoop:
             raise
 
     def _note_failure(self, call: str, error: BaseException) -> EngineError | None:
-        """See :func:`note_failure`; stages that have begun to send never fail alike."""
+        """Notes a failure, see :func:`note_failure`; stages that have begun to send never fail equally."""
         comm = self._runtime.comm
         return note_failure(call, error, comm, alike=self._calls is None or comm.issued <= self._issued)
 
     def _drop(self) -> None:
-        """Forget the gradients of the unfinished step."""
+        """Forgets the gradients of the unfinished step."""
         self._forget()
         self._runtime.reducer.reset()
 
     def _forget(self) -> None:
-        """Forget the unfinished step itself, and the forwards that no backward has followed."""
+        """Forgets the unfinished step, and forwards without a backward."""
         self._forget_gradients()
         self._started = self._counted = None
         self.state, self._continues = LoopState.ENTERED, False
@@ -480,7 +483,7 @@ class UserLoop:
         self._backwards = self._losses = 0
 
     def _random_key(self) -> tuple[int, ...]:
-        """(seed, step, global microbatch), and the number of the forward if the microbatch has several."""
+        """Returns (seed, step, global microbatch), and the number of the forward if the microbatch has several."""
         index = self.unfinished
         if self._losses and self._accumulation == 1:
             index -= 1  # this microbatch has begun already
@@ -491,7 +494,7 @@ class UserLoop:
 
 
 def _accumulates(parameter: Tensor) -> bool:
-    """True if the backward that runs adds to the gradient of ``parameter``."""
+    """Returns True if the running backward adds to the gradient of ``parameter``."""
     with torch._C.DisableTorchFunctionSubclass():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     return bool(torch._C._will_engine_execute_node(node))

@@ -91,9 +91,9 @@ def _ended(gone: Sequence[RankView], views: Mapping[int, RankView]) -> Blame:
 def _lost(late: Sequence[SilentHost], size: int) -> Blame:
     ranks = tuple(sorted(rank for host in late for rank in host.ranks))
     names, seconds = ", ".join(host.host for host in late), max(host.seconds for host in late)
+    silence = "have not answered" if len(late) > 1 else "has not answered"
     told = (
-        f"{names} with {name_ranks(ranks)} of {size} has not answered for {seconds:.1f} s: the machine or its network "
-        "is down."
+        f"{names} with {name_ranks(ranks)} of {size} {silence} for {seconds:.1f} s: the machine or its network is down."
     )
     return Blame(ranks=ranks, kind="host", sentence=told)
 
@@ -255,7 +255,11 @@ def _no_arrival(
         return _lost(silent, len(views))
     unheard = tuple(rank for rank in call.peers if rank not in views)
     if unheard:
-        told = f"{name_ranks(unheard)} of {len(call.peers)} have never answered; {_waiters(overdue)}."
+        have, down = ("have", "their hosts are") if len(unheard) > 1 else ("has", "its host is")
+        told = (
+            f"{name_ranks(unheard)} of {len(call.peers)} {have} never answered the watchdog: {down} down, or the "
+            f"engine was closed there within seconds; {_waiters(overdue)}."
+        )
         return Blame(ranks=unheard, kind="host", sentence=told)
     hosts = sorted({views[rank].host for rank in call.peers})
     told = (

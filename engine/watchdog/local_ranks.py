@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from engine.parallel.comm.flight.flight import SECOND, Event, FlightFile
 from engine.reporting.failure_message import torchrun_error
-from engine.watchdog.view import RankView, ending, exit_of, look, process_state
+from engine.watchdog.view import RankView, ending, exit_of, look, process_state, started_after
 
 MOST = 200
 """Newest events of each rank in a report."""
@@ -87,6 +87,8 @@ class _Local:
     state: str = "R"
     """Letter of its state in /proc; empty once it has ended."""
     ended: str = ""
+    reused: bool = False
+    """A later process has the pid of the rank, which has ended."""
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class LocalRanks:
         for rank, local in self.ranks.items():
             if local.state:
                 over = _readable(local.process)
-                state, status = process_state(local.pid)
+                state, status = ("", 0) if local.reused else process_state(local.pid)
                 if over and state not in ("Z", "X"):
                     state, status = "", 0  # another process has the same pid now
                 local.state = "" if state in ("Z", "X") else state
@@ -119,19 +121,25 @@ class LocalRanks:
     def _open(self, rank: int, path: Path) -> None:
         try:
             file = FlightFile(path)
-            pid = file.read().pid
+            flight = file.read()
         except (OSError, ValueError):
             return  # the rank is still writing the header, or has removed the file again
+        reused = started_after(flight.pid, flight.newest)
         try:
-            process = os.pidfd_open(pid)
+            process = None if reused else os.pidfd_open(flight.pid)
         except OSError:
             process = None
-        self.ranks[rank] = _Local(file, pid, process)
+        self.ranks[rank] = _Local(file, flight.pid, process, reused=reused)
 
     @property
     def descriptors(self) -> list[int]:
         """Descriptors of running processes: readable at the moment in which one ends."""
         return [local.process for local in self.ranks.values() if local.process is not None and local.state]
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks whose processes run, in order."""
+        return sorted(rank for rank, local in self.ranks.items() if local.state)
 
     def views(self, detailed: bool) -> list[RankView]:
         """Returns the current views of all ranks of this host; ``refresh`` decides which of them run."""

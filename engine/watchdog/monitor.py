@@ -4,7 +4,7 @@
     tell        sends what all ranks do to the hub, the monitor of the first host
     diagnose    the hub finds the cause, and reports it once it has found the same twice
     report      writes a sentence to standard error and to the file of the job, with the stacks of all ranks
-    end         every monitor writes the cause for its launcher and kills the ranks of its host
+    end         every monitor writes the cause for its launcher, and names and kills the running ranks of its host
 
 It imports no torch, and no thread of it runs in a rank, so it costs a step nothing and answers when ranks do not.
 """
@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engine.parallel.comm.rendezvous import name_ranks
 from engine.watchdog.diagnosis import Blame, SilentHost, diagnose
 from engine.watchdog.exchange import Hub, Spoke
 from engine.watchdog.local_ranks import LocalRanks, TimedEvent, merged_text, perfetto_trace
@@ -31,7 +32,9 @@ _TELL_SECONDS = 1.0
 """Seconds between two messages of a host without news."""
 _STACK_SECONDS = 0.5
 _LAUNCHER_SECONDS = 4.0
-"""Seconds for the launcher to end the other ranks after a rank has ended; then the monitor ends them."""
+"""Seconds for torchrun to end the other ranks after a rank has ended; then the monitor kills them."""
+_LEAVE_SECONDS = 15.0
+"""The same without torchrun, where ranks end by themselves: longer than they need to find the cause and to close."""
 _CAUSE_SECONDS = 1.5
 """Seconds for which a message that blames another rank waits for the message of that rank."""
 REPORT, EVENTS, TRACE = "watchdog_report.json", "watchdog_events.txt", "watchdog_trace.json"
@@ -65,6 +68,8 @@ class Orders:
     report: str
     """Folder of the report; empty: no report is written."""
     hub: HubPlace
+    launched: bool = False
+    """torchrun has started the ranks, and ends them."""
 
 
 @dataclass(slots=True)
@@ -81,6 +86,8 @@ class Monitor:
     suspected: Blame | None = None
     suspected_at: float = 0.0
     reported: Blame | None = None
+    cause: str = ""
+    """Sentence of the report of this host or of the hub, which ends the ranks of this host at ``ends_at``."""
     ends_at: float = float("inf")
     stacks: dict[int, str] = field(default_factory=dict)
     events: dict[int, list[TimedEvent]] = field(default_factory=dict)
@@ -170,7 +177,7 @@ class Monitor:
         if message.get("stacks") and self.spoke is not None:
             self.spoke.send({"stacks": self.local.stacks(_STACK_SECONDS), "events": self.local.events()})
         if message.get("end"):
-            self.local.end(message["end"])
+            self.cause, self.ends_at = message["end"], time.monotonic() + message.get("seconds", 0.0)
         if message.get("over"):
             self.over.add(self.orders.hub.host)
 
@@ -181,8 +188,8 @@ class Monitor:
         return time.monotonic() - self.spoke.heard
 
     def _alone(self) -> bool:
-        """Returns True if the hub cannot be reached or has ended, so this host judges by itself."""
-        return self._hub_silence() > self.orders.timeout or self.orders.hub.host in self.over
+        """Returns True if the hub cannot be reached or has ended without a report, so this host judges by itself."""
+        return not self.cause and (self._hub_silence() > self.orders.timeout or self.orders.hub.host in self.over)
 
     def _silent(self) -> list[SilentHost]:
         now = time.monotonic()
@@ -216,8 +223,8 @@ class Monitor:
             self.local.tell_launcher(view.rank, verdict.sentence)
 
     def _report(self, verdict: Blame) -> None:
-        """Reports the cause, and ends the job."""
-        self.reported = verdict
+        """Reports the cause, and sets the time at which the job ends."""
+        self.reported, self.cause = verdict, verdict.sentence
         print(f"trine watchdog: {verdict.sentence}", file=sys.stderr, flush=True)
         self.events |= self.local.events()
         self._write(verdict)  # the launcher may end this host before all stacks have arrived
@@ -229,10 +236,8 @@ class Monitor:
             for line, message in self.hub.poll(0.05):
                 self._hear_host(line.host, message)
         self._write(verdict)
-        if verdict.kind == "ended":
-            self.ends_at = time.monotonic() + _LAUNCHER_SECONDS
-        else:
-            self.ends_at = time.monotonic()
+        patience = _LAUNCHER_SECONDS if self.orders.launched else _LEAVE_SECONDS
+        self.ends_at = time.monotonic() + (patience if verdict.kind == "ended" else 0.0)
 
     def _write(self, verdict: Blame) -> None:
         if not self.orders.report:
@@ -261,10 +266,12 @@ class Monitor:
 
     def _leave(self) -> None:
         """Ends the ranks if that was decided, and sends the end of this host to the others."""
-        if self.reported is not None:
+        if self.cause:
             if self.hub is not None:
-                self.hub.broadcast({"end": self.reported.sentence})
-            self.local.end(self.reported.sentence)
+                # the ranks of this host may have ended before the time; the others still have the rest of it
+                left = max(0.0, self.ends_at - time.monotonic())
+                self.hub.broadcast({"end": self.cause, "seconds": left})
+            self._kill_ranks()
         elif self.hub is not None:
             self.hub.broadcast({"over": True})  # its ranks have ended well; other hosts may still end theirs
         if self.spoke is not None:
@@ -273,6 +280,14 @@ class Monitor:
         if self.hub is not None:
             self.hub.close()
         self.local.close(remove=self.reported is None)
+
+    def _kill_ranks(self) -> None:
+        """Kills the ranks of this host that still run, after a line that names them and the cause."""
+        if running := self.local.running:
+            told = f"kills {name_ranks(running)} on {self.orders.host} with SIGKILL, because {self.cause}"
+            with suppress(OSError):  # whoever read this output may have ended
+                print(f"trine watchdog {told}", file=sys.stderr, flush=True)
+        self.local.end(self.cause)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class StreamGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Measurement of all ranks between two looks; seconds are a step's."""
+    """Measurement of all ranks between two samples; seconds are a step's."""
 
     views: Mapping[int, RankView]
     """Views at its end."""
@@ -65,7 +65,8 @@ class Window:
 
 
 def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dict[StreamGroup, float]:
-    """Returns the seconds a step of every link between two looks; leaves out links that some ranks did not measure."""
+    """Returns the seconds a step of every link between two samples; leaves out links that some ranks did not
+    measure."""
     told: dict[StreamGroup, dict[int, float]] = {}
     wanted: dict[StreamGroup, int] = {}
     for rank, view in now.items():

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import struct
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -187,6 +188,21 @@ def process_state(pid: int) -> tuple[str, int]:
         return "", 0
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[49])
+
+
+def started_after(pid: int, written: int) -> bool:
+    """Returns True if a process started over a second after ``written``, so that it has the pid of an earlier one.
+
+    ``written``: on the monotonic clock, in nanoseconds. That clock pauses in a suspended machine; ages of processes do
+    not, which errs to False.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    started = int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    return (time.monotonic_ns() - written) / SECOND > age + 1
 
 
 def exit_of(process: int) -> int | None:

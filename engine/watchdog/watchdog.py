@@ -2,7 +2,7 @@
 
     0 s          the file of this rank exists
     some seconds a thread wakes up once, starts the monitor unless another rank of this host has, and ends
-    close        the file is removed; the monitor ends with the last rank of its host
+    close        the last rank of a host removes the files of all; the monitor ends with it
 
 A job that ends before the thread wakes up never has a monitor.
 """
@@ -26,7 +26,8 @@ from typing import IO
 from engine.config import Config
 from engine.config.sections import WatchdogConfig
 from engine.errors import first_line
-from engine.parallel.comm.flight.flight import rank_runs
+from engine.parallel.comm.flight.flight import FlightFile, rank_runs
+from engine.parallel.comm.flight.layout import Phase
 from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.launcher import own_address
 from engine.parallel.comm.rendezvous import KeyStore
@@ -82,7 +83,7 @@ class Watchdog:
         start_new_thread(self._start_monitor, ())
 
     def close(self) -> None:
-        """Marks the end of this rank's part, and removes its files. A second call does nothing.
+        """Marks the end of this rank's part; the last rank of a host removes the files. A second call does nothing.
 
         An engine that closes because of an exception, which usually ends the process, leaves its message to the
         monitor.
@@ -99,12 +100,17 @@ class Watchdog:
             self._leave()
 
     def _leave(self) -> None:
-        """Closes everything, and removes the files."""
+        """Closes everything; the last rank of this host that closes removes the files.
+
+        Until then a monitor that starts late finds that this rank has closed its engine.
+        """
         if os.getpid() != self._process:
             return
         self._release()
-        for suffix in (SUFFIX, STACK_SUFFIX):
-            self.recorder.path.with_suffix(suffix).unlink(missing_ok=True)
+        if all(map(_closed_well, files := list(self._folder.glob(f"*{SUFFIX}")))):
+            for path in files:
+                path.unlink(missing_ok=True)
+                path.with_suffix(STACK_SUFFIX).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other ranks still use the folder, or the monitor, which removes it
             self._folder.rmdir()
 
@@ -140,6 +146,7 @@ class Watchdog:
             slow_steps=self._config.straggler_steps,
             report=self._report,
             hub=hub,
+            launched="TORCHELASTIC_RUN_ID" in os.environ,
         )
         done = subprocess.run(
             [sys.executable, *MONITOR_COMMAND],
@@ -160,6 +167,22 @@ class Watchdog:
             if time.monotonic() > deadline:
                 return None
         return HubPlace(**json.loads(self._store.get("watchdog/hub")))
+
+
+def _closed_well(path: Path) -> bool:
+    """Returns True if a rank of this host has closed its engine and left no message for the monitor."""
+    try:
+        file = FlightFile(path)
+    except OSError:
+        return True  # another rank has just removed it
+    except ValueError:
+        return False  # its rank starts
+    try:
+        return file.read().phase is Phase.ENDED
+    except ValueError:
+        return False
+    finally:
+        file.close()
 
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:

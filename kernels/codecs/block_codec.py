@@ -1,28 +1,27 @@
-"""Block codec: numbers in 8 or 4 bits, one fp32 scale for each block of them (as in ZeRO++, Wang et al. 2023).
+"""Block codec: numbers in 8 or 4 bits, with one fp32 scale per block (as in ZeRO++, Wang et al. 2023).
 
     scale = max |block| / 127 (8 bits) or / 7 (4 bits), at least 2^-126 unless the block is zero
     code  = x / scale, rounded to the nearest integer
-    value = code * scale            |x - value| <= scale / 2, but for 1e-5 of the scale that fp32 rounds
+    value = code * scale            |x - value| <= scale / 2, up to 1e-5 of the scale by fp32 rounding
 
-A block of zeros stays zero, denormal numbers below 2^-127 become zero, and what is not finite arrives as NaN at its own
-place, by a code that no number has (-128, -8): the scale is that of the finite numbers beside it. All arithmetic is in
-fp32, whatever the dtype of the values; no value passes through fp16.
+A block of zeros stays zero, denormal numbers below 2^-127 become zero, and a number that is not finite becomes NaN at
+its position, by a reserved code (-128, -8): the scale depends on the finite numbers of the block only. All arithmetic
+is in fp32 for every dtype of values; no value passes through fp16.
 
-One message holds the codes and then the scales of a run of whole blocks:
+A message contains the codes and then the scales of a run of whole blocks:
 
-    | code 0 | code 1 | .. | code s-1 | scale 0 | .. | scale s/B-1 |        8 bits: a byte each
-    | 0, 1   | 2, 3   | .. |          | scale 0 | ..                        4 bits: two a byte, the first one low
+    | code 0 | code 1 | .. | code s-1 | scale 0 | .. | scale s/B-1 |        8 bits: one byte each
+    | 0, 1   | 2, 3   | .. |          | scale 0 | ..                        4 bits: two per byte, the first low
 
-Shape suffixes: R messages, s elements of a message, m bytes of a message, B elements of a block, K blocks.
-
-Signs: numbers in one bit, with the mean of their sizes as the scale of a block (signSGD, Bernstein et al. 2018).
+Signs are a format of one bit per number, with the mean absolute value as the scale of a block (signSGD, Bernstein et
+al. 2018):
 
     scale = mean |block|,  value = + scale or - scale
 
-A sign alone says little of a number, so it is for sums with error feedback (Karimireddy et al. 2019): what a message
-leaves out is added to the next one. A block with a number that is not finite arrives as NaN altogether, and leaves
-nothing. A message holds a bit for each number, eight a byte, the first one lowest, and then the scales in fp32. There
-is no kernel for it: torch runs it on any device.
+A sign is a coarse approximation, so signs need sums with error feedback (Karimireddy et al. 2019): the error of a
+message is added to the next message. A block with a number that is not finite becomes NaN as a whole, with a residual
+of 0. A message contains a bit for each number, eight per byte, the first in the lowest bit, and then the scales in
+fp32. Torch runs this format on any device; there is no kernel.
 
 Shape suffixes: R messages, s elements of a message, m bytes of a message, B elements of a block, K blocks.
 """
@@ -36,14 +35,13 @@ from torch import Tensor
 from engine.kernels.dispatch import Kernels
 
 SMALLEST_MEAN = 2.0**-126
-"""The smallest normal number of fp32: a scale that no device flushes to zero."""
+"""The smallest normal number of fp32, a scale that no device flushes to zero."""
 _BITS = 8
 
 
 @torch.no_grad()
 def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
-    """Return the messages of ``values_Rs``, uint8 [R, m]; the residual is added before and left behind, as in
-    :func:`~engine.kernels.codecs.block_codec.encode_blocks`."""
+    """Returns the messages of ``values_Rs``, uint8 [R, m], with the residual as in :func:`encode_blocks`."""
     rows, elements = values_Rs.shape
     given = values_Rs.float()
     if residual_Rs is not None:
@@ -63,7 +61,7 @@ def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = Non
 
 
 def decoded_signs(messages_Rm: Tensor, block: int, elements: int) -> Tensor:
-    """The values of all messages, fp32 [R, s]."""
+    """Returns the values of all messages, fp32 [R, s]."""
     rows, end = messages_Rm.shape[0], elements // _BITS
     places = torch.arange(_BITS, dtype=torch.uint8, device=messages_Rm.device)
     bits = messages_Rm[:, :end].unsqueeze(2).bitwise_right_shift(places).bitwise_and(1)
@@ -73,7 +71,7 @@ def decoded_signs(messages_Rm: Tensor, block: int, elements: int) -> Tensor:
 
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal number of fp32 and bf16: a scale that no device flushes to zero."""
+"""The smallest normal number of fp32 and bf16, a scale that no device flushes to zero."""
 _SCALE_BYTES = 4
 OPERATOR = "block_codec"
 ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,7 +84,7 @@ class BlockFormat:
     bits: int
     """8 or 4; 1: signs alone (:func:`encode_signs`)."""
     block: int
-    """Elements that share a scale; an even number."""
+    """Elements per scale; an even number."""
 
     @property
     def largest(self) -> int:
@@ -99,26 +97,28 @@ class BlockFormat:
         return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:
-        """Bytes of the codes of a message, after which its scales begin."""
+        """Returns the bytes of the codes of a message; the scales follow them."""
         return elements * self.bits // 8
 
     def padded(self, elements: int) -> int:
-        """``elements``, or the next number that is one of whole blocks."""
+        """Returns ``elements`` rounded up to whole blocks."""
         return -(-elements // self.block) * self.block
 
     def message_bytes(self, elements: int) -> int:
-        """Bytes of a message of whole blocks."""
+        """Returns the bytes of a message of whole blocks."""
         return self.code_bytes(elements) + elements // self.block * _SCALE_BYTES
 
     def elements(self, message_bytes: int) -> int:
-        """Elements of a message; the inverse of :meth:`message_bytes`."""
+        """Returns the elements of a message; the inverse of :meth:`message_bytes`."""
         return message_bytes * 8 * self.block // (self.bits * self.block + 8 * _SCALE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class CastFormat:
-    """Numbers are sent in a narrower dtype, rounded to the nearest: bf16 errs by up to 2^-8 of a number, fp16 by up to
-    2^-11 of it, and by up to 2^-25 below 2^-14."""
+    """Format of numbers in a narrower dtype, rounded to the nearest.
+
+    The relative error of bf16 is at most 2^-8, of fp16 at most 2^-11; below 2^-14 fp16 has an error of at most 2^-25.
+    """
 
     dtype: torch.dtype
 
@@ -128,11 +128,11 @@ class CastFormat:
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
 
     def padded(self, elements: int) -> int:
-        """``elements``: no numbers belong together."""
+        """Returns ``elements``: casts need no blocks."""
         return elements
 
     def message_bytes(self, elements: int) -> int:
-        """Bytes of a message."""
+        """Returns the bytes of a message."""
         return elements * self.dtype.itemsize
 
 
@@ -140,39 +140,39 @@ NumberFormat = BlockFormat | CastFormat
 
 
 class Codec(Protocol):
-    """Makes messages [R, m] of values [R, s] and values of messages; ``s`` is a padded number of elements."""
+    """Interface of codecs: values [R, s] to messages [R, m] and back; ``s`` is a padded number of elements."""
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Returns the messages, uint8 [R, m], of the values and the residual of earlier ones."""
+        """Returns the messages, uint8 [R, m], of the values plus the residual of earlier messages."""
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decode each message into its row, contiguous, rounded once to its dtype."""
+        """Decodes each message into a row of ``out_Rs``, contiguous, rounded once to its dtype."""
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Decode all messages and add them in fp32, in their order; ``out_s`` gets the sum, rounded once."""
+        """Decodes all messages and adds them in fp32, in their order; ``out_s`` gets the sum, rounded once."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """A format, and the kernels that encode and decode it."""
+    """Codec of a block format, with the kernels that encode and decode."""
 
     wire: BlockFormat
     kernels: Kernels
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """The messages of all rows; see :func:`encode_blocks`."""
+        """Returns the messages of all rows; see :func:`encode_blocks`."""
         return encode_blocks(values_Rs, self.wire, self.kernels, residual_Rs)
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """The sum of all messages; see :func:`sum_blocks`."""
+        """Sums all messages; see :func:`sum_blocks`."""
         sum_blocks(messages_Rm, out_s, self.wire, self.kernels)
 
     def message(self, values_s: Tensor) -> Tensor:
-        """The message [m] of ``values_s``."""
+        """Returns the message [m] of ``values_s``."""
         return encode_blocks(values_s.view(1, -1), self.wire, self.kernels).view(-1)
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decode each message into its row."""
+        """Decodes each message into a row of ``out_Rs``."""
         decode_blocks(messages_Rm, out_Rs, self.wire, self.kernels)
 
     def rounded(self, values_s: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,13 +184,13 @@ class BlockCodec:
 
 @dataclass(frozen=True, slots=True)
 class CastCodec:
-    """Values in a narrower dtype."""
+    """Codec of a narrower dtype."""
 
     wire: CastFormat
 
     @torch.no_grad()
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """The rounded values as bytes; the residual gets the rounding error, 0 where that is not finite."""
+        """Returns the rounded values as bytes; the residual becomes the rounding error, 0 if that is not finite."""
         given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
         cast = given.to(self.wire.dtype).contiguous()
         if residual_Rs is not None:
@@ -199,12 +199,12 @@ class CastCodec:
 
     @torch.no_grad()
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Cast back."""
+        """Casts the messages to the dtype of ``out_Rs``."""
         out_Rs.copy_(messages_Rm.view(self.wire.dtype))
 
     @torch.no_grad()
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Add in fp32."""
+        """Adds the messages in fp32."""
         first, *others = messages_Rm.view(self.wire.dtype)
         total = first.float()
         for other in others:
@@ -219,10 +219,10 @@ def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
 
 @torch.no_grad()
 def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
-    """Return the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
+    """Returns the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
 
-    With a residual (fp32, contiguous) the sum of values and residual is encoded, and the rounding error of it
-    stays in the residual (error feedback, Seide et al. 2014); where the sum is not finite, 0 stays.
+    With a residual (fp32, contiguous) the sum of values and residual is encoded, and the residual becomes the rounding
+    error (error feedback, Seide et al. 2014), or 0 if the sum is not finite.
 
     Codes are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
@@ -237,7 +237,7 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 
 @torch.no_grad()
 def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decode each message into its row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
+    """Decodes each message into a row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
     if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))
         return
@@ -248,7 +248,7 @@ def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernel
 
 @torch.no_grad()
 def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decode all messages and add them in fp32, in their order; ``out_s`` [s] gets the sum, rounded once."""
+    """Decodes all messages and adds them in fp32, in their order; ``out_s`` [s] gets the sum, rounded once."""
     if wire.bits == 1 or not _fits(out_s, kernels):
         sum_blocks_reference(messages_Rm, out_s, wire)
         return
@@ -258,7 +258,7 @@ def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: K
 
 
 def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: Tensor | None = None) -> Tensor:
-    """PyTorch reference of :func:`encode_blocks`."""
+    """Computes :func:`encode_blocks` in PyTorch."""
     rows, elements = values_Rs.shape
     given = values_Rs.float() if residual_Rs is None else values_Rs.float() + residual_Rs
     x_RKB = given.reshape(rows, -1, wire.block)
@@ -280,7 +280,7 @@ def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: T
 
 
 def sum_blocks_reference(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat) -> None:
-    """PyTorch reference of :func:`sum_blocks`."""
+    """Computes :func:`sum_blocks` in PyTorch."""
     first, *others = _decoded(messages_Rm, wire)
     for other in others:
         first += other
@@ -288,7 +288,7 @@ def sum_blocks_reference(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat) 
 
 
 def _decoded(messages_Rm: Tensor, wire: BlockFormat) -> Tensor:
-    """The values of all messages, fp32 [R, s]."""
+    """Returns the values of all messages, fp32 [R, s]."""
     rows, size = messages_Rm.shape
     if wire.bits == 1:
         return decoded_signs(messages_Rm, wire.block, wire.elements(size))

@@ -1,31 +1,32 @@
-"""Weights that are not trained, in 8 or 4 bits: a code for each, and one fp32 scale for each block of a row.
+"""Formats of frozen weights in 8 or 4 bits: a code per weight, and one fp32 scale per block of a row.
 
     int8    value = code / 127 * scale      codes -127 .. 127
     nf4     value = book[code] * scale      16 quantiles of the normal distribution (QLoRA, Dettmers et al. 2023)
-            scale = max |block|, which the code of the largest number gives back as it was
+            scale = max |block|, so that the largest number of a block is exact
 
-So decoded values have the same codes again: quantizing is a projection, in fp32 and in bf16. Blocks are runs of a
-row, counted from its beginning, and the last one may be shorter. Rows are independent, so a matrix that is cut along
-any other dim has the codes of the whole; a part of the columns keeps the scales of the blocks that it touches:
+Decoded values encode to the same codes: quantization is a projection, in fp32 and in bf16. Blocks are runs of a row,
+counted from its beginning, and the last block may be shorter. Rows are independent, so a matrix sharded along any other
+dim has the codes of the full matrix; a shard of the columns has the scales of all blocks it overlaps:
 
-    whole row      | block 0 | block 1 | bl. 2 |
+    full row       | block 0 | block 1 | bl. 2 |
     rank 0         | block 0 | bl|               scales 0, 1
     rank 1                       |ock 1| bl. 2 |  scales 1, 2
 
-Memory of a matrix, bytes: codes of all rows (4 bits: two a byte, the first one low), then scales [rows, blocks].
+Memory of a matrix, in bytes: codes of all rows (4 bits: two per byte, the first in the low half), then scales [rows,
+blocks].
 
-A number that is not finite makes its block NaN or infinite. Arithmetic is in fp32.
+A number that is not finite makes the whole block NaN or infinite. Arithmetic is in fp32.
 
 Shape suffixes: R rows (all leading dims together), C columns, K blocks of a row, L bytes of a row.
 
-A weight that is held as codes and scales, and that every operation sees as the matrix that they stand for.
+:class:`QuantizedWeight` stores codes and scales, and is the decoded matrix for every operation:
 
     y = x W'     forward    W is dequantized, multiplied, freed;  autograd saves the codes
                  backward   W is dequantized again: dx = dy W
 
-A view of it (a transpose, a cast) is noted and made of the values once an operation needs them, so that what autograd
-saves for a backward is never a matrix of values. Of a stack (experts) one matrix can be taken alone. It has no gradient
-and cannot be written.
+A view (a transpose, a cast) is recorded, and applied to the values when an operation needs them, so that autograd never
+saves a matrix of values for backward. One matrix of a stack (experts) can be decoded alone. The weight has no gradient
+and is read-only.
 """
 
 import math
@@ -47,7 +48,7 @@ from engine.kernels.dispatch import REFERENCE, Kernels, fused_operator
 
 WeightKind = Literal["int8", "nf4"]
 AT_ONCE = 1 << 24
-"""Elements that are computed with at a time, which bounds the memory of temporary fp32 values."""
+"""Elements per step of a computation, which bounds the memory of temporary fp32 values."""
 _SCALE_BYTES = 4
 
 
@@ -57,7 +58,7 @@ class WeightFormat:
 
     kind: WeightKind
     block: int
-    """Columns that share a scale."""
+    """Columns per scale."""
 
     @property
     def bits(self) -> int:
@@ -67,17 +68,17 @@ class WeightFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedShape:
-    """A matrix or a stack of them, or the part of it that a tensor rank holds."""
+    """Shape of a matrix or a stack of matrices, or of a tensor rank's shard."""
 
     format: WeightFormat
     shape: tuple[int, ...]
-    """Shape of the part."""
+    """Shape of the shard."""
     runs: tuple[tuple[int, int], ...] = ()
-    """Columns [start, stop) of the whole that the part has, in order; empty: all of them."""
+    """Columns [start, stop) of the full matrix in the shard, in order; empty: all columns."""
 
     @property
     def rows(self) -> int:
-        """All leading dims together."""
+        """Number of rows: the product of all leading dims."""
         return math.prod(self.shape[:-1])
 
     @property
@@ -87,7 +88,7 @@ class QuantizedShape:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """(number in the whole row, columns in this part) of each block."""
+        """(number in the full row, columns in this shard) of each block."""
         block, found = self.format.block, []
         for start, stop in self.runs or ((0, self.shape[-1]),):
             for number in range(start // block, -(-stop // block)):
@@ -96,7 +97,7 @@ class QuantizedShape:
 
     @cached_property
     def width(self) -> int | None:
-        """Columns of a block if all have the same number, else None."""
+        """Columns of a block if all blocks are equal, else None."""
         widths = {width for _, width in self.blocks}
         return widths.pop() if len(widths) == 1 else None
 
@@ -118,10 +119,10 @@ class QuantizedShape:
 
 @cache
 def normal_book() -> tuple[float, ...]:
-    """The 16 values of NF4, ascending: zero, 8 quantiles above and 7 below, as multiples of the outermost one.
+    """Returns the 16 values of NF4, ascending: zero, 8 quantiles above and 7 below, as multiples of the largest.
 
-    On each side they divide the probability between 1/2 and a tail evenly; the tail is half a step, the mean of those
-    of 16 and 15 values (QLoRA, section 3 and appendix E).
+    On each side the quantiles divide the probability between 1/2 and a tail evenly; the tail is the mean of half a step
+    of 16 and of 15 values (QLoRA, section 3 and appendix E).
     """
     tail = (1 / 32 + 1 / 30) / 2
     above, below = (
@@ -132,7 +133,7 @@ def normal_book() -> tuple[float, ...]:
 
 @torch.no_grad()
 def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
-    """max |block| of every block, fp32 [R, K]."""
+    """Computes max |block| of every block, fp32 [R, K]."""
     found = torch.empty(shape.rows, len(shape.blocks), dtype=torch.float32, device=values.device)
     values_RC = values.reshape(shape.rows, -1)
     for rows in _slabs(shape, shape.rows):
@@ -147,8 +148,10 @@ def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
 
 @torch.no_grad()
 def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = None) -> Tensor:
-    """Codes and scales of ``values`` [shape], uint8 [bytes]. ``scales_RK``: those of the whole matrix that the part
-    touches; None: the part has whole blocks."""
+    """Encodes ``values`` [shape] to codes and scales, uint8 [bytes].
+
+    ``scales_RK``: scales of the full matrix for the blocks of this shard; None: the shard has whole blocks.
+    """
     scales_RK = block_scales(values, shape) if scales_RK is None else scales_RK
     packed = torch.zeros(shape.bytes, dtype=torch.uint8, device=values.device)
     codes_RL, own_RK = _parts(packed, shape)
@@ -165,7 +168,7 @@ def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = N
 def dequantize(
     packed: Tensor, shape: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE, index: int | None = None
 ) -> Tensor:
-    """The values [shape] of codes and scales, each rounded once to ``dtype``; ``index``: of one matrix of a stack."""
+    """Decodes the values [shape], each rounded once to ``dtype``; ``index``: decodes one matrix of a stack."""
     codes_RL, scales_RK = _parts(packed, shape)
     if index is not None:
         start, count = index * shape.matrix_rows, shape.matrix_rows
@@ -185,13 +188,13 @@ def dequantize(
 
 def _fits(packed: Tensor, shape: QuantizedShape, dtype: torch.dtype, kernels: Kernels) -> bool:
     whole = shape.width == shape.format.block and packed.numel() > 0 and dtype in ENCODED_DTYPES
-    # bytes are moved as by the codec of traffic, so both run where one of them does
+    # the traffic codec moves bytes the same way, so both follow its measured choice
     return whole and kernels.replaces(packed.device) and kernels.triton(OPERATOR, packed, shape.shape[-1])
 
 
 @fused_operator("trine::dequantize")
 def _dequantize(codes: Tensor, scales: Tensor, book: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
-    """Values [R, C] of codes [R, L] and scales [R, K] of whole blocks."""
+    """Decodes values [R, C] from codes [R, L] and scales [R, K] of whole blocks."""
     from engine.kernels.gpu.codecs import launch_dequantize
 
     out = torch.empty(codes.shape[0], codes.shape[1] * 8 // bits, dtype=dtype, device=codes.device)
@@ -216,7 +219,7 @@ def _encoded(ratios_RC: Tensor, kind: WeightKind) -> Tensor:
 
 
 def _decoded(codes_RL: Tensor, shape: QuantizedShape) -> Tensor:
-    """Values between -1 and 1, fp32 [R, C]."""
+    """Decodes ratios between -1 and 1, fp32 [R, C]."""
     if shape.format.kind == "int8":
         return codes_RL.view(torch.int8).float().div_(127)
     pairs_RC = torch.nn.functional.embedding(codes_RL.int(), _pairs(codes_RL.device)).view(codes_RL.shape[0], -1)
@@ -225,7 +228,7 @@ def _decoded(codes_RL: Tensor, shape: QuantizedShape) -> Tensor:
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two values of every byte, [256, 2]: made once, since a copy to a GPU waits for its queue."""
+    """Returns the two values of every byte, [256, 2]; cached, because a copy to a GPU waits for its queue."""
     book = normal_book()
     return _table([[book[byte % 16], book[byte // 16]] for byte in range(256)], device)
 
@@ -236,19 +239,19 @@ def _widths(blocks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor
 
 
 def _table(values: Sequence[Any], device: torch.device) -> Tensor:
-    """A tensor that serves all calls to come, whatever mode the first one runs in."""
+    """Returns a tensor for all later calls, independent of the first call's modes."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.tensor(values, device=device)
 
 
 def _parts(packed: Tensor, shape: QuantizedShape) -> tuple[Tensor, Tensor]:
-    """(codes [R, L], scales [R, K]) of the bytes of a matrix, as views."""
+    """Returns (codes [R, L], scales [R, K]) as views of the bytes of a matrix."""
     codes = packed[: shape.rows * shape.row_bytes].view(shape.rows, shape.row_bytes)
     return codes, packed[shape.code_bytes :].view(torch.float32).view(shape.rows, len(shape.blocks))
 
 
 def _spread(scales_RK: Tensor, shape: QuantizedShape) -> Tensor:
-    """The scale of every column, [R, C]."""
+    """Returns the scale of every column, [R, C]."""
     if shape.width is not None:
         return scales_RK.unsqueeze(2).expand(-1, -1, shape.width).reshape(scales_RK.shape[0], -1)
     widths_K = _widths(shape.blocks, scales_RK.device)
@@ -256,7 +259,7 @@ def _spread(scales_RK: Tensor, shape: QuantizedShape) -> Tensor:
 
 
 def _slabs(shape: QuantizedShape, rows: int) -> Iterator[slice]:
-    """Runs of rows with about ``AT_ONCE`` elements."""
+    """Yields runs of rows with about ``AT_ONCE`` elements."""
     step = max(1, AT_ONCE // max(1, shape.shape[-1]))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -273,19 +276,19 @@ View = Callable[[Tensor], Tensor]
 
 
 class QuantizedWeight(Tensor):
-    """The values [shape] of ``packed``, in ``dtype``; nothing but ``packed`` has memory."""
+    """Tensor with the values [shape] of ``packed``, in ``dtype``; only ``packed`` has memory."""
 
     packed: Tensor
     """Codes and scales, uint8 [bytes]."""
     form: QuantizedShape
     held: tuple[torch.dtype, Kernels]
-    """Dtype of the values before ``views``, and their source."""
+    """Dtype of the values before ``views``, and the kernels that decode them."""
     views: tuple[View, ...]
-    """What is made of the values."""
+    """Functions applied to the decoded values, in order."""
     number: int | None
-    """Of the matrix of a stack that ``views`` begin with; None: all of them."""
+    """Index of the decoded matrix of a stack; None: all matrices."""
     _like: Tensor
-    """On the meta device: shape and dtype of the result of all ``views``."""
+    """A meta tensor with shape and dtype of the result of all ``views``."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -293,7 +296,7 @@ class QuantizedWeight(Tensor):
         cls, packed: Tensor, form: QuantizedShape, held: tuple[torch.dtype, Kernels], like: Tensor,
         views: tuple[View, ...] = (),
     ) -> "QuantizedWeight":  # fmt: skip
-        """A tensor of the shape and dtype of ``like``, without memory."""
+        """Makes a tensor with the shape and dtype of ``like``, without memory."""
         self: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=packed.device, storage_size=0
         )
@@ -304,11 +307,11 @@ class QuantizedWeight(Tensor):
     def of(
         cls, packed: Tensor, form: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE
     ) -> "QuantizedWeight":
-        """The matrix of codes and scales in ``packed``."""
+        """Returns the matrix of the codes and scales in ``packed``."""
         with _disable_current_modes():
             like = torch.empty(form.shape, dtype=dtype, device="meta")
         made = cls(packed, form, (dtype, kernels), like)
-        made._is_param = True  # isinstance(made, nn.Parameter), as code around layers asks
+        made._is_param = True  # for isinstance(made, nn.Parameter) in code around layers
         return made
 
     @classmethod
@@ -333,7 +336,7 @@ class QuantizedWeight(Tensor):
         return func(*args, **kwargs)
 
     def dequantized(self) -> Tensor:
-        """The matrix, in memory of its own."""
+        """Returns the decoded matrix, in new memory."""
         values = dequantize(self.packed, self.form, *self.held, self.number)
         for view in self.views:
             values = view(values)
@@ -349,7 +352,7 @@ class QuantizedWeight(Tensor):
         return self._with(like, (*self.views, view))
 
     def _matrix(self, index: int) -> "QuantizedWeight":
-        """One matrix of a stack, such as that of an expert, without the values of the others."""
+        """Returns one matrix of a stack, such as an expert's, without decoding the others."""
         with _disable_current_modes():
             made = self._with(self._like.select(0, index), ())
         made.number = index % len(self._like)
@@ -368,7 +371,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...]) -> None:
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if argument.is_write and isinstance(given, QuantizedWeight):
             raise EngineError(
-                f"a frozen weight of shape {list(given.shape)} is held in {given.form.format.kind} (quantize_frozen) "
+                f"a frozen weight of shape {list(given.shape)} is stored in {given.form.format.kind} (quantize_frozen) "
                 f"and was written by {func._schema.name}; write the model before engine.initialize, or name the weight "
                 "in quantize_frozen.skip."
             )

@@ -2,7 +2,7 @@
 
 KIND is a name from ``engine.kernels.ops.activations``.
 
-Exponentials cannot overflow, so finite inputs give finite results. NaN inputs give NaN.
+Exponentials cannot overflow, so results of finite inputs are finite. Results of NaN inputs are NaN.
 """
 
 import torch
@@ -27,13 +27,13 @@ def _sigmoid_slope(x):
 
 @triton.jit
 def _normal_share(x):
-    """Cumulative distribution function of the standard normal distribution."""
+    """Computes the cumulative distribution function of the standard normal distribution."""
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """Apply the activation: f(x)."""
+    """Applies the activation: f(x)."""
     y = x
     if KIND == "relu":
         y = tl.where(x <= 0, 0.0, x)
@@ -51,7 +51,7 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def activated_gradient(x, KIND: tl.constexpr):
-    """Derivative f'(x); 0 at the corner of a ReLU, as in torch."""
+    """Computes the derivative f'(x); 0 at the corner of a ReLU, as in torch."""
     slope = tl.full(x.shape, 1.0, tl.float32)
     if KIND == "relu":
         slope = tl.where(x <= 0, 0.0, 1.0)
@@ -73,7 +73,7 @@ def activation_forward_kernel(
     x, bias, residual, y, width, x_stride, residual_stride,
     KIND: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK columns of one row."""
+    """Computes BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -91,7 +91,7 @@ def activation_backward_kernel(
     dy, x, bias, dx, dbias, rows, width, dy_stride, x_stride, rows_each,
     KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK columns of ``rows_each`` consecutive rows, and the partial sum of their bias gradients."""
+    """Computes BLOCK columns of ``rows_each`` consecutive rows, and the partial sum of their bias gradients."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -112,7 +112,7 @@ def activation_backward_kernel(
 
 
 def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor | None, kind: str) -> Tensor:
-    """Return f(x + bias) + residual [N, H]."""
+    """Returns f(x + bias) + residual [N, H]."""
     rows, width = x_NH.shape
     y_NH = x_NH.new_empty(x_NH.shape)
     shape = column_shape(width)
@@ -127,7 +127,7 @@ def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor 
 
 
 def activation_backward(dy_NH: Tensor, x_NH: Tensor, bias_H: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Return (dx [N, H], dbias [H] in fp32, which is empty without a bias)."""
+    """Returns (dx [N, H], dbias [H] in fp32, which is empty without a bias)."""
     rows, width = x_NH.shape
     shape = column_shape(width)
     columns = ceil_div(width, shape.block)
@@ -149,7 +149,7 @@ def _contiguous(bias_H: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute BLOCK columns of one row."""
+    """Computes BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -162,7 +162,7 @@ def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.co
 def gated_backward_kernel(
     dy, gate, up, dgate, dup, width, dy_stride, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute the gradients of BLOCK columns of one row."""
+    """Computes the gradients of BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -175,7 +175,7 @@ def gated_backward_kernel(
 
 
 def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return f(gate) up."""
+    """Returns f(gate) up."""
     width = gate.shape[-1]
     y = gate.new_empty(gate.shape)
     shape = column_shape(width)
@@ -188,7 +188,7 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return (dgate, dup)."""
+    """Returns (dgate, dup)."""
     width = gate.shape[-1]
     dgate = gate.new_empty(gate.shape)
     dup = torch.empty_like(dgate)
@@ -202,5 +202,5 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tup
 
 
 def _distance(x: Tensor) -> int:
-    """Return the elements from one row to the next."""
+    """Returns the distance between rows, in elements."""
     return x.shape[-1] if x.is_contiguous() else x.stride(0)

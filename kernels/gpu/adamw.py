@@ -1,17 +1,17 @@
-"""Adam and AdamW in Triton: one pass over a flat run, in which the device itself decides whether to update.
+"""Adam and AdamW in Triton: one pass over a flat run, with the decision to update on the device.
 
-    read      gradient, weights, moments, and the narrow weights where there is a master
+    read      gradient, weights, moments, and the narrow weights if there is a master
     written   weights, moments, narrow weights: 32 bytes an element with an fp32 master, fp32 gradients and bf16 weights
 
-Hyperparameters are fp32 scalars that the host has computed in fp64. Roots and quotients are rounded to nearest.
+Hyperparameters are fp32 scalars that the host computes in fp64. Roots and quotients are rounded to nearest.
 
-AdamW with moments in 8 bits in Triton: one pass that decodes the moments of whole blocks, updates and encodes them.
+AdamW with moments in 8 bits is one pass that decodes the moments of whole blocks, updates and encodes them:
 
     read      gradient, weights, codes of both moments
-    written   weights, codes of both moments: 16 bytes an element with fp32 weights and gradients
+    written   weights, codes of both moments: 16 bytes per element with fp32 weights and gradients
 
-Codes and scales are those of ``kernels/optim/eight_bit_codes.py``, to the bit for equal moments. A program takes a few
-blocks, so that it holds about ``_ELEMENTS`` numbers. Roots and quotients are rounded to nearest.
+Codes and scales equal those of ``kernels/optim/eight_bit_codes.py``, to the bit for equal moments. A program updates a
+few blocks, about ``_ELEMENTS`` numbers.
 """
 
 import triton
@@ -29,7 +29,7 @@ _WORD = 1 << 32
 
 @triton.jit
 def mix(x):
-    """Mix uint32 values as ``kernels/optim/stochastic_rounding.py`` does."""
+    """Mixes uint32 values as ``kernels/optim/stochastic_rounding.py`` does."""
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
     x = x ^ (x >> 15)
@@ -39,7 +39,7 @@ def mix(x):
 
 @triton.jit
 def rounded(values, index, low, high):
-    """Round fp32 ``values`` to bf16 with random bits from ``index`` (int64) and a key of two words."""
+    """Rounds fp32 ``values`` to bf16 with random bits from ``index`` (int64) and a key of two words."""
     bits = mix((index & 0xFFFFFFFF).to(tl.uint32) ^ low.to(tl.uint32, bitcast=True))
     bits = mix(bits ^ (index >> 32).to(tl.uint32) ^ high.to(tl.uint32, bitcast=True))
     own = values.to(tl.int32, bitcast=True)
@@ -50,7 +50,7 @@ def rounded(values, index, low, high):
 
 @triton.jit
 def whole_index(own, places, held, along, inner):
-    """Map indices ``own`` in a shard to indices in the full parameter; see ``Lines``."""
+    """Maps indices ``own`` in a shard to indices in the full parameter; see ``Lines``."""
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
     return ((line // held).to(tl.int64) * along + place) * inner + own % inner
@@ -68,12 +68,12 @@ def adamw_kernel(
     DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr,
     CUT: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block of BLOCK elements."""
+    """Updates a block of BLOCK elements."""
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
         w = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
-        if NARROW:  # pick up weights that the user has written since the last update
+        if NARROW:  # take over weights that the user has written since the last update
             kept = tl.load(narrow + place, mask=inside, other=0.0).to(tl.float32)
             w = tl.where(kept != w.to(narrow.dtype.element_ty).to(tl.float32), kept, w)
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
@@ -118,7 +118,7 @@ def adamw(
     step: int,
     rounding: StochasticRounding | None,
 ) -> None:
-    """Launch the update; ``updated``: weights, both moments and narrow weights; ``decision``: factor and go, fp64."""
+    """Launches the update; ``updated``: weights, both moments and narrow weights; ``decision``: factor and go, fp64."""
     weights, first, second, narrow = updated
     count = weights.numel()
     if not count:
@@ -138,7 +138,7 @@ def adamw(
 
 
 def _words(key: int) -> tuple[int, int]:
-    """Split ``key`` into its low and high word, each as the int32 with these bits, so that all keys have one type."""
+    """Splits ``key`` into low and high word, each reinterpreted as int32, so that all keys have one type."""
     return tuple((word ^ 1 << 31) - (1 << 31) for word in (key % _WORD, key >> 32))  # type: ignore[return-value]
 
 
@@ -147,7 +147,7 @@ _ELEMENTS = 1024
 
 @triton.jit
 def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
-    """The moments of the blocks of a program; ``scale`` [blocks]."""
+    """Decodes the moments of the blocks of a program; ``scale`` [blocks]."""
     LEAST: tl.constexpr = 1016 - 127 if SIGNED else 1016 - 255
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
     size = code & 127 if SIGNED else code
@@ -159,7 +159,7 @@ def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
 
 @triton.jit
 def encoded(x, SIGNED: tl.constexpr):
-    """(codes, scales [blocks]) of moments."""
+    """Encodes moments to (codes, scales [blocks])."""
     LARGEST: tl.constexpr = 127 if SIGNED else 255
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = bits < 0x7F800000
@@ -183,7 +183,7 @@ def adamw_8bit_kernel(
     decay, first_rest, second_rest, step_size, root_scale, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update ROWS blocks of BLOCK elements."""
+    """Updates ROWS blocks of BLOCK elements."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside, there = place < count, row * BLOCK < count
@@ -209,7 +209,7 @@ def adamw_8bit_kernel(
 def adamw_8bit(
     weights: Tensor, gradient: Tensor, moments: tuple[BlockCodes, BlockCodes], rule: AdamRule, step: int, block: int
 ) -> None:
-    """Launch the update of a flat run, decoupled decay only; ``step`` is that of the bias correction."""
+    """Launches the update of a flat run, with decoupled decay only; ``step``: step of the bias correction."""
     count, (beta1, beta2) = weights.numel(), rule.betas
     if not count:
         return

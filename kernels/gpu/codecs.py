@@ -1,17 +1,16 @@
-"""The codecs in Triton. Of messages: one pass to encode, with the residual; one to decode; one to decode and add.
+"""Codecs in Triton. For messages: one pass to encode, with the residual; one to decode; one to decode and add.
 
-A program takes a few blocks, so that it holds about ``_ELEMENTS`` numbers. In a message the codes come first and the
-scales after them: ``codes`` and ``scales`` point to the same memory, as bytes and as fp32. Two codes of 4 bits that
-share a byte are neighbours, so even and odd elements are held apart.
+A program processes a few blocks, about ``_ELEMENTS`` numbers. In a message the codes come first, then the scales:
+``codes`` and ``scales`` point to the same memory, as bytes and as fp32. Two codes of 4 bits in one byte are neighbours,
+so a program has separate tensors of even and odd elements.
 
-Results are those of ``kernels/codecs/block_codec.py`` to the bit, but for a product and sum that a GPU rounds once.
+Results equal ``kernels/codecs/block_codec.py`` to the bit, except that a GPU rounds a product and sum once.
 
-Frozen weights: one pass, in which a code is read and a value written.
+For frozen weights: one pass that reads codes and writes values.
 
-Blocks of all rows lie one after the other, and so do their scales; the 16 values that codes of 4 bits stand for stay in
-the cache.
+Blocks of all rows are consecutive in memory, and so are the scales; the 16 values of 4-bit codes stay in the cache.
 
-Results are those of ``kernels/codecs/weight_format.py`` to the bit.
+Results equal ``kernels/codecs/weight_format.py`` to the bit.
 """
 
 import torch
@@ -27,7 +26,7 @@ _WARPS = 4
 
 @triton.jit
 def round_half_even(x):
-    """Round to the nearest integer, halves to even; |x| is far below 2^22."""
+    """Rounds to the nearest integer, halves to even; |x| is far below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -39,7 +38,7 @@ def is_number(x):
 
 @triton.jit
 def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
-    """Load fp32 values, and add the residual of the last code."""
+    """Loads fp32 values, and adds the residual of the last code."""
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     if FEEDBACK:
         x += tl.load(residual + place, mask=inside, other=0.0)
@@ -55,7 +54,7 @@ def scale_of(peak, LARGEST: tl.constexpr):
 
 @triton.jit
 def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
-    """Codes as int32; the residual gets their rounding error."""
+    """Returns codes as int32; the residual gets the rounding error."""
     finite = is_number(x)
     known = tl.where(finite, x, 0.0)
     code = round_half_even(tl.div_rn(known, tl.where(scale > 0.0, scale, 1.0) + tl.zeros(x.shape, tl.float32)))
@@ -66,7 +65,7 @@ def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEE
 
 @triton.jit
 def value_of(code, scale, LARGEST: tl.constexpr):
-    """The number that a code (int32) stands for."""
+    """Returns the number of a code (int32)."""
     return tl.where(code == -LARGEST - 1, float("nan"), code.to(tl.float32) * scale)
 
 
@@ -75,7 +74,7 @@ def encode_kernel(
     values, residual, codes, scales, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, FEEDBACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Encode ROWS blocks; ``blocks``: of all messages, ``blocks_each``: of one."""
+    """Encodes ROWS blocks; ``blocks``: blocks of all messages, ``blocks_each``: blocks of one message."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there, message, number = block < blocks, block // blocks_each, block % blocks_each
@@ -105,7 +104,7 @@ def encode_kernel(
 
 @triton.jit
 def signed(code, BITS: tl.constexpr):
-    """The low BITS of an int32, as a number with a sign."""
+    """Returns the low BITS of an int32 as a signed number."""
     return ((code & ((1 << BITS) - 1)) ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
 
 
@@ -114,7 +113,7 @@ def decode_kernel(
     codes, scales, out, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decode ROWS blocks, each to its own place."""
+    """Decodes ROWS blocks into the values of their messages."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -138,7 +137,7 @@ def sum_kernel(
     codes, scales, out, messages, blocks, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decode ROWS blocks of every message and add them in the order of the messages."""
+    """Decodes ROWS blocks of every message and adds them in the order of the messages."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -165,7 +164,7 @@ def sum_kernel(
 
 
 def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, residual: Tensor | None) -> Tensor:
-    """Encode rows [R, s] into messages, uint8 [R, m]."""
+    """Encodes rows [R, s] into messages, uint8 [R, m]."""
     rows, elements = values.shape
     messages = torch.empty(rows, message_bytes, dtype=torch.uint8, device=values.device)
     each, at_once = elements // block, _blocks_at_once(block)
@@ -177,7 +176,7 @@ def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, res
 
 
 def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decode messages [R, m] into rows [R, s]."""
+    """Decodes messages [R, m] into rows [R, s]."""
     rows, elements = out.shape
     each, at_once = elements // block, _blocks_at_once(block)
     decode_kernel[(ceil_div(rows * each, at_once),)](
@@ -187,7 +186,7 @@ def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
 
 
 def launch_sum(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decode messages [R, m] and add them into ``out`` [s]."""
+    """Decodes messages [R, m] and adds them into ``out`` [s]."""
     (elements,), at_once = out.shape, _blocks_at_once(block)
     sum_kernel[(ceil_div(elements // block, at_once),)](
         messages, messages.view(torch.float32), out, messages.shape[0], elements // block, messages.shape[1],
@@ -207,7 +206,7 @@ _WARPS_OF_CODES = 4
 def dequantize_kernel(
     codes, scales, book, out, blocks, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Decode ROWS blocks."""
+    """Decodes ROWS blocks."""
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = block < blocks
@@ -227,7 +226,7 @@ def dequantize_kernel(
 
 
 def launch_dequantize(codes: Tensor, scales: Tensor, book: Tensor, out: Tensor, bits: int) -> None:
-    """Decode codes, uint8, with a scale for each block, fp32 [K], into ``out``, contiguous, of K whole blocks.
+    """Decodes codes, uint8, with a scale per block, fp32 [K], into ``out``, contiguous, of K whole blocks.
 
     ``book``: the values of 4-bit codes, fp32 [16].
     """

@@ -1,15 +1,15 @@
-"""Softmax of rows of logits in Triton, for losses: one pass in the forward, one in the backward; one program a row.
+"""Softmax of rows of logits in Triton, for losses: one pass in the forward, one in the backward; one program per row.
 
-    forward    largest = max x      total = sum exp(x - largest)      picked = x at the target, if this rank holds it
+    forward    largest = max x      total = sum exp(x - largest)      picked = x at the target, if on this rank
                weighted = sum w (x - largest)
-               found online: when the maximum grows, the sums so far are rescaled (Milakov and Gimelshein 2018)
+               computed online: a new maximum rescales the sums so far (Milakov and Gimelshein 2018)
     backward   dx = d_log_sum exp(x - largest - log_sum) + d_picked at the target + d_weighted w
-               recomputes the softmax; a row whose three gradients are 0 gets dx = 0 without being read
+               recomputes the softmax; a row with three gradients of 0 gets dx = 0 and is not read
 
-A row is read in blocks, so the width of the vocabulary is unlimited. Where the maximum is infinite, differences are
-taken from 0.
+A row is read in blocks, so the width of the vocabulary is unlimited. With an infinite maximum, differences are relative
+to 0.
 
-Shape suffixes: N rows, W columns that this rank holds.
+Shape suffixes: N rows, W columns of this rank.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ def statistics_kernel(
     logits, target, weight, largest, total, picked, weighted, stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of one row."""
+    """Computes the statistics of one row."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     lane = tl.arange(0, BLOCK)
@@ -42,7 +42,7 @@ def statistics_kernel(
         column = first + lane
         inside = column < width
         x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
-        # Where the maximum is infinite, differences are taken from 0: inf - inf would be NaN.
+        # With an infinite maximum, differences are relative to 0: inf - inf would be NaN.
         higher = tl.maximum(high, tl.max(x, axis=0))
         shift = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
         sums = sums * tl.exp(tl.where(high == float("inf"), 0.0, high) - shift) + tl.exp(x - shift)
@@ -69,7 +69,7 @@ def gradient_kernel(
     logits, target, weight, largest, log_sum, d_log_sum, d_picked, d_weighted, out, stride, out_stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of one row; ``out`` may be ``logits``."""
+    """Computes the gradient of one row; ``out`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     out_base = out + row * out_stride
@@ -108,7 +108,10 @@ def gradient_kernel(
 
 
 class Asked(NamedTuple):
-    """Terms to compute besides the softmax; ``even`` asks for ``weighted`` with weight 1 everywhere."""
+    """Terms of the loss that the kernel computes beside the sum of exponentials: the target's logit, a weighted sum.
+
+    ``even``: all logits have weight 1 in the weighted sum, as label smoothing needs.
+    """
 
     target: Tensor | None
     weight: Tensor | None
@@ -117,7 +120,7 @@ class Asked(NamedTuple):
 
     @property
     def weighted(self) -> bool:
-        """True if the term ``weighted`` is asked for."""
+        """True if the term ``weighted`` is requested."""
         return self.even or self.weight is not None
 
 
@@ -130,7 +133,7 @@ class SlopeBuffers(NamedTuple):
 
 
 def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (largest, total, picked, weighted), [N] fp32; the last two may be empty. Rows may have a stride."""
+    """Returns (largest, total, picked, weighted), [N] fp32; the last two may be empty. Rows may have a stride."""
     rows, width = logits_NW.shape
     largest_N = logits_NW.new_empty(rows, dtype=torch.float32)
     total_N = torch.empty_like(largest_N)
@@ -150,7 +153,7 @@ def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor,
 def softmax_gradient(
     logits_NW: Tensor, asked: Asked, softmax: tuple[Tensor, Tensor], slopes: SlopeBuffers, out_NW: Tensor
 ) -> None:
-    """Write the gradient of ``logits_NW`` to ``out_NW``, which may be the same; ``softmax`` is (largest, log_sum)."""
+    """Writes the gradient of ``logits_NW`` to ``out_NW``, which may be the same; ``softmax`` is (largest, log_sum)."""
     rows, width = logits_NW.shape
     block, warps = _shape(width)
     if rows:
@@ -163,7 +166,7 @@ def softmax_gradient(
 
 
 def _dense(values: Tensor | None) -> Tensor | None:
-    """Make ``values`` contiguous, as kernels read them: labels may be a matrix column, gradients an expanded scalar."""
+    """Makes ``values`` contiguous for kernels: labels may be a matrix column, gradients an expanded scalar."""
     return None if values is None else values.contiguous()
 
 

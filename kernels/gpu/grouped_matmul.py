@@ -1,10 +1,10 @@
-"""Products of experts in Triton: rows sorted by expert, one matrix for each (a grouped GEMM), and their gradients.
+"""Products of experts in Triton: rows sorted by expert, one matrix per expert (a grouped GEMM), and gradients.
 
     grouped_product            out[rows of e] = x[rows of e] B_e
     grouped_weight_gradient    out_e = x[rows of e]' d[rows of e]
 
-Where an expert's rows end is read on the device, so the host waits for nothing. Tiles never cross experts; their sums
-are those of ``kernels/gpu/matmul``, which these kernels call.
+The device reads the ends of the experts' rows, so the host never waits. Tiles never cross experts, and these kernels
+call the products of ``kernels/gpu/matmul``.
 
 Shape suffixes: R rows, X experts, K the dim that is summed over, N columns.
 """
@@ -20,7 +20,7 @@ from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, pro
 from engine.kernels.gpu.matmul import tile_finish, tile_place, tile_product
 
 _ALIGNED = 16
-"""Bytes of which the rows of a matrix are a multiple."""
+"""Rows of a matrix are a multiple of this number of bytes."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def grouped_product_kernel(
     MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [R, N] = x [R, K] times the expert's matrix of ``matrices`` [X, K, N]; rows of expert e end at ends[e]."""
+    """Computes out [R, N] = x [R, K] times the experts' ``matrices`` [X, K, N]; rows of expert e end at ends[e]."""
     columns = tl.cdiv(N, BN)
     index = tl.program_id(0)
     first = 0
@@ -60,7 +60,8 @@ def grouped_weight_gradient_kernel(
     x, d, out, ends, experts, N, K, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [X, K, N]: of each expert, the product of its rows of ``x`` [R, K], transposed, and of ``d`` [R, N]."""
+    """Computes out [X, K, N]: for each expert, the product of its rows of ``x`` [R, K], transposed, and ``d`` [R,
+    N]."""
     height = tl.cdiv(K, BM)
     columns = tl.cdiv(N, BN)
     each = height * columns
@@ -79,7 +80,7 @@ def grouped_weight_gradient_kernel(
 
 
 def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """out [R, N] in the dtype of ``x_RK``, which is contiguous; ``ends_X`` are integers on the same device."""
+    """Returns out [R, N] in the dtype of ``x_RK``, which is contiguous; ``ends_X``: integers on the same device."""
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     experts, depth, columns = matrices_XKN.shape
     out = x_RK.new_empty((x_RK.shape[0], columns))
@@ -91,7 +92,7 @@ def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, t
 
 
 def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """out [X, K, N] in the dtype of ``x_RK``; both operands are contiguous, and of one dtype."""
+    """Returns out [X, K, N] in the dtype of ``x_RK``; both operands are contiguous and of one dtype."""
     depth, columns, experts = x_RK.shape[1], d_RN.shape[1], len(ends_X)
     out = x_RK.new_empty((experts, depth, columns))
     grouped_weight_gradient_kernel[(processors(x_RK.device),)](
@@ -101,14 +102,14 @@ def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, t
 
 
 def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
-    """(the contiguous stack of matrices [X, K, N] or [X, N, K], whether the operand is its transpose)."""
+    """Returns (the contiguous stack of matrices [X, K, N] or [X, N, K], True if the operand is its transpose)."""
     plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
     lying = matrices if plain else matrices.transpose(1, 2)
     return (lying if lying.is_contiguous() and not lying.data_ptr() % _ALIGNED else lying.clone()), not plain
 
 
 def _tile_for(dtype: torch.dtype) -> Tile:
-    """Pointers only: where an expert's rows begin, no tensor descriptor can."""
+    """Returns the tile, with pointers only: a tensor descriptor cannot begin at the rows of an expert."""
     if dtype.itemsize == 2:
         return HALF
     return TF32 if torch.get_float32_matmul_precision() != "highest" else EXACT

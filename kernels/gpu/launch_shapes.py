@@ -1,8 +1,8 @@
 """Launch shapes of the Triton kernels: processor counts, block and warp sizes, and the tiles of matrix products.
 
-Tiles and their choice are data and a pure function; nothing is benchmarked at run time. The expected time of a tile is
-its area over its share of the peak rate. Programs take tiles in rounds, and every round lasts as long as a full one.
-The shares are estimates until ``benchmarks.kernels`` has measured them on a GPU.
+Tiles are data and their choice is a pure function; nothing is benchmarked at run time. The expected time of a tile is
+the area over the tile's fraction of the peak rate. Programs process tiles in rounds, and every round takes the time of
+a full one. The fractions are estimates until ``benchmarks.kernels`` has measured them on a GPU.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """Properties of a GPU that launches depend on."""
+    """Properties of a GPU that determine launches."""
 
     capability: tuple[int, int]
     processors: int
@@ -31,16 +31,16 @@ GPUS: Mapping[str, GpuShape] = MappingProxyType(
         "b200": GpuShape((10, 0), 148),
     }
 )
-"""GPUs that kernels can be compiled for where there is none, by name."""
+"""GPUs for which kernels can be compiled without a GPU, by name."""
 _ASSUMED = GPUS["h100"]
-"""The GPU of shapes on the meta device, which are compiled and not run."""
+"""The GPU for the meta device, on which kernels are compiled but not run."""
 _INTERPRETED_PROCESSORS = 2
 _PLANNED: ContextVar[GpuShape | None] = ContextVar("planned", default=None)
 
 
 @contextmanager
 def planned_for(gpu: GpuShape) -> Iterator[None]:
-    """Inside, launches have the shapes for ``gpu``, on whatever device tensors are."""
+    """Gives launches the shapes for ``gpu`` inside the context, for tensors on any device."""
     token = _PLANNED.set(gpu)
     try:
         yield
@@ -53,18 +53,18 @@ _COLUMNS = 1024
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of ``device``."""
+    """Returns the number of streaming multiprocessors of ``device``."""
     return (_PLANNED.get() or gpu_shape(device)).processors
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of ``device``; without a GPU, that of an H100."""
+    """Returns the compute capability of ``device``; without a GPU, the capability of an H100."""
     return (_PLANNED.get() or gpu_shape(device)).capability
 
 
 @cache
 def gpu_shape(device: torch.device) -> GpuShape:
-    """Returns the properties of ``device`` that launches depend on."""
+    """Returns the properties of ``device`` that determine launches."""
     if device.type == "cuda":
         count = int(torch.cuda.get_device_properties(device).multi_processor_count)
         return GpuShape(torch.cuda.get_device_capability(device), count)
@@ -73,7 +73,7 @@ def gpu_shape(device: torch.device) -> GpuShape:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Shape of the part of a row that one program holds."""
+    """Shape of one program's piece of a row."""
 
     block: int
     """Elements of the block: the row's width rounded up to a power of two, or fewer."""
@@ -81,47 +81,47 @@ class RowShape:
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Return ``count / size``, rounded up; ``triton.cdiv`` takes 2 us of the host for it."""
+    """Returns ``count / size``, rounded up; ``triton.cdiv`` would take 2 us on the host."""
     return -(-count // size)
 
 
 def power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least ``count``."""
+    """Returns the smallest power of two not below ``count``."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 @cache
 def row_shape(width: int, elements_per_thread: int = _ELEMENTS_PER_THREAD) -> RowShape:
-    """Return a shape with enough warps that a thread holds about ``elements_per_thread`` elements."""
+    """Returns a shape with enough warps for about ``elements_per_thread`` elements per thread."""
     block = power_of_two(max(width, 16))
     return RowShape(block, min(16, max(1, block // (32 * elements_per_thread))))
 
 
 def column_shape(width: int, elements_per_thread: int = 8) -> RowShape:
-    """Return the shape of a piece of a row, for kernels that need no sums over the row."""
+    """Returns the shape of a piece of a row, for kernels that need no sums over the row."""
     return row_shape(min(width, _COLUMNS), elements_per_thread)
 
 
 GROUP = 8
-"""Vertically adjacent tiles that run one after the other, because they share columns of b in the cache."""
+"""Number of vertically adjacent tiles that run one after the other, with common columns of b in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Part of the result that one program computes at a time, and the settings of that computation."""
+    """Piece of the result that one program computes at a time, with the settings of the computation."""
 
     rows: int
     columns: int
     depth: int
-    """Terms of the sum that are in shared memory at once; there are ``stages`` such buffers."""
+    """Terms of the sum per buffer in shared memory; there are ``stages`` buffers."""
     warps: int
     stages: int
     parts: int
-    """Number of column parts in which a tile is finished and stored."""
+    """Number of pieces, by columns, in which a tile is finished and stored."""
     described: bool
     """True loads matrices through tensor descriptors (TMA), False through pointers."""
     peak: float = 1.0
-    """Share of the peak rate that a full tile is expected to reach."""
+    """Expected fraction of the peak rate of a full tile."""
 
 
 HOPPER = (
@@ -134,9 +134,9 @@ AMPERE = (
     Tile(128, 128, 32, 8, 4, 2, described=False),
     Tile(64, 128, 32, 4, 4, 2, described=False, peak=0.8),
 )
-"""Tiles for 16-bit elements on sm_80 and its relatives."""
+"""Tiles for 16-bit elements on sm_80 up to sm_89."""
 HALF = Tile(128, 128, 64, 8, 3, 2, described=False)
-"""Tile for 16-bit elements that no tensor descriptor is for: rows that have just come, rows of one of many experts."""
+"""Tile for 16-bit elements without tensor descriptors: received rows, and rows of one of several experts."""
 EXACT = Tile(64, 64, 16, 8, 2, 2, described=False)
 """Tile for 32-bit elements multiplied in full fp32, without tensor cores."""
 TF32 = Tile(128, 128, 32, 8, 3, 2, described=False)
@@ -145,14 +145,14 @@ _DESCRIBED_FROM = (9, 0)
 
 
 def tiles_for(itemsize: int, tf32: bool, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """Return the candidate tiles for elements of ``itemsize`` bytes."""
+    """Returns the candidate tiles for elements of ``itemsize`` bytes."""
     if itemsize == 4:
         return (TF32 if tf32 else EXACT,)
     return HOPPER if capability >= _DESCRIBED_FROM else AMPERE
 
 
 def choose_tile(rows: int, columns: int, tiles: Sequence[Tile], processors: int) -> Tile:
-    """Return the first tile with the shortest expected time for a product of ``rows`` x ``columns``."""
+    """Returns the first tile with the shortest expected time for a product of ``rows`` x ``columns``."""
 
     def expected(tile: Tile) -> float:
         count = -(-rows // tile.rows) * -(-columns // tile.columns)

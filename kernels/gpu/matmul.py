@@ -2,15 +2,15 @@
 
     out = act(op(a) op(b) + bias) + residual          op: identity or transpose
 
-The kernel is persistent: one program on each processor loops over the tiles of ``out``, in groups of rows that share
-columns of b in the cache. The sum over K is in fp32 and in a fixed order: equal inputs give equal bits.
+The kernel is persistent: one program per processor loops over the tiles of ``out``, in groups of rows with common
+columns of b in the cache. The sum over K is in fp32 and in a fixed order: equal inputs have equal bits.
 
     tile_place      position of the n-th tile             }
     tile_product    sum over K of one tile                } separate functions, for kernels that wait for rows of a, or
     tile_finish     bias, activation, residual, stores    } send tiles of out, between them
 
-With ``DESCRIBED``, tiles are loaded and stored through tensor descriptors (TMA), otherwise through pointers. Either
-way, elements outside a matrix are read as zero and are never written.
+With ``DESCRIBED``, tiles are loaded and stored through tensor descriptors (TMA), otherwise through pointers. In both
+cases elements outside a matrix are read as zero and never written.
 
 Shape suffixes: M rows of out, N columns of out, K the dim that is summed over.
 """
@@ -33,7 +33,7 @@ def load_tile(
     source, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Load [BR, BC] of the contiguous ``source`` [rows, columns]; TRANSPOSED returns it as [BC, BR]."""
+    """Loads [BR, BC] of the contiguous ``source`` [rows, columns]; TRANSPOSED returns the tile as [BC, BR]."""
     if DESCRIBED:
         values = source.load([row, column])
         if TRANSPOSED:
@@ -57,7 +57,7 @@ def load_tile(
 def store_tile(
     target, values, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, DESCRIBED: tl.constexpr
 ):  # fmt: skip
-    """Store fp32 ``values`` [BR, BC] into the contiguous ``target`` [rows, columns], in its dtype."""
+    """Stores fp32 ``values`` [BR, BC] into the contiguous ``target`` [rows, columns], in its dtype."""
     if DESCRIBED:
         target.store([row, column], values.to(target.dtype))
     else:
@@ -70,7 +70,7 @@ def store_tile(
 
 @triton.jit
 def tile_place(tile, rows, columns, GROUP: tl.constexpr):
-    """Return (row, column) of a tile among ``rows`` x ``columns``, ordered down GROUP rows before the next column."""
+    """Returns (row, column) of a tile among ``rows`` x ``columns``, ordered down GROUP rows before the next column."""
     size = GROUP * columns
     first = tile // size * GROUP
     height = tl.minimum(rows - first, GROUP)
@@ -84,7 +84,7 @@ def tile_product(
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Return [BM, BN] in fp32, the tile of out that starts at element (``row``, ``column``)."""
+    """Returns [BM, BN] in fp32, the tile of out that starts at element (``row``, ``column``)."""
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         if A_TRANSPOSED:
@@ -105,7 +105,7 @@ def tile_finish(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to one tile and store it; with KEEPS the plain product is stored for the backward too."""
+    """Applies the epilogue to one tile and stores it; with KEEPS the plain product is stored for the backward too."""
     if KEEPS:
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
     if BIAS:
@@ -119,7 +119,7 @@ def tile_finish(
 
 @triton.jit
 def tile_halves(sums, BM: tl.constexpr, BN: tl.constexpr):
-    """Split a tile into the left and the right half of its columns."""
+    """Splits a tile into the left and the right half of its columns."""
     return tl.split(tl.permute(tl.reshape(sums, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -129,7 +129,7 @@ def tile_finish_halves(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Apply :func:`tile_finish` to one half of the columns at a time, which takes fewer registers."""
+    """Applies :func:`tile_finish` to one half of the columns at a time, which takes fewer registers."""
     left, right = tile_halves(sums, BM, BN)
     tile_finish(
         left, bias, residual, kept, out, row, column, M, N,
@@ -149,7 +149,7 @@ def product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Compute all tiles of out [M, N], each finished in PARTS (2 or 4) parts of its columns."""
+    """Computes all tiles of out [M, N], each finished in PARTS (2 or 4) pieces of columns."""
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
@@ -180,13 +180,13 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """Operations that are fused into the store of a product."""
+    """Operations fused into the store of a product."""
 
     bias: Tensor | None = None
-    """Bias [N] that is added first."""
+    """Bias [N], added first."""
     activation: str = "none"
     residual: Tensor | None = None
-    """Residual [M, N] that is added last; it may be the output itself."""
+    """Residual [M, N], added last; it may be the output itself."""
     keeps: bool = False
     """True also stores the product itself, before the bias."""
 
@@ -195,10 +195,10 @@ def launch_matmul(
     a_MK: Tensor, b_KN: Tensor, follows: Follows, out_MN: Tensor | None = None, tile: Tile | None = None,
     tf32: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the product and return (out, the product before ``follows`` or an empty tensor).
+    """Computes the product and returns (out, the product before ``follows`` or an empty tensor).
 
-    The results have the dtype of the operands, or that of ``out_MN``. Each operand is contiguous or the transpose of a
-    contiguous matrix, whose rows have a multiple of 16 bytes. All sizes are positive.
+    The results have the dtype of the operands, or of ``out_MN``. Each operand is contiguous or the transpose of a
+    contiguous matrix, with rows of a multiple of 16 bytes. All sizes are positive.
     """
     a, a_transposed = as_it_lies(a_MK)
     b, b_transposed = as_it_lies(b_KN)
@@ -230,7 +230,7 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Return (the contiguous matrix, whether the operand is its transpose)."""
+    """Returns (the contiguous matrix, True if the operand is its transpose)."""
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()
     return _aligned(lying), not plain
@@ -245,7 +245,7 @@ def _turned(block: tuple[int, int], transposed: bool) -> tuple[int, int]:
 
 
 def _matrix(matrix: Tensor, block: tuple[int, int], tile: Tile) -> Any:
-    """Wrap the matrix as the kernel expects it: a tensor descriptor for TMA tiles, else the tensor itself."""
+    """Returns the kernel's argument for a matrix: a tensor descriptor for TMA tiles, else the tensor itself."""
     if not tile.described:
         return matrix
     rows, columns = matrix.shape

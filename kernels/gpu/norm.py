@@ -1,14 +1,14 @@
 """RMSNorm and LayerNorm in Triton, with an optional residual sum; one program a row.
 
-    forward    s = x + residual     y = (s - mean) rstd (offset + weight) + bias       mean, rstd kept, fp32
+    forward    s = x + residual     y = (s - mean) rstd (offset + weight) + bias       mean, rstd saved, fp32
     backward   g = dy (offset + weight), n = (s - mean) rstd
                ds = (g - mean(g) - n mean(g n)) rstd + ds of the stream                 mean terms only if centered
                the next row of a program is loaded while one is computed
                dweight, dbias: a fixed number of programs loops over the rows and accumulates in fp32; the partial sums
-               are then added in a fixed order, so that equal inputs give equal bits. Where a row and these sums do not
+               are then added in a fixed order, so that equal inputs have equal bits. If a row and these sums do not
                fit in registers together, a second kernel reads everything again to compute the sums
 
-Rows are those of contiguous tensors with any leading dims. Shape suffixes: N rows, H width, P programs.
+Rows belong to contiguous tensors with any leading dims. Shape suffixes: N rows, H width, P programs.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,12 @@ from torch import Tensor
 from engine.kernels.gpu.launch_shapes import ceil_div, processors, row_shape
 
 _WIDEST_WITH_SUMS = 8192
-"""Widest row that leaves registers for the sums of its parameter gradients."""
+"""Widest row with free registers for the sums of parameter gradients."""
 _WIDEST_AHEAD = 16384
-"""Most bytes of a row whose successor is loaded to shared memory while it is computed: three rows of each of two
-programs fit beside each other on a processor of an A100 too."""
+"""Most bytes of a row for loads of the next row into shared memory during its computation.
+
+Three rows of each of two programs then fit on a processor of an A100 as well.
+"""
 _COLUMNS = 1024
 
 
@@ -33,7 +35,7 @@ def norm_forward_kernel(
     x, residual, weight, bias, y, stream, mean, rstd, width, eps,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row."""
+    """Normalizes one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -62,7 +64,7 @@ def norm_backward_kernel(
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of ``rows_each`` consecutive rows and, with WEIGHT and BIAS, their parameter gradients."""
+    """Computes dx of ``rows_each`` consecutive rows and, with WEIGHT and BIAS, their parameter gradients."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -101,7 +103,7 @@ def norm_parameters_kernel(
     dy, stream, mean, rstd, dweight, dbias, rows, width, rows_each,
     CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the parameter gradients alone: ``rows_each`` rows, BLOCK columns."""
+    """Computes the parameter gradients alone: ``rows_each`` rows, BLOCK columns."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -126,7 +128,7 @@ def norm_forward(
     x: Tensor, residual: Tensor | None, affine: tuple[Tensor, Tensor | None], eps: float, offset: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Return (y, stream, mean, rstd); ``stream`` is None without a residual, ``mean`` empty without centering."""
+    """Returns (y, stream, mean, rstd); ``stream`` is None without a residual, ``mean`` empty without centering."""
     width = x.shape[-1]
     rows = x.numel() // width
     weight_H, bias_H = affine
@@ -148,13 +150,13 @@ def norm_backward(
     dy: Tensor, dstream: Tensor | None, stream: Tensor, weight_H: Tensor, statistics: tuple[Tensor, Tensor],
     form: tuple[float, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dx, dweight, dbias), parameter gradients in fp32; ``form`` is (offset, centered, has a bias)."""
+    """Returns (dx, dweight, dbias), parameter gradients in fp32; ``form`` is (offset, centered, has a bias)."""
     width, device = stream.shape[-1], stream.device
     rows = stream.numel() // width
     offset, centered, biased = form
     programs = max(1, min(rows, 2 * processors(device)))
     dx = torch.empty_like(stream)
-    # every program writes its row; without rows none runs
+    # every program writes its row of sums; without rows no program runs
     make = torch.empty if rows else torch.zeros
     dweight_PH = make((programs, width), dtype=torch.float32, device=device)
     dbias_PH = make((programs if biased else 0, width), dtype=torch.float32, device=device)
@@ -177,12 +179,12 @@ def norm_backward(
 
 _BLOCK = 2048
 _PROGRAMS_EACH = 4
-"""Programs on each processor."""
+"""Programs per processor."""
 
 
 @triton.jit(do_not_specialize=["sums", "blocks_each"])
 def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.constexpr):
-    """Add the squares of ``blocks_each`` consecutive blocks."""
+    """Adds the squares of ``blocks_each`` consecutive blocks."""
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float64)
     first = program * blocks_each * BLOCK
@@ -194,7 +196,7 @@ def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.cons
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Return an fp64 scalar; ``parts`` are pairs (values, whether they count) on one device, none of them empty."""
+    """Returns an fp64 scalar; ``parts``: pairs (values, True if counted) on one device, without empty ones."""
     device = parts[0][0].device
     shapes = [_shape(values.numel(), device) for values, _ in parts]
     sums = torch.empty(sum(programs for programs, _ in shapes), dtype=torch.float64, device=device)
@@ -207,7 +209,7 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
 
 
 def _shape(count: int, device: torch.device) -> tuple[int, int]:
-    """Return (programs, blocks of each program)."""
+    """Returns (programs, blocks of each program)."""
     blocks = ceil_div(count, _BLOCK)
     each = ceil_div(blocks, _PROGRAMS_EACH * processors(device))
     return ceil_div(blocks, each), each

@@ -1,11 +1,11 @@
-"""Rotary position embedding in Triton: q and k in one launch, one program a position.
+"""Rotary position embedding in Triton: q and k in one launch, one program per position.
 
-Two features that are rotated together have cosines and sines of their own:
+Each of two features that are rotated together has its own cosine and sine:
 
     y1 = x1 cos1 - x2 sin1      transposed      y1 = x1 cos1 + x2 sin2
     y2 = x2 cos2 + x1 sin2                      y2 = x2 cos2 - x1 sin1
 
-Shape suffixes: B batch, H heads, S positions, D features, R of them rotated. Only the features must be contiguous.
+Shape suffixes: B batch, H heads, S positions, D features, R rotated features. Only the features must be contiguous.
 """
 
 import triton
@@ -15,12 +15,12 @@ from torch import Tensor
 from engine.kernels.gpu.launch_shapes import power_of_two
 
 _ELEMENTS = 1024
-"""Pairs that a program rotates at once."""
+"""Pairs of features that a program rotates at once."""
 
 
 @triton.jit
 def _load_pairs(x, inside, second: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):
-    """Load x1, x2 [HEADS, PAIRS] in fp32; adjacent features are loaded together and split in registers."""
+    """Loads x1, x2 [HEADS, PAIRS] in fp32; adjacent features are loaded together and split in registers."""
     if INTERLEAVED:
         both = tl.load(x + tl.arange(0, 2 * PAIRS)[None, :], mask=inside, other=0.0).to(tl.float32)
         x1, x2 = tl.split(tl.reshape(both, (HEADS, PAIRS, 2)))
@@ -36,7 +36,7 @@ def _turn_heads(
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate all heads of one position; ``x`` and ``y`` point to its first head."""
+    """Rotates all heads of one position; ``x`` and ``y`` point to its first head."""
     cos1, sin1, cos2, sin2 = angles
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)[None, :]
@@ -75,7 +75,7 @@ def rotary_kernel(
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one position of one sequence."""
+    """Rotates one position of one sequence."""
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     place = batch * angle_batch + row * TURNED
@@ -97,7 +97,7 @@ def turn(
     given: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], interleaved: bool,
     transposed: bool,
 ) -> None:  # fmt: skip
-    """Rotate q and k [B, H, S, D] by contiguous cos and sin [B or 1, S, R] into ``out``."""
+    """Rotates q and k [B, H, S, D] by contiguous cos and sin [B or 1, S, R] into ``out``."""
     (q_BHSD, k_BHSD), (cos_BSR, sin_BSR) = given, angles
     batch, _, length, features = q_BHSD.shape
     turned = cos_BSR.shape[2]

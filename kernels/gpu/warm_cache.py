@@ -1,10 +1,11 @@
-"""Kernels that a run will launch, noted without a GPU and compiled into Triton's cache before it starts.
+"""Compilation of a run's kernels into Triton's cache before the run, without a GPU.
 
-    note       a launch goes as far as Triton's own look for a compiled kernel: types, constants, options, which numbers
-               16 divides; a stand-in for the driver says which GPU it is for, and nothing is compiled or launched
-    compile    processes compile what the cache lacks, by the path of Triton that a launch takes
+    note       a launch runs up to Triton's lookup of a compiled kernel: types, constants, options, divisibility of
+               numbers by 16; a substitute driver reports the target GPU, and nothing is compiled or launched
+    compile    processes compile the kernels that the cache lacks, with Triton's code path of a launch
 
-A tensor without content has the address of its place in its storage: memory of torch's own begins at a multiple of 16.
+The address of a tensor without content is its offset in the storage, because torch's allocations begin at a multiple of
+16.
 """
 
 import importlib
@@ -23,12 +24,12 @@ from engine.kernels.dispatch import launching_on_shapes
 from engine.kernels.gpu.launch_shapes import GpuShape, planned_for
 
 _DEVICE = -1
-"""The number of the device under which Triton keeps what is noted here."""
+"""The device number under which Triton stores the recorded kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotedKernel:
-    """A kernel with the types and constants of a launch, as Triton writes them down."""
+    """Kernel with the types and constants of a launch, in Triton's serialised form."""
 
     module: str
     name: str
@@ -38,14 +39,14 @@ class NotedKernel:
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """Kernel and the seconds that its compilation took."""
+    """Compiled kernel with the seconds of its compilation."""
 
     name: str
     seconds: float
 
 
 class _Driver:
-    """Triton's driver of a GPU that need not be here."""
+    """Substitute for Triton's driver, for a GPU that is absent."""
 
     def __init__(self, gpu: GpuShape) -> None:
         self._target = triton_target(gpu.capability)
@@ -61,7 +62,7 @@ class _Driver:
 
 
 class _Place:
-    """A tensor as a launch sees it."""
+    """Launch argument in place of a tensor without content: dtype and address."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
@@ -73,7 +74,8 @@ class _Place:
 
 @contextmanager
 def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
-    """Inside, kernels are not launched; each that ``gpu`` would launch is a key of the mapping, in its order."""
+    """Records the kernels that ``gpu`` would launch inside the context as keys of the mapping, in order; launches
+    none."""
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
@@ -99,7 +101,7 @@ def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
 
 
 def is_compiled(kernel: NotedKernel) -> bool:
-    """Return whether a launch would find the kernel in Triton's cache."""
+    """Returns True if the kernel is in Triton's cache."""
 
     def stop(*args: Any) -> Any:
         raise LookupError
@@ -115,7 +117,7 @@ def is_compiled(kernel: NotedKernel) -> bool:
 
 
 def compile_kernel(kernel: NotedKernel) -> CompiledKernel:
-    """Compile a kernel into Triton's cache."""
+    """Compiles a kernel into Triton's cache."""
     began = time.perf_counter()
     with _standing_in(kernel.gpu):
         _compile(*_source(kernel))
@@ -129,10 +131,10 @@ def _compile(source: Any, target: Any, options: Any) -> None:
 
 
 def _source(kernel: NotedKernel) -> tuple[Any, Any, Any]:
-    """Return what Triton's preload gives to its compiler: source, target, options."""
+    """Returns the arguments of Triton's compiler in a preload: source, target, options."""
     given: list[tuple[Any, Any, Any]] = []
     function = _function(kernel)
-    _ = function.device_caches[_DEVICE]  # which sets the compiler
+    _ = function.device_caches[_DEVICE]  # the lookup sets the compiler
     function.compile = lambda source, target, options, **_: given.append((source, target, options))
     try:
         function.preload(kernel.specialization)
@@ -146,7 +148,7 @@ def _function(kernel: NotedKernel) -> Any:
 
 
 def _placed(value: Any) -> Any:
-    """Return a tensor without content as a place; others have an address."""
+    """Returns a substitute for a tensor without content; other values unchanged."""
     without = isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
     return _Place(value) if without else value
 

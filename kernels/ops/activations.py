@@ -1,4 +1,4 @@
-"""Activation functions by name, in PyTorch; ``engine.kernels.gpu.activations`` holds the same ones in Triton.
+"""Activation functions by name, in PyTorch; ``engine.kernels.gpu.activations`` contains them in Triton.
 
 none, relu, silu (Elfwing et al. 2018), gelu by erf and gelu_tanh (Hendrycks and Gimpel 2016), and relu2, the squared
 ReLU (So et al. 2021)
@@ -25,17 +25,17 @@ Activation = Literal["none", "relu", "relu2", "silu", "gelu", "gelu_tanh"]
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Squared ReLU: max(x, 0)^2."""
+    """Computes the squared ReLU: max(x, 0)^2."""
     return functional.relu(x).square()
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in the tanh approximation."""
+    """Computes GELU in the tanh approximation."""
     return functional.gelu(x, approximate="tanh")
 
 
 def identity(x: Tensor) -> Tensor:
-    """Return ``x`` unchanged: the activation named "none"."""
+    """Returns ``x`` unchanged: the activation named "none"."""
     return x
 
 
@@ -54,7 +54,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 def activate(
     x: Tensor, bias: Tensor | None, kind: Activation, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """Fused ``f(x + bias) + residual``: x, residual [.., H] -> [.., H]; bias [H]. Differentiable."""
+    """Computes ``f(x + bias) + residual`` in one pass: x, residual [.., H] -> [.., H]; bias [H]. Differentiable."""
     given = tuple(t for t in (x, bias, residual) if t is not None)
     if has_torch_function(given):
         return handle_torch_function(activate, given, x, bias, kind, kernels, residual)
@@ -66,7 +66,7 @@ def activate(
 
 
 def activate_reference(x: Tensor, bias: Tensor | None, kind: Activation, residual: Tensor | None = None) -> Tensor:
-    """PyTorch reference of :func:`activate`."""
+    """Computes :func:`activate` in PyTorch."""
     y = ACTIVATIONS[kind](x if bias is None else x + bias)
     return y if residual is None else y + residual
 
@@ -86,7 +86,7 @@ def _activate(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str
 
 @fused_operator("trine::activate_backward")
 def activate_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [N, H] and of the bias, [H] in fp32 or empty without one, for dy [N, H]."""
+    """Returns the gradients of x [N, H] and of the bias, [H] in fp32 or empty without one, for dy [N, H]."""
     from engine.kernels.gpu.activations import activation_backward
 
     return activation_backward(dy, x, bias, kind)
@@ -121,7 +121,7 @@ _activate.register_autograd(_gradients, setup_context=_keep)
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """Fused ``f(gate) * up``: [.., F] each; the two halves of one tensor are read in place. Differentiable."""
+    """Computes ``f(gate) * up`` in one pass, [.., F] each; halves of one tensor are read in place. Differentiable."""
     if has_torch_function((gate, up)):
         return handle_torch_function(gated, (gate, up), gate, up, activation, kernels)
     alike = gate.shape == up.shape and gate.dtype == up.dtype
@@ -131,7 +131,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) ->
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """PyTorch reference of :func:`gated`."""
+    """Computes :func:`gated` in PyTorch."""
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -151,7 +151,7 @@ def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` where its rows lie one behind the other, else its rows as a matrix."""
+    """Returns ``x`` if contiguous, else its rows as a matrix."""
     return x if x.is_contiguous() else rows_of(x)
 
 

@@ -1,13 +1,14 @@
-"""Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) on flat runs of weights, decided on the device.
+"""Adam and AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) on flat runs of weights, with a decision on the
+device.
 
     g = gradient factor                                    factor: clipping over the loss scale and the weight
     g = g + wd w  (Adam)     or     w = w - lr wd w  (AdamW)
     m = m + (1 - beta1) (g - m)      v = v + (1 - beta2) (g^2 - v)
     w = w - lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
 
-All arithmetic is in fp32 (fp64 for fp64), rounded once at the end. Whether the update happens at all is a scalar on the
-device, so that the host never waits. If the weights are masters, the same pass writes the narrow weights, a slice of
-the buffer that is gathered next; values that a user has written there since the last update reach the master first.
+All arithmetic is in fp32 (fp64 for fp64), rounded once at the end. A scalar on the device skips or makes the update, so
+that the host never waits. If the weights are masters, the same pass writes the narrow weights, a slice of the buffer
+for the next gather; values that a user has written there since the last update are copied to the master first.
 """
 
 from dataclasses import dataclass
@@ -23,17 +24,17 @@ from engine.kernels.optim.update_rules import AdamRule
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecision:
-    """Decision of the device about an update: two fp64 scalars in its memory."""
+    """Decision about an update: two fp64 scalars in device memory."""
 
     factor: Tensor
-    """Factor that gradients are multiplied by."""
+    """Factor of the gradients."""
     go: Tensor
-    """0 skips the update; every other value makes it."""
+    """0 skips the update; any other value makes the update."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamRun:
-    """Tensors of a run of elements: contiguous and of equal size."""
+    """Tensors of a run of elements, contiguous and of equal size."""
 
     weights: Tensor
     """Weights to update: fp32 (fp64), or bf16 with stochastic rounding."""
@@ -46,7 +47,7 @@ class AdamRun:
 
 
 def fits_adamw_kernel(weights: Tensor, kernels: Kernels) -> bool:
-    """Return whether the Triton kernel updates runs of these weights."""
+    """Returns True if the Triton kernel updates runs of these weights."""
     fitting = weights.dtype in (torch.float32, torch.bfloat16) and kernels.replaces(weights.device)
     return fitting and weights.numel() > 0 and kernels.triton("adamw", weights, _width(weights))
 
@@ -59,7 +60,7 @@ def adamw_(
     kernels: Kernels,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """Make update number ``step`` (from 1) in place, if the decision is to go; ``rounding`` applies to bf16 weights.
+    """Makes update number ``step`` (from 1) in place, if the decision is to go; ``rounding`` applies to bf16 weights.
 
     Optimizers are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
@@ -75,7 +76,7 @@ def adamw_(
 def adamw_reference_(
     run: AdamRun, rule: AdamRule, step: int, decision: DeviceDecision, rounding: StochasticRounding | None = None
 ) -> None:
-    """PyTorch reference of :func:`adamw_`."""
+    """Computes :func:`adamw_` in PyTorch."""
     step = rule.age(step)
     wide = torch.promote_types(run.weights.dtype, torch.float32)
     (beta1, beta2), w = rule.betas, run.weights.to(wide)
@@ -101,7 +102,7 @@ def adamw_reference_(
 def adamw_8bit_(
     run: AdamRun, scales: tuple[Tensor, Tensor], rule: AdamRule, step: int, block: int, kernels: Kernels
 ) -> None:
-    """Make update number ``step`` (from 1) in place of moments in 8 bits; ``scales``: those of their blocks."""
+    """Makes update number ``step`` (from 1) in place, with moments in 8 bits; ``scales``: scales of their blocks."""
     moments = BlockCodes(run.first, scales[0]), BlockCodes(run.second, scales[1])
     fits = run.weights.dtype == torch.float32 and rule.decoupled and kernels.replaces(run.weights.device)
     if not (fits and run.weights.numel() and kernels.triton("adamw_8bit", run.weights, _width(run.weights))):
@@ -113,5 +114,5 @@ def adamw_8bit_(
 
 
 def _width(weights: Tensor) -> int:
-    """Return the size rounded down to a power of two, so that runs of nearly equal size share one dispatch choice."""
+    """Returns the size rounded down to a power of two, so that runs of nearly equal size share one dispatch choice."""
     return 1 << (weights.numel().bit_length() - 1)

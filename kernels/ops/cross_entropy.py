@@ -1,19 +1,19 @@
-"""Terms of a softmax over logits whose columns may lie on several ranks, and the gradient of the logits.
+"""Terms of a softmax over logits with columns on one or several ranks, and the gradient of the logits.
 
 This is the vocabulary-parallel softmax of Megatron-LM (Shoeybi et al. 2019, section 3).
 
-    largest     max x                         found on the local columns, in fp32 (fp64 for fp64)
+    largest     max x                         computed on the local columns, in fp32 (fp64 for fp64)
     log_sum     log sum exp(x - largest)      ``join_softmax_terms`` joins the columns of all ranks with one maximum
     picked      x at the target - largest     and one sum, through an ``Exchange`` that the caller provides
     weighted    sum w (x - largest)
 
     loss = log_sum - (1 - s) picked - s / V weighted        s: label smoothing (Szegedy et al. 2016, section 7)
 
-The kernels read the logits once in the forward and once in the backward. The softmax itself is not kept: the backward
+The kernels read the logits once in the forward and once in the backward. The softmax itself is not saved: the backward
 recomputes it from the logits. Gradients treat ``largest`` as a constant, because its contribution cancels in every
 loss.
 
-Shape suffixes: N rows, V vocabulary, W columns that this rank holds.
+Shape suffixes: N rows, V vocabulary, W columns of this rank.
 """
 
 from dataclasses import dataclass
@@ -28,24 +28,24 @@ from engine.kernels.dispatch import Kernels, fused_operator
 
 
 class Question(NamedTuple):
-    """Terms that a loss asks for besides ``log_sum``."""
+    """Terms that a loss needs in addition to ``log_sum``."""
 
     target: Tensor | None = None
-    """Target columns of the whole vocabulary, [N] int64, the same on all ranks."""
+    """Target columns of the whole vocabulary, [N] int64, equal on all ranks."""
     weight: Tensor | None = None
     """Weights [W] of the local columns."""
     even: bool = False
-    """True asks for ``weighted`` with weight 1 for every column, in place of ``weight``."""
+    """True requests ``weighted`` with weight 1 for every column, in place of ``weight``."""
     start: int = 0
     """Index of the first local column in the whole vocabulary."""
 
     @property
     def weighted(self) -> bool:
-        """True if the term ``weighted`` is asked for."""
+        """True if the term ``weighted`` is requested."""
         return self.even or self.weight is not None
 
     def rows(self, part: slice) -> "Question":
-        """Return the question for a slice of the rows."""
+        """Returns the question for a slice of the rows."""
         return self if self.target is None else self._replace(target=self.target[part])
 
 
@@ -53,11 +53,11 @@ class Statistics(NamedTuple):
     """Terms over the local columns, [N] each, without gradients."""
 
     largest: Tensor
-    """Maximum of each row. Where it is infinite, the other terms take differences from 0."""
+    """Maximum of each row. For an infinite maximum, the other terms use differences from 0."""
     total: Tensor
-    """sum exp(x - largest)"""
+    """The sum of exp(x - largest)."""
     picked: Tensor | None
-    """x at the target, with ``largest`` not yet subtracted; 0 where another rank holds the target."""
+    """x at the target, before the subtraction of ``largest``; 0 if the target is on another rank."""
     weighted: Tensor | None
 
 
@@ -65,40 +65,40 @@ class Softmax(NamedTuple):
     """Softmax over the whole vocabulary, as exp(x - largest - log_sum); [N] each."""
 
     largest: Tensor
-    """Maximum of each row; 0 where it is infinite."""
+    """Maximum of each row; 0 for an infinite maximum."""
     log_sum: Tensor
 
 
 class Slopes(NamedTuple):
-    """Gradients of the terms, [N] each; None where a term has no gradient."""
+    """Gradients of the terms, [N] each; None for a term without a gradient."""
 
     log_sum: Tensor | None
     picked: Tensor | None = None
     weighted: Tensor | None = None
 
     def rows(self, part: slice) -> "Slopes":
-        """Return the gradients of a slice of the rows."""
+        """Returns the gradients of a slice of the rows."""
         return Slopes(*(None if slope is None else slope[part] for slope in self))
 
 
 class Exchange(Protocol):
-    """Communication between the ranks that hold the columns."""
+    """Communication between the ranks of the columns."""
 
     def largest(self, values: Tensor) -> None:
-        """Replace ``values`` by their maximum over the ranks, in place."""
+        """Reduces ``values`` to the maximum over the ranks, in place."""
 
     def sum(self, values: Tensor) -> None:
-        """Replace ``values`` by their sum over the ranks, in place."""
+        """Reduces ``values`` to the sum over the ranks, in place."""
 
 
 def fits_softmax_kernels(logits: Tensor) -> bool:
-    """Return whether the kernels can read these logits [N, W]."""
+    """Returns True if the kernels can read these logits [N, W]."""
     narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Find the terms of the local columns in one pass over the logits."""
+    """Computes the terms of the local columns in one pass over the logits."""
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
     target, weight, even, start = question
@@ -109,9 +109,9 @@ def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Stat
 def join_softmax_terms(
     found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
 ) -> tuple[Softmax, Tensor | None, Tensor | None]:
-    """Join the local terms to (softmax, picked, weighted) over all columns; ``width`` is the number of local columns.
+    """Joins the local terms to (softmax, picked, weighted) over all columns; ``width`` is the number of local columns.
 
-    A ``known`` softmax is used as it is and not sent again.
+    A ``known`` softmax is not computed or sent again.
     """
     own_N = found.largest.masked_fill(found.largest.isinf(), 0)
     largest_N = found.largest.clone() if known is None else known.largest
@@ -119,7 +119,7 @@ def join_softmax_terms(
         if exchange is not None:
             exchange.largest(largest_N)
         largest_N.masked_fill_(largest_N.isinf(), 0)
-    # Each rank took its differences from its own maximum; they are shifted to the common one before the sum.
+    # The differences of each rank are relative to its own maximum; shift them to the common maximum before the sum.
     terms = []
     if known is None:
         infinite = found.largest == torch.inf
@@ -142,9 +142,9 @@ def join_softmax_terms(
 def find_gradient(
     logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes, triton: bool, inplace: bool = False
 ) -> Tensor:
-    """Gradient of the logits: d_log_sum softmax + d_picked at the target + d_weighted w, in their dtype.
+    """Computes the gradient of the logits, d_log_sum softmax + d_picked at the target + d_weighted w, in their dtype.
 
-    Rows whose three gradients are 0 get exactly 0. ``inplace`` writes the result over the logits.
+    Rows with three gradients of 0 get exactly 0. ``inplace`` writes the result over the logits.
     """
     if slopes.log_sum is None:
         slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))
@@ -161,14 +161,14 @@ def find_gradient(
 
 
 def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Map target columns of the whole vocabulary to (local columns, whether another rank holds the target)."""
+    """Maps target columns of the whole vocabulary to (local columns, True if the target is on another rank)."""
     place = target - start
     elsewhere = (place < 0) | (place >= width)
     return place.masked_fill_(elsewhere, 0), elsewhere
 
 
 def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
-    """PyTorch reference of :func:`find_statistics`."""
+    """Computes :func:`find_statistics` in PyTorch."""
     wide = torch.promote_types(logits_NW.dtype, torch.float32)
     largest_N = logits_NW.amax(-1).to(wide)
     shifted_NW = logits_NW - largest_N.masked_fill(largest_N.isinf(), 0).unsqueeze(-1)  # fp32 by type promotion
@@ -182,7 +182,7 @@ def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
 
 
 def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes) -> Tensor:
-    """PyTorch reference of :func:`find_gradient`."""
+    """Computes :func:`find_gradient` in PyTorch."""
     log_sum_N, picked_N, weighted_N = slopes
     assert log_sum_N is not None
     shares_NW = (logits_NW - softmax.largest.unsqueeze(-1)).sub_(softmax.log_sum.unsqueeze(-1)).exp_()
@@ -201,7 +201,7 @@ def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, 
 
 
 def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
-    """Return the dispatch choice for ``operator`` on tensors like ``logits``, with rows of ``width``."""
+    """Returns the dispatch choice for ``operator`` on tensors like ``logits``, with rows of ``width``."""
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
 
 
@@ -269,26 +269,26 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Parameters of a cross-entropy, named as in PyTorch."""
+    """Options of a cross-entropy, named as in PyTorch."""
 
     ignore_index: int = -100
-    """Target of rows that are left out of the loss; their gradient is exactly 0."""
+    """Target of rows without a loss; their gradient is exactly 0."""
     label_smoothing: float = 0.0
     reduction: Reduction = "mean"
 
     def slopes(self, slope_N: Tensor, vocabulary: int) -> Slopes:
-        """Gradients of the terms of each row, given ``slope_N``, the gradient of the row's loss."""
+        """Returns the gradients of the terms of each row from ``slope_N``, the gradient of the row's loss."""
         smoothing = self.label_smoothing
         weighted_N = slope_N * (-smoothing / vocabulary) if smoothing else None
         return Slopes(slope_N, slope_N * (smoothing - 1), weighted_N)
 
     def losses(self, log_sum: Tensor, picked: Tensor, weighted: Tensor | None, vocabulary: int) -> Tensor:
-        """Loss of each row, [N], from the terms of its softmax."""
+        """Returns the loss of each row, [N], from the terms of the softmax."""
         losses_N = log_sum - picked * (1 - self.label_smoothing)
         return losses_N if weighted is None else losses_N - weighted * (self.label_smoothing / vocabulary)
 
     def reduced(self, losses_N: Tensor, counted_N: Tensor) -> Tensor:
-        """Reduce the losses of the rows; ``counted_N`` marks the rows that count, the others have loss 0."""
+        """Reduces the losses of the rows; ``counted_N`` marks the rows with a loss, the others have loss 0."""
         if self.reduction == "none":
             return losses_N
         total = losses_N.sum()
@@ -296,7 +296,7 @@ class CrossEntropy:
 
 
 def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Refuse class indices outside the vocabulary.
+    """Refuses class indices outside the vocabulary.
 
     Raises:
         EngineError: a target is outside the vocabulary; on CPU only.
@@ -305,6 +305,6 @@ def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
         return
     if bool((((target < 0) | (target >= vocabulary)) & (target != ignore_index)).any()):
         raise EngineError(
-            f"a label is outside the vocabulary of {vocabulary} rows; labels count from 0, and {ignore_index} marks "
-            "those to ignore."
+            f"a label is outside the vocabulary of {vocabulary} rows; pass labels from 0 to {vocabulary - 1}, or "
+            f"{ignore_index} to ignore a position."
         )

@@ -1,10 +1,10 @@
-"""Embedding whose weight gradient is added to its main gradient.
+"""Embedding with a weight gradient that is added to the main gradient.
 
-    apart    dW: zeros [V, H], and the rows of dy added to them; main += dW      three passes over all rows
+    apart    dW: zeros [V, H] plus the rows of dy; main += dW                    three passes over all rows
     added    main[ids] += dy                                                     rows of the batch alone
 
-Rows with equal ids are summed first, in a fixed order, so that every row of the main gradient is written once: equal
-inputs give equal bits, on GPUs too, where additions to one address come in any order.
+Rows with equal ids are summed first, in a fixed order, so that every row of the main gradient is written once. Equal
+inputs result in equal bits, also on GPUs, which add to one address in any order.
 
 Shape suffixes: N ids of all dims together, V rows of the weight, H width.
 """
@@ -20,9 +20,9 @@ from engine.kernels.dispatch import Kernels, MainGradient, eager_apply, open_sum
 
 
 def look_up_rows(weight_VH: Tensor, ids: Tensor, padding: int | None, kernels: Kernels) -> Tensor:
-    """Look up rows: ids int64 or int32 [..] -> [.., H]; the row ``padding`` gets no gradient.
+    """Looks up rows: ids int64 or int32 [..] -> [.., H]; the row ``padding`` gets no gradient.
 
-    The gradient is made apart where there is no main gradient, and where it is small: with more ids than rows.
+    The gradient is a separate tensor without a main gradient, and for small tables with more ids than rows.
     """
     if has_torch_function((weight_VH, ids)):
         return handle_torch_function(look_up_rows, (weight_VH, ids), weight_VH, ids, padding, kernels)
@@ -58,12 +58,12 @@ _look_up = eager_apply(_Added)
 
 
 def add_rows_(into_VH: Tensor, ids_N: Tensor, rows_NH: Tensor, padding: int = -1) -> None:
-    """Compute ``into[id] += row`` for every id but ``padding``; the host waits for nothing."""
+    """Computes ``into[id] += row`` for every id except ``padding``, without a wait of the host."""
     sorted_N, order_N = ids_N.sort()
     first_N = torch.ones_like(sorted_N, dtype=torch.bool)
     torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
     place_N = first_N.cumsum(0).sub_(1)  # number of an id among the distinct ones
-    distinct_N = torch.zeros_like(sorted_N).scatter_(0, place_N, sorted_N)  # behind the last one 0, whose sum is 0
+    distinct_N = torch.zeros_like(sorted_N).scatter_(0, place_N, sorted_N)  # the rest: id 0 with sum 0
     rows_NH = rows_NH.to(into_VH.dtype)[order_N]
     if padding >= 0:
         rows_NH.masked_fill_((sorted_N == padding).unsqueeze(1), 0)

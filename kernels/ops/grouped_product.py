@@ -1,9 +1,9 @@
-"""Products of experts: rows sorted by expert, one matrix for each (a grouped GEMM; torch: ``grouped_mm``).
+"""Products of experts: rows sorted by expert, one matrix per expert (a grouped GEMM; torch: ``grouped_mm``).
 
     y[rows of e] = x[rows of e] W_e      dx[rows of e] = dy[rows of e] W_e'      dW_e = x[rows of e]' dy[rows of e]
 
-An expert without rows gives nothing, and gets a gradient of zeros. ``tuned.json`` has no row for the Triton kernels
-("grouped"), since they have not been measured: "auto" takes the reference.
+An expert without rows gets a gradient of zeros. ``tuned.json`` has no row for the Triton kernels ("grouped"), because
+they have not been measured: "auto" uses the reference.
 
 Shape suffixes: R rows, X experts, K inputs, N outputs.
 """
@@ -17,11 +17,11 @@ from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels, fused_operator, is_narrow
 
 _ALIGNED = 16
-"""Bytes of which rows of all operands are a multiple."""
+"""Rows of all operands are a multiple of this number of bytes."""
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-    """x [R, K], sorted by expert, times weight [X, K, N] -> [R, N], differentiable.
+    """Multiplies x [R, K], sorted by expert, with weight [X, K, N] -> [R, N]. Differentiable.
 
     Args:
         weight: contiguous, or the transpose of a contiguous [X, N, K].
@@ -29,7 +29,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -
     """
     if x.dim() != 2 or weight.dim() != 3 or ends.shape != weight.shape[:1] or x.shape[1] != weight.shape[1]:
         raise EngineError(
-            f"rows {tuple(x.shape)}, matrices {tuple(weight.shape)} and ends {tuple(ends.shape)} do not fit together; "
+            f"rows {tuple(x.shape)}, matrices {tuple(weight.shape)} and ends {tuple(ends.shape)} do not match; "
             "pass rows [R, K], a matrix for each expert [X, K, N] and the end of its rows [X]."
         )
     if not _fits(x, weight) or not kernels.triton("grouped", x, x.shape[1]):
@@ -39,13 +39,13 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -
 
 
 def grouped_product_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """PyTorch reference of :func:`grouped_product`; the host waits for ``ends``."""
+    """Computes :func:`grouped_product` in PyTorch; the host waits for ``ends``."""
     parts = zip(torch.tensor_split(x, ends[:-1].cpu().long()), weight, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 
 
 def grouped_weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-    """Gradient of ``weight`` [X, K, N], in its dtype and memory order, from x [R, K] and dy [R, N]."""
+    """Computes the gradient of ``weight`` [X, K, N], in its dtype and memory order, from x [R, K] and dy [R, N]."""
     order = weight.is_contiguous()
     if not _fits(x, weight) or dy.dtype != x.dtype or not kernels.triton("grouped", x, x.shape[1]):
         splits = [torch.tensor_split(rows, ends[:-1].cpu().long()) for rows in ((x, dy) if order else (dy, x))]

@@ -2,13 +2,13 @@
 
     y = act(x W' + b) + residual     d = dy act'(x W' + b)     dx = d W     dW = d' x     db = sum d
 
-The fused kernel applies bias, activation and residual to the fp32 sums before they are stored. It also stores x W' if
-the activation's derivative needs it and gradients are wanted. ``tuned.json`` calls the forward "linear" and the
-products of the backward "linear_backward"; each runs in Triton or in the vendor library (cuBLAS). After a product of
-the library, bias, activation and residual run as the pointwise operator ("activation").
+The fused kernel applies bias, activation and residual to the fp32 sums before they are stored. If gradients are
+required and the activation's derivative needs x W', the kernel stores it too. ``tuned.json`` calls the forward "linear"
+and the products of the backward "linear_backward"; each runs in Triton or in the vendor library (cuBLAS). After a
+product of the library, bias, activation and residual run as the pointwise operator ("activation").
 
-A weight with a main gradient (``kernels/dispatch.py``) gets no dW: d' x is added to the main gradient as the last
-thing that the backward of the layer launches.
+A weight with a main gradient (``kernels/dispatch.py``) gets no dW: the last launch of the layer's backward adds d' x to
+the main gradient.
 
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
 """
@@ -29,11 +29,11 @@ from engine.kernels.ops.activations import ACTIVATIONS, Activation, activate, ac
 _ALIGNED = 16
 """Alignment in bytes of a matrix row, which tensor descriptors (TMA) require."""
 _SLAB = 8192
-"""Rows of a sum that are added at a time where the matrix product cannot accumulate into fp32 itself."""
+"""Rows per addition if the matrix product cannot accumulate into fp32."""
 
 
 class LinearForm(NamedTuple):
-    """Settings of a linear layer besides its tensors."""
+    """Activation and memory order of a linear layer."""
 
     activation: Activation = "none"
     transposed: bool = False
@@ -43,9 +43,9 @@ class LinearForm(NamedTuple):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, kernels: Kernels, residual: Tensor | None = None
 ) -> Tensor:
-    """Fused linear layer: x [.., I] -> [.., O]; weight [O, I] or [I, O], bias [O], residual [.., O].
+    """Runs a fused linear layer: x [.., I] -> [.., O]; weight [O, I] or [I, O], bias [O], residual [.., O].
 
-    Under autocast it runs in autocast's dtype. Differentiable.
+    Differentiable. Under autocast the layer runs in autocast's dtype.
     """
     given = x, weight, bias, residual
     if has_torch_function(given):
@@ -73,7 +73,7 @@ def linear(
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: LinearForm, residual: Tensor | None = None
 ) -> Tensor:
-    """PyTorch reference of :func:`linear`."""
+    """Computes :func:`linear` in PyTorch."""
     y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
     return y if residual is None else y + residual
 
@@ -83,7 +83,7 @@ _Given = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _with_main(given: _Given, form: LinearForm, kernels: Kernels, main: MainGradient) -> Tensor:
-    """:func:`linear` of a weight with a main gradient; what the product's kernel cannot fuse comes after it."""
+    """Computes :func:`linear` of a weight with a main gradient; unfused operations run after the product."""
     x, weight, bias, residual = given
     multiply = kernels.for_products(x)
     fused = multiply.takes("linear", x)
@@ -103,7 +103,7 @@ def _with_main(given: _Given, form: LinearForm, kernels: Kernels, main: MainGrad
 def _fused(
     x: Tensor, matrix_IO: Tensor, bias: Tensor | None, how: tuple[Activation, bool], residual: Tensor | None
 ) -> Tensor:
-    """Run the fused kernel; ``how`` is the activation, and whether Triton computes the backward."""
+    """Runs the fused kernel; ``how``: (activation, True if Triton computes the backward)."""
     activation, backward = how
     shape = (*x.shape[:-1], matrix_IO.shape[1])
     added = residual is not None and residual.dtype == x.dtype and residual.shape == shape
@@ -117,13 +117,13 @@ def _fused(
 
 
 def _by_library(x: Tensor, matrix_IO: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply with the vendor library, and with Triton in the backward."""
+    """Multiplies with the vendor library in forward, and with Triton in backward."""
     y: Tensor = _library_linear(_rows(x), matrix_IO, bias)
     return y.view(*x.shape[:-1], matrix_IO.shape[1])
 
 
 def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
-    """Multiply a [.., K] by b [K, N] -> [.., N] in a backward; the Triton path is not differentiable."""
+    """Multiplies a [.., K] by b [K, N] -> [.., N] in a backward; the Triton path is not differentiable."""
     if has_torch_function((a, b)):
         return handle_torch_function(product, (a, b), a, b, kernels)
     if not kernels.takes("linear_backward", a) or b.ndim != 2 or not _multiply(a, b):
@@ -136,30 +136,32 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bool = False) -> None:
-    """Add the product of a [M, K] and b [K, N] to ``into`` [M, N], which may be fp32 for narrow operands (main
-    gradients); ``fresh`` overwrites its content.
+    """Adds the product of a [M, K] and b [K, N] to ``into`` [M, N]; ``fresh`` overwrites the content.
 
-    Sums are fp32 wherever ``into`` is, and no memory is taken for the product, except on an accelerator that cannot
-    multiply 16-bit matrices into an fp32 one.
+    ``into`` may be fp32 for narrow operands (main gradients); sums are then fp32. The product needs no memory, except
+    on an accelerator that cannot multiply 16-bit matrices into an fp32 matrix.
     """
     chosen = kernels.takes("linear_backward", a)
     if chosen and _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a):
         _add_product(into, a, b, fresh)
     elif into.dtype == a.dtype or is_host(a.device) or multiplies_wide(a.device):
         add_by_library_(into, a, b, fresh)
-    elif fresh:  # a product in fp32 would take longer than memory for a narrow one
+    elif fresh:  # a product in fp32 would take longer than a narrow product in separate memory
         into.copy_(a @ b)
     else:
         into += a @ b
 
 
 def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """Compute ``total += a b``, ``fresh`` ``total = a b``; narrow operands are summed in the dtype of ``total``."""
+    """Computes ``total += a @ b``, or ``total = a @ b`` if ``fresh``, by a GEMM of the vendor's library.
+
+    Products of bf16 and fp16 operands are accumulated in the dtype of ``total``.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if fresh else 1)
     elif not multiplies_wide(a.device):
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if fresh else 1)
-    elif fresh:  # overwritten by the product: zeros would be one write more, and one read
+    elif fresh:  # the product overwrites total: zeros would cost a write and a read
         torch.mm(a, b, out_dtype=total.dtype, out=total)
     elif _adds_wide(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -170,7 +172,7 @@ def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) ->
 
 @cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch adds a product of ``dtype`` to fp32 in place; older ones require equal dtypes."""
+    """Returns True if this torch adds a product of ``dtype`` to fp32 in place; older ones require equal dtypes."""
     narrow = torch.zeros((16, 16), dtype=dtype, device=device)
     wide = torch.zeros_like(narrow, dtype=torch.float32)
     try:
@@ -181,9 +183,9 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def added_to_main(main: MainGradient | None, node: Any | None, a: Tensor, b: Tensor, kernels: Kernels) -> bool:
-    """Add a weight gradient, the product of a [M, K] and b [K, N], to its main gradient [M, N].
+    """Adds a weight gradient, the product of a [M, K] and b [K, N], to the main gradient [M, N].
 
-    False: the caller has to make and return it. ``node``: see :class:`MainGradient`.
+    Returns False if the caller must compute and return the gradient. ``node``: see :class:`MainGradient`.
     """
     opened = open_sum(main, node)
     if main is None or opened is None:
@@ -206,8 +208,8 @@ def _multiply(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_written(into: Tensor, a: Tensor) -> bool:
-    """Return whether a kernel can add to ``into`` in place."""
-    # a tensor without content has no address; memory of torch's own begins at a multiple
+    """Returns True if a kernel can add to ``into`` in place."""
+    # a tensor without content has no address; torch's allocations are aligned
     address = into.storage_offset() * into.element_size() if isinstance(into, FakeTensor) else into.data_ptr()
     aligned = _is_aligned(into.shape[1], into) and not address % _ALIGNED
     return into.dtype in (a.dtype, torch.float32) and into.is_contiguous() and aligned
@@ -218,7 +220,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _lies(matrix: Tensor) -> bool:
-    """Return whether a kernel can read the matrix, or its transpose, without a copy."""
+    """Returns True if a kernel can read the matrix, or its transpose, without a copy."""
     rows, columns = matrix.shape
     plain = matrix.is_contiguous() and _is_aligned(columns, matrix)
     return plain or (matrix.t().is_contiguous() and _is_aligned(rows, matrix))
@@ -233,7 +235,8 @@ def _linear(
     x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, keeps: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (y, x W' or an empty tensor); ``matrix`` is [I, O], ``backward`` makes Triton compute the backward too."""
+    """Returns (y, x W' or an empty tensor); ``matrix`` is [I, O], with ``backward``, Triton computes the backward
+    too."""
     from engine.kernels.gpu.matmul import Follows, launch_matmul
 
     return launch_matmul(x, matrix, Follows(bias, activation, residual, keeps))
@@ -295,7 +298,7 @@ def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 def _linear_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     x, matrix, bias, needed = ctx.saved_tensors
-    if not any(ctx.needs_input_grad[:3]):  # without these gradients, the input of the derivative was not saved
+    if not any(ctx.needs_input_grad[:3]):  # without these gradients, forward has not saved the input of the derivative
         return None, None, None, dy if ctx.needs_input_grad[3] else None, None, None, None
     d, dbias = _before_activation(ctx, dy, bias, needed)
     dx, dmatrix = _operand_gradients(ctx, d, x, matrix, triton=ctx.backward)
@@ -303,7 +306,7 @@ def _linear_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 def _before_activation(ctx: Any, dy: Tensor, bias: Tensor | None, needed: Tensor | None) -> tuple[Tensor, Any]:
-    """Return (d, db or None); ``needed`` is what the derivative of the activation is computed from."""
+    """Returns (d, db or None); ``needed``: the input of the activation's derivative."""
     d, dbias = dy.contiguous(), None
     if ctx.activation != "none":
         d, dbias = activate_backward(d, needed, bias, ctx.activation)
@@ -317,7 +320,7 @@ def _before_activation(ctx: Any, dy: Tensor, bias: Tensor | None, needed: Tensor
 def _operand_gradients(
     ctx: Any, d: Tensor, x: Tensor, matrix: Tensor, *, triton: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx, and dW in the memory order of W."""
+    """Returns dx, and dW in the memory order of W."""
     times = _product if triton else torch.mm
     needs_x, needs_matrix = ctx.needs_input_grad[:2]
     dx = times(d, matrix.t()) if needs_x else None
@@ -346,11 +349,11 @@ _library_linear.register_autograd(_library_linear_gradients, setup_context=_keep
 
 
 class MainProduct(NamedTuple):
-    """Settings of a product whose weight has a main gradient."""
+    """Settings of a product with a main gradient of its weight."""
 
     transposed: bool
     activation: Activation
-    """Computed in the product's kernel; "none" where that is not used."""
+    """The activation in the product's kernel; "none" if the kernel is not used."""
     fused: bool
     """True if the product runs in Triton."""
     kernels: Kernels
@@ -358,14 +361,14 @@ class MainProduct(NamedTuple):
 
 
 def unviewed(y: Tensor) -> Tensor:
-    """Return a result that nothing else refers to; as a view, it would refuse writes such as ReLU(inplace=True)."""
+    """Returns ``y`` without the mark of a view, which would refuse in-place writes such as ReLU(inplace=True)."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
 class _MainLinear(torch.autograd.Function):
-    """x [.., I] -> act(x W' + b) + residual [.., O], residual as rows; the weight is the parameter itself.
+    """Linear layer x [.., I] -> act(x W' + b) + residual [.., O], residual as rows, of the parameter itself.
 
-    Rows are viewed as a matrix in here, where a view costs no node of the graph.
+    Views of rows as a matrix are made inside, without nodes of the graph.
     """
 
     @staticmethod

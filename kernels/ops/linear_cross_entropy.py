@@ -4,20 +4,22 @@ Only one chunk's logits are in memory at a time, as in Liger and in Apple's CCE 
 
     a chunk    logits_CW = x W' + b  ->  terms of the softmax  ->  gradient written over the logits  ->  dx, dW, db
 
-A chunk is large enough that its logits take about the bytes of all hidden states, C W ~ N H, and at least a quarter of
-the bytes of dW, C ~ H / 2: each chunk reads and writes all of dW, and its products must take long enough to hide that.
+The logits of a chunk have about the bytes of all hidden states, C W ~ N H, and at least a quarter of the bytes of dW, C
+~ H / 2: each chunk reads and writes all of dW, and the products of a chunk must take longer than this traffic. Shapes
+alone decide the size: dW is summed over the chunks, so a size chosen by measured seconds would give other bits in each
+run, and a resumed run would not equal the run that was ended.
 
-Gradients are computed in one of two ways:
-    with the loss   for all columns on one rank and a loss summed over the tokens: the forward finds dx and dW for a
-                    gradient of 1 a token, and the backward scales them. 6 N V H flop. dx and dW (fp32) are kept
+Two methods compute the gradients:
+    with the loss   for all columns on one rank and a loss summed over the tokens: the forward computes dx and dW for a
+                    gradient of 1 per token, and the backward scales them. 6 N V H flop. dx and dW (fp32) are saved
                     until the backward.
     recomputed      in all other cases (a gradient for each token, columns on several ranks, other terms): the backward
-                    recomputes the logits in the same chunks. 8 N V H flop. A few numbers a token are kept.
+                    recomputes the logits in the same chunks. 8 N V H flop. A few numbers per token are saved.
 dW and db are summed over the chunks in fp32 (fp64 for fp64) and rounded once. A weight with a main gradient in that
-dtype gets no dW: chunks that are recomputed add to it, and the dW of a forward is scaled and added in one pass. Memory
-besides inputs and results: the logits of one chunk, and dW in fp32.
+dtype gets no dW: recomputed chunks add to the main gradient, and the dW of a forward is scaled and added in one pass.
+Additional memory: the logits of one chunk, and dW in fp32.
 
-Shape suffixes: N tokens, C tokens of a chunk, H width, V vocabulary, W columns of it that this rank holds.
+Shape suffixes: N tokens, C tokens of a chunk, H width, V vocabulary, W columns of this rank.
 """
 
 from collections.abc import Iterator
@@ -46,36 +48,39 @@ from engine.kernels.ops.cross_entropy import (
 from engine.kernels.ops.linear import add_by_library_
 
 LEAST_CHUNK = 256
-"""Minimum tokens of a chunk; with fewer, the matrix products would leave the GPU idle."""
+"""Minimum tokens of a chunk; matrix products of fewer tokens do not fill a GPU."""
 _FP16_SLOPE = 256.0
-"""Factor on fp16 gradients of logits until they are summed. Without it softmax probabilities below 6e-8 would underflow
-to 0 whatever the loss scale is, because the loss scale is applied later.
+"""Factor on fp16 gradients of logits before the sum.
+
+Without the factor, softmax probabilities below 6e-8 would underflow to 0 with any loss scale, because the loss scale is
+applied later.
 """
 
 
 class Head(NamedTuple):
-    """The linear layer: weight [W, H] and bias [W] or None, both in the dtype of the hidden states."""
+    """Linear layer of the head: weight [W, H] and bias [W] or None, both in the dtype of the hidden states."""
 
     weight: Tensor
     bias: Tensor | None
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
-        """Return the logits [C, W] of a chunk."""
+        """Returns the logits [C, W] of a chunk."""
         return functional.linear(hidden_CH, self.weight, self.bias)
 
 
 class Conditions(NamedTuple):
-    """Settings of :func:`linear_terms` besides its tensors."""
+    """Settings of :func:`linear_terms` in addition to tensors."""
 
     kernels: Kernels
     exchange: Exchange | None = None
-    """Exchange with the ranks that hold the other columns; None where this rank holds all of them."""
+    """Exchange with the ranks of the other columns; None if this rank has all columns."""
     known: Softmax | None = None
-    """Softmax of the same logits where an earlier call has found it; it is not computed or sent again."""
+    """Softmax of the same logits from an earlier call, which is not computed or sent again."""
 
 
 class LinearTerms(NamedTuple):
-    """Terms of the softmax over the whole vocabulary, [N] each, fp32 or wider; all but ``largest`` have gradients."""
+    """Terms of the softmax over the whole vocabulary, [N] each, fp32 or wider; all except ``largest`` have
+    gradients."""
 
     largest: Tensor
     log_sum: Tensor
@@ -84,7 +89,7 @@ class LinearTerms(NamedTuple):
 
 
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
-    """Return the tokens of a chunk, a power of two: at least both sizes that the module's docstring gives."""
+    """Returns the tokens of a chunk, a power of two not below the two sizes in the module's docstring."""
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, LEAST_CHUNK)
     return 1 << (wanted - 1).bit_length()
 
@@ -92,12 +97,12 @@ def chunk_tokens(tokens: int, width: int, columns: int) -> int:
 def linear_cross_entropy(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, form: CrossEntropy, kernels: Kernels
 ) -> Tensor:
-    """Cross-entropy of ``linear(hidden, weight, bias)`` in fp32 (fp64 for fp64): [], or [N] without a reduction.
+    """Computes the cross-entropy of ``linear(hidden, weight, bias)`` in fp32 (fp64 for fp64): [], or [N] unreduced.
 
     Target int64. Differentiable once, in hidden, weight and bias. Under autocast the product runs in autocast's dtype.
 
     Raises:
-        EngineError: a target is outside the vocabulary. Checked on CPU only: on a GPU the check would synchronize.
+        EngineError: a target is outside the vocabulary. Only a CPU checks: on a GPU the check would synchronize.
     """
     given = tuple(x for x in (hidden_NH, weight_VH, bias_V) if x is not None)
     if has_torch_function(given):
@@ -116,18 +121,18 @@ def linear_cross_entropy(
 
 
 def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: Conditions) -> LinearTerms:
-    """Terms of the softmax of ``head.logits(hidden)``; the backward recomputes the logits.
+    """Returns the terms of the softmax of ``head.logits(hidden)``; the backward recomputes the logits.
 
-    With an exchange, the columns lie on several ranks: one maximum and one sum are exchanged for all tokens, and
-    nothing where the softmax is known and no other term is asked for. The backward communicates nothing: the gradient
-    of the hidden states is that of the local columns, and the caller sums it over the ranks.
+    With an exchange, the columns are on several ranks: one maximum and one sum are exchanged for all tokens, and
+    nothing if the softmax is known and no other term is requested. The backward communicates nothing: it returns the
+    gradient of the hidden states from the local columns, and the caller sums it over the ranks.
     """
     found: tuple[Any, ...] = _Terms.apply(hidden_NH, *head, question, conditions)  # type: ignore[no-untyped-call]
     return LinearTerms(*found)
 
 
 def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the operands to autocast's dtype for linear layers, if autocast is on."""
+    """Casts the operands to autocast's dtype for linear layers, if autocast is on."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden, weight, bias
@@ -147,10 +152,10 @@ def _columns_like(hidden_NH: Tensor, head: Head, kernels: Kernels) -> bool:
 
 
 class _Sums:
-    """Sums of the gradients over the chunks; only the gradients that are ``wanted`` are computed."""
+    """Sums of the gradients over the chunks; only ``wanted`` gradients are computed."""
 
     def __init__(self, hidden_NH: Tensor, head: Head, wanted: tuple[bool, ...], into: Tensor | None = None) -> None:
-        """``into``: what the products of the weight's gradient are added to; None: a sum of their own."""
+        """Allocates the sums; ``into``: the existing sum of the weight's gradient; None: a new sum."""
         self._hidden, self._weight = hidden_NH, head.weight
         wide = torch.promote_types(head.weight.dtype, torch.float32)
         wants_hidden, wants_weight, wants_bias = wanted
@@ -162,7 +167,7 @@ class _Sums:
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
 
     def add(self, part: slice, grad_CW: Tensor) -> None:
-        """Add the contribution of one chunk; ``grad_CW`` is the gradient of its logits."""
+        """Adds the contribution of one chunk with ``grad_CW``, the gradient of the chunk's logits."""
         if self.hidden is not None:
             torch.mm(grad_CW, self._weight, out=self.hidden[part])
         if self.weight is not None:
@@ -222,7 +227,7 @@ class _Terms(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """Loss over all tokens of a whole vocabulary; the forward computes its gradients too."""
+    """Loss over all tokens of a whole vocabulary, with gradients computed in the forward."""
 
     @staticmethod
     def forward(
@@ -241,7 +246,7 @@ class _Summed(torch.autograd.Function):
         parts: list[Tensor] = []
         unit = _FP16_SLOPE if hidden_NH.dtype == torch.float16 else 1.0
         with _without_autocast(hidden_NH):
-            # Each chunk's logits are turned into their own gradient in place, so one chunk is all that is alive.
+            # Each chunk's logits become their own gradient in place, so only one chunk is allocated.
             for part in _chunks(hidden_NH, len(weight_VH)):
                 logits_CV = head.logits(hidden_NH[part])
                 question = Question(target_N[part], even=form.label_smoothing > 0)
@@ -284,13 +289,13 @@ class _Summed(torch.autograd.Function):
 
 
 def _main_sum(ctx: Any, wide: torch.dtype) -> OpenSum | None:
-    """The main gradient of the head's weight, if this backward may add to it and it is as wide as sums over chunks."""
+    """Returns the open main gradient of the head's weight, if its dtype is that of sums over chunks; else None."""
     opened = open_sum(ctx.main, ctx.next_functions[1][0]) if ctx.needs_input_grad[1] else None
     return opened if opened is not None and opened.into.dtype == wide else None
 
 
 def _statistics(hidden_NH: Tensor, head: Head, question: Question, triton: bool) -> Statistics:
-    """Return the statistics of all tokens, found chunk by chunk."""
+    """Returns the statistics of all tokens, computed chunk by chunk."""
     found: list[Statistics] = []
     with _without_autocast(hidden_NH):
         for part in _chunks(hidden_NH, len(head.weight)):
@@ -303,7 +308,7 @@ def _statistics(hidden_NH: Tensor, head: Head, question: Question, triton: bool)
 
 
 def _scaled(x: Tensor | None, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Return ``x * scale`` in ``dtype``, rounded once."""
+    """Returns ``x * scale`` in ``dtype``, rounded once."""
     if x is None:
         return None
     # a 0-dim scale would be rounded to the dtype of x first

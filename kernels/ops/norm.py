@@ -19,22 +19,22 @@ from torch.overrides import handle_torch_function, has_torch_function
 from engine.kernels.dispatch import Kernels, fused_operator
 
 WIDEST, WIDEST_LAYER_FP32 = 16384, 8192
-"""Widest row that one program can hold, and the widest fp32 row of a LayerNorm."""
+"""Widest row of one program, and the widest fp32 row of a LayerNorm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Parameters of a norm."""
+    """Form of a norm: epsilon, centering and offset of the weight."""
 
     eps: float
     centered: bool = False
     """True for LayerNorm, which subtracts the mean."""
     offset: float = 0.0
-    """Added to the weight: 1 where a model stores the weight as its difference from 1."""
+    """Number added to the weight: 1 for models that store the weight minus 1."""
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Kernels) -> Tensor:
-    """Norm of x [.., H] -> [.., H] in the dtype of x; weight, bias [H]. Differentiable."""
+    """Returns the norm of x, [.., H] -> [.., H], in the dtype of x; weight, bias [H]. Differentiable."""
     if has_torch_function((x, weight)):
         return handle_torch_function(norm, (x, weight), x, weight, bias, form, kernels)
     if not _fits(x, weight, bias, form) or not kernels.triton("norm", x, x.shape[-1]):
@@ -45,7 +45,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Ke
 def add_norm(
     x: Tensor, residual: Tensor, affine: tuple[Tensor, Tensor | None], form: Norm, kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm of x + residual, x + residual), both [.., H] in the dtype of x. Differentiable."""
+    """Returns (norm of x + residual, x + residual), both [.., H] in the dtype of x. Differentiable."""
     weight, bias = affine
     if has_torch_function((x, residual, weight)):
         given = x, residual, affine, form, kernels
@@ -61,7 +61,7 @@ def add_norm(
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> Tensor:
-    """PyTorch reference of :func:`norm`."""
+    """Computes :func:`norm` in PyTorch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     width, scale = x.shape[-1:], weight.to(wide)
     if form.offset:
@@ -164,7 +164,7 @@ def _keep(ctx: Any, saved: tuple[Tensor, ...], offset: float, bias: Tensor | Non
 
 
 def _input_gradients(ctx: Any, dy: Tensor | None, dstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the stream, the weight and the bias."""
+    """Returns the gradients of the stream, the weight and the bias."""
     if dy is None:
         return dstream, None, None
     stream, weight, mean, rstd = ctx.saved_tensors
@@ -181,11 +181,12 @@ _add_norm.register_autograd(_add_norm_gradients, setup_context=_keep_add_norm)
 
 
 _PIECE = 1 << 20
-"""Elements that the reference sums at a time, because torch converts all of its input to fp64 before it sums."""
+"""Elements per sum of the reference, because torch converts the whole input to fp64 before it sums."""
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
-    """Return one fp64 scalar on the device of ``parts``: pairs of (values, whether they count), flat and contiguous.
+    """Returns the sum of squares, an fp64 scalar on the device of ``parts``: pairs (flat contiguous values, True if
+    counted).
 
     The sum is neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
@@ -202,7 +203,7 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tens
 
 
 def squared_norm_reference(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """PyTorch reference of :func:`squared_norm`."""
+    """Computes :func:`squared_norm` in PyTorch."""
     norms = [
         torch.linalg.vector_norm(piece, dtype=torch.float64) * (1.0 if counts else 0.0)
         for values, counts in parts

@@ -1,11 +1,11 @@
-"""Rotary position embedding (Su et al. 2021) of queries and keys, as models write it:
+"""Rotary position embedding (Su et al. 2021) of queries and keys, in the usual form of models:
 
-    y = x cos + turn(x) sin      on the first R features; the others pass through
-    turn                         (x1, x2) -> (-x2, x1) of the two halves, or of adjacent features where interleaved
+    y = x cos + turn(x) sin      on the first R features; the others are unchanged
+    turn                         (x1, x2) -> (-x2, x1) of the two halves, or of adjacent features if interleaved
 
 cos and sin have all R features, and their values for x1 and x2 may differ.
 
-Shape suffixes: B batch, H heads, S positions, D features of a head, R of them rotated.
+Shape suffixes: B batch, H heads, S positions, D features of a head, R rotated features.
 """
 
 from dataclasses import dataclass
@@ -29,19 +29,19 @@ class Rotary:
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Rotate q and k, which may have different numbers of heads; cos, sin [B or 1, S, R]. Differentiable."""
+    """Rotates q and k, which may have different numbers of heads; cos, sin [B or 1, S, R]. Differentiable."""
     if has_torch_function((q, k, cos, sin)):
         return handle_torch_function(rotary, (q, k, cos, sin), q, k, cos, sin, form, kernels)
     if not _fits(q, k, cos, sin, form.heads_dim) or not kernels.triton("rotary", q, q.shape[-1]):
         return rotary_reference(q, k, cos, sin, form)
-    swapped = form.heads_dim != 1  # a transpose that changes nothing would still be a node of the graph
+    swapped = form.heads_dim != 1  # an unnecessary transpose would be a node of the graph
     q_BHSD, k_BHSD = (q.transpose(1, 2), k.transpose(1, 2)) if swapped else (q, k)
     turned = _rotary(_dense(q_BHSD), _dense(k_BHSD), cos.contiguous(), sin.contiguous(), form.interleaved, False)
     return (turned[0].transpose(1, 2), turned[1].transpose(1, 2)) if swapped else turned
 
 
 def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary) -> tuple[Tensor, Tensor]:
-    """PyTorch reference of :func:`rotary`."""
+    """Computes :func:`rotary` in PyTorch."""
     cos, sin = cos.unsqueeze(form.heads_dim), sin.unsqueeze(form.heads_dim)
     return _turned(q, cos, sin, form.interleaved), _turned(k, cos, sin, form.interleaved)
 
@@ -73,7 +73,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _blank(x: Tensor) -> Tensor:
-    """Allocate memory with the dim order of ``x`` and contiguous features."""
+    """Allocates memory with the dim order of ``x`` and contiguous features."""
     made = torch.empty_like(x)
     return made if made.stride(-1) == 1 else x.new_empty(x.shape)
 
@@ -100,7 +100,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
-    """Apply the transposed map: the inverse rotation, where cos and sin belong to one angle."""
+    """Applies the transposed map, which is the inverse rotation if cos and sin are of one angle."""
     made = _rotary(_dense(dq), _dense(dk), *ctx.saved_tensors, ctx.interleaved, not ctx.transposed)
     return *made, None, None, None, None
 

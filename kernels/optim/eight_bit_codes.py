@@ -1,17 +1,17 @@
-"""Optimizer state in 8 bits an element: small floating-point codes, and an fp32 scale for each block of them.
+"""Optimizer state in 8 bits per element: small floating-point codes, with an fp32 scale for each block.
 
-Blocks of neighbours with a scale each, and codes that are finer near zero, are the form of Dettmers et al. (2022,
-https://arxiv.org/abs/2110.02861, section 2). Their table of codes is replaced by the leading bits of a number's own
-fp32 form, so that no table is read and every device makes the same codes:
+Blocks with a scale each, and codes that are finer near zero, follow Dettmers et al. (2022,
+https://arxiv.org/abs/2110.02861, section 2). The leading bits of a number in fp32 replace the paper's table of codes,
+so that no table is read and every device makes the same codes:
 
     scale = max |block|,  y = |x| / scale, from 0 to 1
     signed     sign | 7 bits    y from 1.25 / 2^16 to 1, 8 codes an octave    first moments
     unsigned   8 bits           y from 1.25 / 2^32 to 1, 8 codes an octave    second moments
 
-A value in that range errs by up to 1/16 of itself, and the largest of a block is exact. A second moment that is not
-zero never becomes zero, by whose root an update would be divided. Decoded values encode to the same codes and scales
-again (but for denormal ones), so that a checkpoint may have them as plain numbers. A value that is not finite makes its
-whole block NaN.
+The relative error of a value in this range is at most 1/16, and the largest value of a block is exact. A nonzero second
+moment never becomes zero, because updates divide by its root. Decoded values (except denormal ones) encode to the same
+codes and scales again, so that a checkpoint may contain plain numbers. A value that is not finite makes the whole block
+NaN.
 
 Shape suffixes: n elements, K blocks, B elements of a block.
 """
@@ -26,17 +26,17 @@ from torch import Tensor
 from engine.kernels.optim.update_rules import AdamRule, adam_
 
 CHUNK = 1 << 20
-"""Elements that are decoded at a time, a multiple of every block."""
+"""Elements decoded at a time, a multiple of every block."""
 _DROPPED = 20
-"""Bits of fp32 that codes do not have: all but three of the mantissa."""
+"""Bits of fp32 that codes lack: all of the mantissa except three."""
 _ONE = 0x3F800000 >> _DROPPED
 """The leading bits of 1.0."""
 _SMALLEST = 2.0**-126
-"""Blocks whose numbers are all below it are zero: some devices take denormal numbers for zeros."""
+"""The largest number of a block of zeros is below this bound: some devices treat denormal numbers as zeros."""
 
 
 class BlockCodes(NamedTuple):
-    """Encoded numbers."""
+    """Codes and scales of encoded numbers."""
 
     codes: Tensor
     """[n], uint8"""
@@ -45,12 +45,13 @@ class BlockCodes(NamedTuple):
 
     @classmethod
     def zeros(cls, elements: int, block: int, device: torch.device) -> "BlockCodes":
-        """Codes of zeros."""
+        """Returns the codes of zeros."""
         scales = torch.zeros(-(-elements // block), dtype=torch.float32, device=device)
         return cls(torch.zeros(elements, dtype=torch.uint8, device=device), scales)
 
     def part(self, start: int, stop: int, block: int) -> "BlockCodes":
-        """Views of the elements ``start:stop``; ``start`` begins a block, and ``stop`` ends one or the codes."""
+        """Returns views of the elements ``start:stop``; ``start`` begins a block, ``stop`` ends a block or the
+        codes."""
         return BlockCodes(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
 
 
@@ -59,7 +60,7 @@ class StateFormat:
     """Encoding of one kind of moment."""
 
     block: int
-    """Elements that share a scale."""
+    """Elements per scale."""
     signed: bool
 
     @property
@@ -69,27 +70,30 @@ class StateFormat:
 
     @property
     def least(self) -> float:
-        """The smallest number above 0 that has a code."""
+        """The smallest number above 0 with a code."""
         return 1.25 * 2.0**-16 if self.signed else 1.25 * 2.0**-32
 
     def bytes(self, elements: int) -> int:
-        """Bytes of the codes and scales of so many elements."""
+        """Returns the bytes of codes and scales of ``elements`` elements."""
         return elements + 4 * -(-elements // self.block)
 
 
 @torch.no_grad()
 def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
-    """Encode numbers of any floating dtype; fp64 numbers are rounded to fp32 first."""
+    """Encodes numbers of any floating dtype; fp64 numbers are rounded to fp32 first."""
     elements, blocks = len(values_n), len(into.scales)
     x_KB = values_n.new_zeros(blocks * form.block, dtype=torch.float32)
     x_KB[:elements] = values_n
     x_KB = x_KB.view(blocks, form.block)
     scale_K1 = x_KB.abs().amax(dim=1, keepdim=True)
     scale_K1 = torch.where(scale_K1 < _SMALLEST, 0.0, scale_K1)
+    # an infinity or NaN must stay visible: it makes the full block NaN
     scale_K1 = torch.where(scale_K1.isfinite(), scale_K1, torch.nan)
     y_KB = torch.where(scale_K1 > 0, x_KB.abs() / scale_K1, 0.0)
+    # the bits of fp32 numbers above 0 have the order of the numbers; the added half unit rounds to nearest
     leading = (y_KB.view(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
     code = (leading - (_ONE - form.largest)).clamp_(0, form.largest)
+    # a second moment above 0 never becomes 0: the division by its root would make a huge step
     code = torch.where(y_KB >= form.least / 2 if form.signed else y_KB > 0, code.clamp(min=1), code)
     if form.signed:
         code |= ((x_KB < 0) & (code > 0)).to(torch.int32) << 7
@@ -99,7 +103,7 @@ def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
 
 @torch.no_grad()
 def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers [n]."""
+    """Decodes numbers [n]."""
     elements, blocks = len(given.codes), len(given.scales)
     code = given.codes.to(torch.int32)
     size = code & 127 if form.signed else code
@@ -112,16 +116,16 @@ def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.floa
 
 
 def chunks(elements: int) -> Iterator[slice]:
-    """Runs of whole blocks that are decoded together."""
+    """Returns runs of whole blocks that are decoded together."""
     return (slice(start, min(elements, start + CHUNK)) for start in range(0, elements, CHUNK))
 
 
 def adam_8bit_(
     weights_n: Tensor, grads_n: Tensor, moments: Sequence[BlockCodes], step: int, rule: AdamRule, block: int
 ) -> None:
-    """Make update number ``step`` (from 1) of Adam or AdamW, in place: moments are decoded, updated and encoded again.
+    """Makes update number ``step`` (from 1) of Adam or AdamW, in place: moments are decoded, updated and encoded again.
 
-    ``moments``: the first and the second. The arithmetic is that of ``adam_``, in the dtype of the weights.
+    ``moments``: the first and the second moment. The arithmetic equals ``adam_``, in the dtype of the weights.
     """
     forms = [StateFormat(block, signed) for signed in (True, False)]
     for part in chunks(len(weights_n)):

@@ -1,14 +1,15 @@
-"""Updates of fp32 arrays on the host by a kernel of our own (``host_update.cpp``), in one pass over memory.
+"""Updates of fp32 arrays on the host by a compiled kernel (``host_update.cpp``), in one pass over memory.
 
-It takes calls over at least :data:`WORTH` elements, of contiguous fp32 tensors; torch's rules take all others
-(``update_rules``). It is used only where a sample has torch's bits, so ranks may differ in whether they have it, and a
-user who has no compiler misses nothing but time. It also tells whether bf16 weights are still their rounded masters.
+The kernel runs calls over at least :data:`WORTH` elements of contiguous fp32 tensors; torch's rules run all others
+(``update_rules``). The kernel is used only if a sample has torch's bits, so ranks with and without it may train
+together, and a user without a compiler loses time only. The kernel also checks if bf16 weights still equal their
+rounded masters.
 
-C++ for the host that is compiled at its first use and kept: in ``~/.cache/trine/compiled``, or below the folder that
-the environment variable TRINE_CACHE names; ``TRINE_CACHE=0`` keeps nothing, so nothing is compiled.
+The first use compiles the C++ source and stores the library in ``~/.cache/trine/compiled``, or below the folder in the
+environment variable TRINE_CACHE; ``TRINE_CACHE=0`` stores nothing, so nothing is compiled.
 
-A kept file is named by a digest of its source, flags, compiler and CPU, and by one of its own content: a file that was
-damaged, or made for another CPU that shares the home, is never loaded. One process compiles and the others wait.
+The name of a stored file has a digest of source, flags, compiler and CPU, and a digest of the content: a damaged file,
+or a file of another CPU with the same home folder, is never loaded. One process compiles and the others wait.
 """
 
 import ctypes
@@ -40,21 +41,23 @@ logger = logging.getLogger("trine")
 
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # none of which changes a bit of a result
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # flags that change no bit of a result
 )
 _LONGEST = 120.0
-"""Seconds that a compiler may take."""
+"""Time limit of the compiler, in seconds."""
 
 
 class CompileError(Exception):
-    """There is no library; its text is the middle of a sentence that says why."""
+    """Failure to make the library; the text is a clause with the reason."""
 
 
 def library(source: Path) -> Path | None:
-    """Path of the compiled ``source``; None if nothing may be kept. Compiling takes seconds, finding milliseconds.
+    """Returns the path of the compiled ``source``; None if nothing may be stored.
+
+    A compilation takes seconds, the search for a stored file milliseconds.
 
     Raises:
-        CompileError: there is no compiler, it refuses, or its result cannot be kept.
+        CompileError: there is no compiler, the compiler fails, or the result cannot be stored.
     """
     given = os.environ.get("TRINE_CACHE", "")
     if given == "0":
@@ -87,7 +90,7 @@ def _compile(source: Path, command: list[str], folder: Path, stem: str) -> Path:
 
 
 def _whole(folder: Path, stem: str) -> Path | None:
-    """The kept file, if it is as it was made; others of its name are deleted."""
+    """Returns the stored file if its content has the digest of its name; deletes damaged files of this name."""
     for found in sorted(folder.glob(f"{stem}-*.so")):
         if found.stem == f"{stem}-{_hashed(found.read_bytes())}":
             return found
@@ -122,11 +125,11 @@ def _hashed(content: bytes) -> str:
 
 
 WORTH = 1 << 18
-"""Elements of a call from which on the kernel is used, and compiled at its first use: smaller arrays lie in caches."""
+"""The fewest elements of a call for the kernel: smaller arrays are in caches. The first such call compiles it."""
 SOURCE = Path(__file__).with_name("host_update.cpp")
 _Update = Callable[..., object]
 _LANES = (8, 16, 4)
-"""Elements of a vector of torch's kernels, by their likelihood."""
+"""Possible vector lengths of torch's kernels, in elements, the most likely first."""
 
 
 def update_adam_(
@@ -137,7 +140,7 @@ def update_adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """``adam_``, with the same bits: by the kernel on the host, by torch elsewhere."""
+    """Runs ``adam_`` with equal bits: by the kernel on the host, by torch elsewhere."""
     kernel = _kernel_for((*weights, *grads, *first_moments, *second_moments), len(weights))
     if kernel is None:
         adam_(weights, grads, first_moments, second_moments, step, rule)
@@ -147,7 +150,7 @@ def update_adam_(
 
 
 def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """``lion_``, with the same bits: by the kernel on the host, by torch elsewhere."""
+    """Runs ``lion_`` with equal bits: by the kernel on the host, by torch elsewhere."""
     kernel = _kernel_for((*weights, *grads, *momenta), len(weights))
     if kernel is None:
         lion_(weights, grads, momenta, rule)
@@ -157,21 +160,21 @@ def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Se
 
 
 def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
-    """True if fp32 ``wide`` rounded to bf16 is ``narrow``, of equal size; False if not, or without the kernel."""
+    """Returns True if fp32 ``wide`` rounded to bf16 equals ``narrow`` of equal size; False without the kernel."""
     kernel = _kernel_for((wide,), 1) if narrow.dtype == torch.bfloat16 and is_host(narrow.device) else None
     return kernel is not None and narrow.is_contiguous() and kernel.rounds_to(wide, narrow)
 
 
 @dataclass(frozen=True, slots=True)
 class HostKernel:
-    """The compiled rules. All tensors are contiguous, fp32, of equal size and on the host."""
+    """Compiled update rules. All tensors are contiguous, fp32, of equal size and on the host."""
 
     compiled: ctypes.CDLL
     lanes: int
-    """Elements of torch's vectors, which decide how the last elements of a span are computed."""
+    """Elements of torch's vectors; the last elements of a span are computed differently."""
 
     def adam(self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, rule: AdamRule) -> None:
-        """Make update number ``step`` of ``w`` and both moments."""
+        """Makes Adam's update number ``step`` of ``w`` and both moments."""
         age, (beta1, beta2) = rule.age(step), rule.betas
         numbers = _floats(
             1 - rule.lr * rule.weight_decay,
@@ -187,7 +190,7 @@ class HostKernel:
         self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, *self._spans())
 
     def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
-        """Update ``w`` and its momentum."""
+        """Makes Lion's update of ``w`` and the momentum ``m``."""
         beta1, beta2 = rule.betas
         numbers = _floats(rule.lr, 1 - rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2)
         self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])
@@ -204,14 +207,14 @@ class HostKernel:
 
 @cache
 def host_kernel() -> HostKernel | None:
-    """The kernel; None where it cannot be compiled, which is said once, or has other bits than torch."""
+    """Returns the kernel; None if it cannot be compiled, which is logged once, or if its bits differ from torch."""
     try:
         made = library(SOURCE)
         compiled = ctypes.CDLL(str(made)) if made is not None else None
     except (CompileError, OSError) as error:
         logger.warning(
-            "updates on the host are torch's, because their own kernel was not compiled: %s; the numbers are the same, "
-            "only slower.",
+            "torch makes the updates on the host, because the engine's kernel was not compiled: %s; the numbers are "
+            "the same, but take longer.",
             error,
         )
         return None
@@ -221,14 +224,14 @@ def host_kernel() -> HostKernel | None:
         kernel = HostKernel(compiled, lanes)
         if has_bits_of_torch(kernel):
             return kernel
-    logger.info("updates on the host are torch's, because their own kernel gives other bits on this CPU.")
+    logger.info("torch makes the updates on the host, because the engine's kernel has other bits on this CPU.")
     return None
 
 
 def has_bits_of_torch(kernel: HostKernel) -> bool:
-    """Returns True if every rule of the kernel gives torch's bits on a sample of odd length.
+    """Returns True if every rule of the kernel has torch's bits on a sample of odd length.
 
-    The remainder at its end differs with the width of vectors.
+    The last elements of an odd length depend on the width of vectors.
     """
     w, g, m, v = torch.randn(4, 1021, generator=torch.Generator().manual_seed(0)).unbind()
     v = v.square()
@@ -236,7 +239,7 @@ def has_bits_of_torch(kernel: HostKernel) -> bool:
 
 
 def _pairs(kernel: HostKernel) -> Iterator[tuple[_Update, _Update]]:
-    """Updates of (weights, gradient, two moments) by the kernel and by torch."""
+    """Yields pairs of updates of (weights, gradient, two moments), by the kernel and by torch."""
     for first, decoupled in product((0.9, 0.3), (True, False)):
         adam = AdamRule(0.1, (first, 0.99), 1e-8, 0.1, decoupled)
         yield partial(kernel.adam, step=3, rule=adam), lambda w, g, m, v, by=adam: adam_([w], [g], [m], [v], 3, by)
@@ -252,20 +255,20 @@ def _agree(ours: _Update, theirs: _Update, given: Sequence[Tensor]) -> bool:
 
 
 def _kernel_for(tensors: Sequence[Tensor], updated: int) -> HostKernel | None:
-    """The kernel, for a call that updates the first ``updated`` of these tensors, if it supports and is worth it."""
+    """Returns the kernel for a call that updates the first ``updated`` tensors; None if unsupported or too small."""
     if sum(tensor.numel() for tensor in tensors[:updated]) < WORTH:
         return None
     return host_kernel() if all(_is_plain(tensor) for tensor in tensors) else None
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Contiguous fp32 in memory of the host: a rehearsal has tensors of other classes, which only claim to be there."""
+    """Returns True for contiguous fp32 in host memory; other tensor classes, as in a dry run, may have no memory."""
     plain = type(x) in (Tensor, nn.Parameter) and is_host(x.device)
     return plain and x.dtype == torch.float32 and x.is_contiguous()
 
 
 def _places(*tensors: Tensor) -> Iterator[ctypes.c_void_p | ctypes.c_int64]:
-    """Addresses of tensors, and how many elements each has."""
+    """Yields the addresses of tensors, then their common number of elements."""
     yield from (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
     yield ctypes.c_int64(tensors[0].numel())
 

@@ -1,13 +1,13 @@
-"""Rules that update whole matrices: what each tells of itself (its work, what it keeps, the update), and Muon's.
+"""Interface of rules that update whole matrices (cost, state, update), and Muon.
 
-Muon (Jordan et al. 2024): the momentum of a matrix with its singular values brought near one, in three steps.
+Muon (Jordan et al. 2024): the update is the momentum of a matrix with singular values near one, in three steps.
 
-    momentum     elementwise, on any part of the matrix
-    orthogonal   of the whole matrix, by Newton-Schulz steps: products of matrices alone
-    apply        elementwise, on any part of the weights
+    momentum     elementwise, on any piece of the matrix
+    orthogonal   on the whole matrix, by Newton-Schulz steps: matrix products only
+    apply        elementwise, on any piece of the weights
 
-Operations and their order are those of ``torch.optim.Muon``, so that all bits are equal where its dtype, bf16, is
-chosen. Shape suffixes: A rows, B columns of the full matrix.
+Operations and their order equal ``torch.optim.Muon``, so that all bits are equal with its dtype, bf16. Shape suffixes:
+A rows, B columns of the full matrix.
 """
 
 import math
@@ -23,26 +23,27 @@ MatrixState = Mapping[str, Tensor]
 
 
 class MatrixRule(Protocol):
-    """The rule of a group of parameters, each of which is updated as a whole."""
+    """Rule of a group of parameters that are updated as whole matrices."""
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Multiplications of an update on average, by which the owners of matrices are balanced."""
+        """Returns the average number of multiplications of an update, for the balance of matrices over ranks."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Returns shapes of the state of a whole matrix, by name, without the state of its parts."""
+        """Returns the shapes of the state of a whole matrix, by name, without elementwise state of pieces."""
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Return the update [A, B] of a matrix, and write its state.
+        """Returns the update [A, B] of a matrix, and writes ``state``.
 
-        ``step``: the number of this update, from 1; the state of the first one is zeros.
+        ``step``: the number of this update, from 1; the first state is zeros.
         """
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decay the weights and step along the update, both of any equal shape; ``shape`` is that of the matrix."""
+        """Decays the weights and steps along the update, both of any equal shape; ``shape``: shape of the matrix."""
 
 
 def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: float, add: float) -> None:
-    """``keep`` times the sums of G G' [A, A] and G' G [B, B], and ``add`` times those of a gradient, in place."""
+    """Updates the sums of G G' [A, A] and G' G [B, B] in place: ``keep`` times the sum plus ``add`` times the
+    product."""
     if left is not None:
         left.addmm_(grad_AB, grad_AB.T, beta=keep, alpha=add)
     if right is not None:
@@ -50,27 +51,27 @@ def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: 
 
 
 def both_sides(left: Tensor | None, matrix_AB: Tensor, right: Tensor | None) -> Tensor:
-    """``left`` matrix ``right``; None stands for the identity."""
+    """Computes ``left`` times matrix times ``right``; None is the identity."""
     found = matrix_AB if left is None else left @ matrix_AB
     return found if right is None else found @ right
 
 
 def transposed(matrix: Tensor | None) -> Tensor | None:
-    """Returns the transpose of a matrix or of the identity."""
+    """Returns the transpose of a matrix, or None for the identity."""
     return None if matrix is None else matrix.T
 
 
 def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending eigenvalues, and eigenvectors as columns, in the dtype of the matrix."""
+    """Returns ascending eigenvalues, and eigenvectors as columns, in the dtype of the matrix."""
     try:
         values, vectors = torch.linalg.eigh(symmetric)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # solvers give up on some matrices of fp32
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # solvers fail on some fp32 matrices
         values, vectors = torch.linalg.eigh(symmetric.double())
     return values.to(symmetric.dtype), vectors.to(symmetric.dtype)
 
 
 def side_shapes(shape: tuple[int, ...], largest: int, left: str, right: str) -> dict[str, tuple[int, ...]]:
-    """A square for each side of a matrix that is not longer than ``largest``; longer ones have the identity."""
+    """Returns a square for each side of a matrix up to ``largest``; longer sides have the identity."""
     rows, columns = shape
     sides = {left: (rows, rows), right: (columns, columns)}
     return {name: square for name, square in sides.items() if square[0] <= largest}
@@ -88,13 +89,13 @@ class MuonRule:
     eps: float
     steps: int
     dtype: torch.dtype
-    """Of the products; bf16, or fp32."""
+    """The dtype of the products; bf16 or fp32."""
     match_rms: bool
-    """The rate is 0.2 sqrt(max(A, B)) times ``lr``, which gives updates the RMS of AdamW's (Liu et al. 2025)."""
+    """True: the rate is 0.2 sqrt(max(A, B)) times ``lr``, for updates with the RMS of AdamW (Liu et al. 2025)."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "MuonRule":
-        """The rule of a group of the optimizer, by the names of torch."""
+        """Makes the rule of an optimizer group with torch's option names."""
         return cls(
             lr=float(group["lr"]),
             weight_decay=group["weight_decay"],
@@ -108,38 +109,38 @@ class MuonRule:
         )
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """The learning rate of a matrix."""
+        """Returns the learning rate of a matrix."""
         rows, columns = shape
         ratio = 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1, rows / max(1, columns)))
         return self.lr * ratio
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Multiplications of the Newton-Schulz steps."""
+        """Returns the multiplications of the Newton-Schulz steps."""
         small, large = sorted(shape)
         return self.steps * small * small * (2 * large + small)
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Nothing: the momentum is kept of every part."""
+        """Returns no shapes: the momentum is elementwise state of the pieces."""
         return {}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """The direction with its singular values near one."""
+        """Returns the direction with singular values near one."""
         return orthogonal(direction_AB, self)
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decay the weights and step along the update, both of any equal shape; ``shape`` is that of the matrix."""
+        """Decays the weights and steps along the update, both of any equal shape; ``shape``: shape of the matrix."""
         weights.mul_(1 - self.lr * self.weight_decay)
         weights.add_(update, alpha=-self.rate(shape))
 
 
 def momentum_(momentum: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
-    """Add the gradient to the momentum in place, and return the direction of the update, both of any equal shape."""
+    """Adds the gradient to the momentum in place, and returns the direction of the update, both of any equal shape."""
     momentum.lerp_(grad, 1 - rule.momentum)
     return grad.lerp(momentum, rule.momentum) if rule.nesterov else momentum.clone()
 
 
 def orthogonal(direction_AB: Tensor, rule: MuonRule) -> Tensor:
-    """Return [A, B] with the singular vectors of the direction and singular values near one, in the rule's dtype."""
+    """Returns [A, B] with the singular vectors of the direction and singular values near one, in the rule's dtype."""
     a, b, c = rule.coefficients
     tall = direction_AB.size(0) > direction_AB.size(1)
     x = direction_AB.to(rule.dtype)

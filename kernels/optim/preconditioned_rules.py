@@ -2,14 +2,14 @@
 
 Shampoo (Gupta et al. 2018), with averages and grafting as in Shi et al. 2023.
 
-    L <- b2 L + (1 - b2) G G'      R <- b2 R + (1 - b2) G' G      sums instead, where b2 is 1
+    L <- b2 L + (1 - b2) G G'      R <- b2 R + (1 - b2) G' G      sums if b2 is 1
     M <- b1 M + (1 - b1) G
     N  = L^(-1/4) M R^(-1/4)                                      roots of (L + epsilon I), of a corrected average
     N <- N |P| / |N|                                              grafting: P is the update of a simpler rule
 
-Where one side is too long for a preconditioner, the root of the other is -1/2. The roots are made by eigenvalue
-decompositions in the dtype of the state, fp32 or fp64, every ``precondition_frequency`` updates. Before
-``start_preconditioning_step`` the update is that of the simpler rule.
+If one side is too long for a preconditioner, the exponent of the other is -1/2. Eigenvalue decompositions in the dtype
+of the state, fp32 or fp64, compute the roots every ``precondition_frequency`` updates. Before
+``start_preconditioning_step`` the update is the simpler rule's update.
 
 SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioners.
 
@@ -18,15 +18,15 @@ SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioners.
     N' = Adam(G')                                              moments in the basis
     N  = QL N' QR'                                             the update
 
-The bases approach the eigenvectors of L and R by steps of the power method, each with a QR decomposition: some on the
-first gradient, from the coordinates themselves, which makes no update, and from then on one every
-``precondition_frequency`` updates, its columns in the order of falling eigenvalues. All of it is in the dtype of the
+The bases approach the eigenvectors of L and R by steps of the power method, each with a QR decomposition. The first
+gradient makes no update: several steps start from the identity. Later there is one step every
+``precondition_frequency`` updates, with columns in descending order of eigenvalues. Everything is in the dtype of the
 state, fp32 or fp64, on the device of the matrix.
 
-A gradient has a lower rank than its longer side, so L or R is singular at first, and any basis of its null space would
-be one of eigenvectors. A full decomposition lets rounding choose it, and later gradients are not zero there: no two
-grids would train alike. So steps are those of L plus a small multiple of the identity, which has the same eigenvectors
-and leaves directions without a gradient as they were.
+The rank of a gradient is lower than its longer side, so L or R is singular at first, and any basis of the null space
+consists of eigenvectors. In a full decomposition rounding chooses this basis, and later gradients have components
+there: two grids would train differently. Steps therefore use L plus a small multiple of the identity, which has the
+same eigenvectors and does not change directions without a gradient.
 
 Shape suffixes: A rows, B columns of the full matrix.
 """
@@ -45,7 +45,7 @@ LEFT, RIGHT, LEFT_ROOT, RIGHT_ROOT = "shampoo_left", "shampoo_right", "shampoo_l
 MOMENTUM, SQUARES = "shampoo_exp_avg", "shampoo_grafting_sq"
 SHAMPOO_STATE = frozenset({LEFT, RIGHT, LEFT_ROOT, RIGHT_ROOT, MOMENTUM, SQUARES})
 _OF_SQUARES = ("adagrad", "rmsprop", "adam")
-"""Simpler rules that keep squares of gradients."""
+"""Simpler rules with squares of gradients as state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +61,25 @@ class ShampooRule:
     max_preconditioner_dim: int
     use_bias_correction: bool
     grafting: str
-    """The simpler rule whose length of an update is taken: "none", "sgd", "adagrad", "rmsprop" or "adam"."""
+    """The simpler rule that sets the length of an update: "none", "sgd", "adagrad", "rmsprop" or "adam"."""
     grafting_beta2: float
     grafting_epsilon: float
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ShampooRule":
-        """The rule of a group of the optimizer."""
+        """Makes the rule of an optimizer group."""
         begin = group["start_preconditioning_step"]
         begin = group["precondition_frequency"] if begin is None else begin
         return rule_of(cls, group, start_preconditioning_step=begin)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Two products for each side that has a preconditioner, and its share of a decomposition."""
+        """Returns the cost of two products for each side with a preconditioner, plus a share of the decomposition."""
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_preconditioner_dim]
         return sum(2 * elements * size + 10 * size**3 // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """A sum and a root for each side that is not too long, the momentum, and squares for grafting."""
+        """Returns a sum and a root for each side that is not too long, the momentum, and squares for grafting."""
         sums = side_shapes(shape, self.max_preconditioner_dim, LEFT, RIGHT)
         roots = side_shapes(shape, self.max_preconditioner_dim, LEFT_ROOT, RIGHT_ROOT)
         momentum = {MOMENTUM: shape} if self.betas[0] else {}
@@ -87,7 +87,7 @@ class ShampooRule:
         return {**momentum, **squares, **sums, **roots}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Return the update [A, B] of a gradient."""
+        """Returns the update [A, B] of a gradient."""
         if step == 1:
             for kept in state.values():
                 kept.zero_()
@@ -105,11 +105,11 @@ class ShampooRule:
         return found if self.grafting == "none" else found * (simple.norm() / found.norm().clamp(min=1e-30))
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decay the weights and step along the update."""
+        """Decays the weights and steps along the update."""
         weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 
     def _simple(self, grad_AB: Tensor, momentum_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """The update of the simpler rule; without grafting, the momentum."""
+        """Returns the update of the simpler rule; without grafting, the momentum."""
         if SQUARES not in state:
             return momentum_AB.clone() if momentum_AB is grad_AB else momentum_AB
         b = 1.0 if self.grafting == "adagrad" else self.grafting_beta2
@@ -122,6 +122,7 @@ class ShampooRule:
         for name, root in sides:
             sums = state[name] / self._corrected(self.betas[1], step)
             values, vectors = eigen(sums)
+            # -1/4 on each of two sides or -1/2 on one: the size of an update does not depend on the gradient's size
             powers = (values.clamp_(min=0) + self.epsilon).pow_(-0.5 / len(sides))
             state[root].copy_((vectors * powers) @ vectors.T)
 
@@ -131,7 +132,7 @@ class ShampooRule:
 
 
 def _part(beta: float) -> float:
-    """With which a new square enters; 1 where they are summed."""
+    """Returns the weight of a new square; 1 if squares are summed."""
     return 1 - beta if beta < 1 else 1.0
 
 
@@ -140,7 +141,7 @@ FIRST, SECOND = "soap_exp_avg", "soap_exp_avg_sq"
 SOAP_STATE = frozenset({SOAP_LEFT, SOAP_RIGHT, LEFT_BASIS, RIGHT_BASIS, FIRST, SECOND})
 
 _SHIFT = 3e-3
-"""Part of the largest eigenvalue that is added to all; rounding in fp32 is some ten thousand times smaller."""
+"""Fraction of the largest eigenvalue added to all; rounding in fp32 is about ten thousand times smaller."""
 _FIRST_STEPS = 4
 """Steps of the power method on the first gradient."""
 
@@ -162,24 +163,24 @@ class SoapRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "SoapRule":
-        """The rule of a group of the optimizer, by the names of the authors' implementation."""
+        """Makes the rule of an optimizer group with the option names of the authors' implementation."""
         own = group["shampoo_beta"]
         return rule_of(cls, group, shampoo_beta=group["betas"][1] if own is None else own)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Three products for each side that has a basis, and its share of a refresh of that."""
+        """Returns the cost of three products for each side with a basis, plus a share of the basis's refresh."""
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_precond_dim]
         return sum(3 * elements * size + (4 * size**3 + 2 * elements * size) // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Both moments, and an average and a basis for each side that is not too long."""
+        """Returns both moments, and an average and a basis for each side that is not too long."""
         averages = side_shapes(shape, self.max_precond_dim, SOAP_LEFT, SOAP_RIGHT)
         bases = side_shapes(shape, self.max_precond_dim, LEFT_BASIS, RIGHT_BASIS)
         return {FIRST: shape, SECOND: shape, **averages, **bases}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Return the update [A, B] of a gradient; that of the first one is zero, and makes the bases."""
+        """Returns the update [A, B] of a gradient; the first update is zero, and the first gradient makes the bases."""
         grad = direction_AB
         if step == 1:
             for kept in state.values():
@@ -189,6 +190,7 @@ class SoapRule:
                 if average in state:
                     _begin(state[average], state[basis])
             return torch.zeros_like(grad)
+        # before the average takes the gradient in, so that no gradient is preconditioned by itself
         found = self._adam(grad, state, step - 1)
         self._accumulate(grad, state)
         if (step - 1) % self.precondition_frequency == 0:
@@ -196,7 +198,7 @@ class SoapRule:
         return found
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decay the weights and step along the update; the first gradient leaves them as they are."""
+        """Decays the weights and steps along the update; the first gradient does not change the weights."""
         if step > 1:
             weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 
@@ -216,26 +218,27 @@ class SoapRule:
 
 
 def _begin(average: Tensor, basis: Tensor) -> None:
-    """Bring the coordinates near to the eigenvectors of the first average."""
+    """Starts a basis: power steps from the identity towards the eigenvectors of the first average."""
     basis.copy_(torch.eye(len(basis), dtype=basis.dtype, device=basis.device))
     for _ in range(_FIRST_STEPS):
         basis.copy_(torch.linalg.qr(_grown(average, basis)[0]).Q)
 
 
 def _grown(average: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns of a basis after a step of the power method, and estimates of their eigenvalues."""
+    """Returns the columns of a basis after a step of the power method, and estimates of their eigenvalues."""
     grown = average @ basis
     sizes = (basis * grown).sum(0)
     return grown.addcmul_(basis, _SHIFT * sizes.max()), sizes
 
 
 def _refresh(state: MatrixState) -> None:
-    """Bring both bases nearer to the eigenvectors of the averages, and the moments into the new ones."""
+    """Makes a power step of both bases towards the eigenvectors, and transforms the moments into the new bases."""
     left, right = state.get(LEFT_BASIS), state.get(RIGHT_BASIS)
     first = both_sides(left, state[FIRST], transposed(right))
     for dim, average, basis in ((0, state.get(SOAP_LEFT), left), (1, state.get(SOAP_RIGHT), right)):
         if average is not None and basis is not None:
             grown, sizes = _grown(average, basis)
+            # squares cannot be rotated: they only follow the order of the columns, largest eigenvalue first
             order = sizes.argsort(descending=True, stable=True)
             state[SECOND].copy_(state[SECOND].index_select(dim, order))
             basis.copy_(torch.linalg.qr(grown[:, order]).Q)

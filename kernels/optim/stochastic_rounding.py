@@ -1,9 +1,9 @@
 """Stochastic rounding from fp32 to bf16, on local tensors.
 
-A value between two bf16 numbers is rounded up with a probability proportional to its distance from the lower one, so
-that it is preserved in expectation and small updates of large weights are not lost (Gupta et al. 2015; Zamirai et al.
-2020). The random bits are a hash of a key and the element's index: rounding the same element with the same key gives
-the same number on any rank, in any partition and in any order.
+A value between two bf16 numbers is rounded up with a probability proportional to the distance from the lower number, so
+that the expectation equals the value and small updates of large weights are not lost (Gupta et al. 2015; Zamirai et al.
+2020). The random bits are a hash of a key and the element's index: the same element with the same key is rounded to the
+same number on any rank, in any partition and in any order.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from torch import Tensor
 _WORD = 0xFFFFFFFF
 
 
-# A 32-bit mixer in which every input bit flips every output bit with a probability close to 1/2 (found by Wellons' hash
+# A 32-bit mixer: every input bit flips every output bit with a probability close to 1/2 (found by Wellons' hash
 # prospector). Both factors are below 2^31, so that products fit in int64.
 _FACTORS = (0x21F0AAAD, 0x735A2D97)
 _SHIFTS = (16, 15, 15)
 
 
 def random_bits(index: Tensor, key: int) -> Tensor:
-    """Return int64 values in [0, 2^32), one for each element of ``index`` (int64, nonnegative); ``key`` has 64 bits."""
+    """Returns int64 values in [0, 2^32), one per element of ``index`` (int64, nonnegative); ``key`` has 64 bits."""
     low = _mix((index & _WORD) ^ (key & _WORD))
     return _mix(low ^ (index >> 32) ^ (key >> 32 & _WORD))
 
@@ -35,12 +35,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
-    """Round ``values`` (fp32) to bf16; ``index`` (int64, same shape) and ``key`` choose the random bits.
+    """Rounds ``values`` (fp32) to bf16; ``index`` (int64, same shape) and ``key`` choose the random bits.
 
-    Values that bf16 can represent, and values that are not finite, are unchanged. Overflow gives infinity.
+    Values of bf16, and values that are not finite, are unchanged. Overflow results in infinity.
     """
     noise = (random_bits(index, key) >> 16).to(torch.int32)
-    # Random noise in the 16 bits that bf16 drops carries into the bits that it keeps. The encoding is sign and
+    # Random noise in the 16 bits that bf16 drops carries into the remaining bits. The encoding is sign and
     # magnitude, so dropping bits rounds towards zero.
     rounded = (values.view(torch.int32) + noise) & -0x10000
     return torch.where(values.isfinite(), rounded.view(torch.float32), values).to(torch.bfloat16)
@@ -48,22 +48,22 @@ def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Position of a shard within a full parameter that is cut along one dim."""
+    """Position of a shard within a full parameter that is sharded along one dim."""
 
     places: Tensor
-    """Index along the cut dim of the full parameter, for each line of the shard: int32 [held]."""
+    """Index along the sharded dim of the full parameter, for each line of the shard: int32 [held]."""
     along: int
-    """Size of the cut dim in the full parameter."""
+    """Size of the sharded dim in the full parameter."""
     inner: int
-    """Elements after the cut dim: the product of the later dims."""
+    """Elements per index of the sharded dim: the product of the later dims."""
 
     @property
     def held(self) -> int:
-        """Size of the cut dim in the shard."""
+        """Size of the sharded dim in the shard."""
         return self.places.numel()
 
     def index(self, own: Tensor) -> Tensor:
-        """Map flat indices in the shard to flat indices in the full parameter, int64."""
+        """Maps flat indices in the shard to flat indices in the full parameter, int64."""
         line = own // self.inner
         outer, along = line // self.held, self.places[line % self.held].long()
         return (outer * self.along + along) * self.inner + own % self.inner
@@ -76,12 +76,12 @@ class StochasticRounding:
     keys: tuple[int, int, int]
     """Keys of the weights, the first moment and the second moment."""
     begin: int
-    """Index of the run's first element, in the part of the parameter that this rank holds."""
+    """Index of the run's first element in this rank's shard of the parameter."""
     lines: Lines | None = None
-    """Position of that part in the full parameter; None where this rank holds all of it."""
+    """Position of the shard in the full parameter; None if the parameter is not sharded."""
 
     def round(self, values: Tensor, kind: int) -> Tensor:
-        """Round ``values`` (fp32, flat) to bf16 with the key number ``kind``."""
+        """Rounds ``values`` (fp32, flat) to bf16 with the key number ``kind``."""
         own = torch.arange(self.begin, self.begin + values.numel(), device=values.device)
         index = own if self.lines is None else self.lines.index(own)
         return round_to_bf16(values, index, self.keys[kind])

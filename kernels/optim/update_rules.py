@@ -1,38 +1,40 @@
-"""Optimizer updates on flat local tensors, in place. They are elementwise, so updating a shard equals updating the
-whole; LARS and LAMB take the norms of whole parameters.
+"""Optimizer updates on flat local tensors, in place.
+
+Updates are elementwise, so the update of a shard equals the shard of the full update; LARS and LAMB need the norms of
+whole parameters.
 
 Adam, AdamW and SGD run torch's fused kernels (one pass over memory, on CPU and GPU). Step counts are Python ints, and
-the moments are the only tensors in the caller's state. Large updates of Adam and Lion on the host have a kernel of
-our own, with the same bits (``host_update``).
+the moments are the only tensors in the caller's state. A kernel of this package runs large updates of Adam and Lion on
+the host, with the same bits (``host_update``).
 
 Schedule-free AdamW (Defazio et al. 2024, https://arxiv.org/abs/2405.15682): an average replaces a schedule.
 
-    z   the iterate that makes AdamW's steps
-    x   the average of all z, newer ones with more weight: the model to evaluate
-    y   = (1 - beta) z + beta x, where gradients are taken: the weights while training
+    z   the iterate with AdamW's steps
+    x   the average of all z, newer ones with more weight: the model for evaluation
+    y   = (1 - beta) z + beta x, the weights in training, at which gradients are computed
 
-Only y and z are kept, since x = (y - (1 - beta) z) / beta. Everything is elementwise. The rates, weights and order of
-operations are those of the authors' code for y and z.
+Only y and z are stored, because x = (y - (1 - beta) z) / beta. Everything is elementwise. The rates, weights and order
+of operations equal the authors' code for y and z.
 
 LARS (You et al. 2017, https://arxiv.org/abs/1708.03888, algorithm 1) and LAMB (You et al. 2019,
-https://arxiv.org/abs/1904.00962, algorithm 2): the step of a parameter is as long as its norm asks.
+https://arxiv.org/abs/1904.00962, algorithm 2): the length of a parameter's step depends on the parameter's norm.
 
     LARS   ratio = trust |w| / (|g| + decay |w| + eps)      v = momentum v + lr ratio (g + decay w)     w = w - v
     LAMB   u = m / (sqrt(v) + eps) + decay w, of averages with bias correction      w = w - lr clamp(|w| / |u|) u
 
-The norms are norms of whole parameters, which the caller finds: a rule sees parts. With a norm of zero the ratio is 1.
-The bounds of LAMB's ratio, ``eps_inside_sqrt`` and ``bias_correction`` false are those of DeepSpeed's FusedLamb.
+The caller computes the norms of whole parameters, because a rule gets pieces. With a norm of zero the ratio is 1. The
+bounds of LAMB's ratio, ``eps_inside_sqrt`` and ``bias_correction`` false follow DeepSpeed's FusedLamb.
 
 Adafactor (Shazeer and Stern 2018): the second moments of a matrix as means over its rows and over its columns.
 
-    squares    of gradients, summed over rows and columns              any part of a matrix adds its own
-    means      of all updates, newer ones with more weight              small, whole
+    squares    of gradients, summed over rows and columns              any piece of a matrix adds its squares
+    means      of all updates, newer ones with more weight              small, full
     update     gradient / root of (row mean x column mean / their mean)  elementwise, from the means
     step       the update, at most ``clip`` in RMS, times a rate relative to the RMS of the weights
 
-The options and their meaning are those of ``torch.optim.Adafactor``. Tensors of more than two dims are stacks of
-matrices; those of fewer keep the mean square of each element. Shape suffixes: L matrices of a stack, A rows, B columns;
-l lines, which are consecutive rows of a stack; n elements of a part.
+The options equal ``torch.optim.Adafactor``. Tensors of more than two dims are stacks of matrices; vectors have the mean
+square of each element as state. Shape suffixes: L matrices of a stack, A rows, B columns; l lines, which are
+consecutive rows of a stack; n elements of a piece.
 """
 
 import math
@@ -47,11 +49,11 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 Rule = TypeVar("Rule")
-_UNBIASED = 10**9  # beta ** this is 0 for every beta that fp32 tells from 1
+_UNBIASED = 10**9  # beta ** this is 0 for every beta of fp32 below 1
 
 
 def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
-    """Make the rule of a group of the optimizer: a dataclass; its fields but ``others`` have the names of options."""
+    """Makes the rule of an optimizer group, a dataclass; the names of its fields, except ``others``, are options."""
     given = {field.name: group[field.name] for field in fields(cast(Any, kind)) if field.name not in others}
     given["lr"] = float(given["lr"])
     if "betas" in given:
@@ -68,12 +70,12 @@ class AdamRule:
     eps: float
     weight_decay: float
     decoupled: bool
-    """True for AdamW: decay the weights directly, instead of adding the decay to the gradient."""
+    """True for AdamW, which decays the weights directly; False adds the decay to the gradient."""
     bias_correction: bool = True
-    """False: the averages are taken as they are, though they start at zero."""
+    """False: the averages are used uncorrected, although they start at zero."""
 
     def age(self, step: int) -> int:
-        """The update number whose bias correction is made at update number ``step``: without one, a very late one."""
+        """Returns the update number for the bias correction at ``step``; without correction a very large number."""
         return step if self.bias_correction else _UNBIASED
 
 
@@ -85,8 +87,8 @@ def adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Make update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
-    # torch increments the counter that it is given, so each tensor gets a throw-away copy of one per device
+    """Makes update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
+    # torch increments the counter in place, so each tensor gets a temporary copy of one counter per device
     counters = {w.device: torch.full((), float(rule.age(step) - 1), device=w.device) for w in weights}
     adam(
         list(weights),
@@ -121,7 +123,7 @@ class SGDRule:
 def sgd_(
     weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
 ) -> list[Tensor | None]:
-    """Make one SGD update and return the momentum buffers, which the first update creates."""
+    """Makes one SGD update; returns the momentum buffers, which the first update creates."""
     buffers = list(momenta)
     sgd(
         list(weights),
@@ -149,7 +151,7 @@ class LionRule:
 
 
 def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """Make one Lion update: the sign of an interpolated momentum, and decoupled decay."""
+    """Makes one Lion update: the sign of an interpolated momentum, and decoupled decay."""
     for weight, grad, momentum in zip(weights, grads, momenta, strict=True):
         direction = momentum.lerp(grad, 1 - rule.betas[0]).sign_()
         weight.mul_(1 - rule.lr * rule.weight_decay).add_(direction, alpha=-rule.lr)
@@ -158,10 +160,10 @@ def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFreeRule:
-    """Hyperparameters of one update."""
+    """Hyperparameters of one schedule-free update."""
 
     lr: float
-    """Rate, warmup included."""
+    """Learning rate, including warmup."""
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -170,13 +172,13 @@ class ScheduleFreeRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ScheduleFreeRule":
-        """The rule of a group that :func:`count` has counted."""
+        """Makes the rule of an optimizer group after :func:`count`."""
         lr, newest = group["scheduled_lr"], group["newest"]
         return cls(lr, tuple(group["betas"]), group["eps"], group["weight_decay"], newest)
 
 
 def count(group: dict[str, Any]) -> None:
-    """Count an update of a group: its rate, and the weight of its z among those of all updates."""
+    """Counts an update of a group: sets the rate, and the weight of the newest z among all z."""
     step = group["step"] = group.get("step", 0) + 1
     warmup = group["warmup_steps"]
     lr = float(group["lr"]) * min(1.0, step / warmup if warmup else 1.0)
@@ -189,40 +191,43 @@ def count(group: dict[str, Any]) -> None:
 def schedule_free_(
     weights: Tensor, grads: Tensor, iterate: Tensor, squares: Tensor, step: int, rule: ScheduleFreeRule
 ) -> None:
-    """Make update number ``step`` (from 1) in place; ``weights`` is y, ``iterate`` is z, all of one shape."""
+    """Makes update number ``step`` (from 1) in place; ``weights`` is y, ``iterate`` is z, all of one shape."""
     beta1, beta2 = rule.betas
     squares.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
     step_by = grads / (squares / (1 - beta2**step)).sqrt_().add_(rule.eps)
     if rule.weight_decay:
         step_by.add_(weights, alpha=rule.weight_decay)
+    # the new y from the old y and z alone: x needs no memory
     weights.lerp_(iterate, rule.newest).add_(step_by, alpha=rule.lr * (beta1 * (1 - rule.newest) - 1))
     iterate.sub_(step_by, alpha=rule.lr)
 
 
 def averaged(weights: Tensor, iterate: Tensor, betas: tuple[float, float]) -> Tensor:
-    """x, from y and z."""
+    """Returns x, computed from y and z."""
     return weights.lerp(iterate, 1 - 1 / betas[0])
 
 
 Moments = Sequence[Tensor]
-"""What is kept of the elements of a part, in the order of ``moment_names``; a rule writes it in place."""
+"""State of the elements of a piece, in the order of ``moment_names``; a rule writes it in place."""
 
 
 class LayerRule(Protocol):
-    """The rule of a group of parameters, with steps that depend on norms of a whole parameter."""
+    """Rule of a group of parameters, with steps that depend on norms of whole parameters."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the state of every element."""
+        """The names of the state of every element."""
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Take the gradients of an update into the moments."""
+        """Adds the gradients of an update to the moments."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """The elements [n] whose norm is set against that of the weights. ``step``: the update's number, from 1."""
+        """Returns the elements [n] of the norm that is compared with the weights' norm. ``step``: update number, from
+        1."""
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Make the step of these elements; ``norms`` [2], fp64: of the whole weights, and of what is measured."""
+        """Makes the step of these elements; ``norms`` [2], fp64: of the full weights and of the full
+        :meth:`measured`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,22 +245,22 @@ class LambRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "LambRule":
-        """The rule of a group of the optimizer."""
+        """Makes the rule of an optimizer group."""
         return rule_of(cls, group, bounds=(group["min_coeff"], group["max_coeff"]))
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Both averages."""
+        """The names of both averages."""
         return ("exp_avg", "exp_avg_sq")
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Take the gradients of an update into both averages."""
+        """Adds the gradients of an update to both averages."""
         first, second = moments
         first.lerp_(grads_n, 1 - self.betas[0])
         second.mul_(self.betas[1]).addcmul_(grads_n, grads_n, value=1 - self.betas[1])
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """The update before its length is set."""
+        """Returns the update before the trust ratio."""
         (first, second), (beta1, beta2) = moments, self.betas
         lacks = (1 - beta1**step, 1 - beta2**step) if self.bias_correction else (1.0, 1.0)
         mean_square = second / lacks[1]
@@ -264,8 +269,9 @@ class LambRule:
         return update.add_(weights_n, alpha=self.weight_decay) if self.weight_decay else update
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Step along the update, as long as the weights times the rate, within the bounds."""
+        """Steps along the update, scaled by the rate and the bounded ratio of weights' norm to update's norm."""
         ratio = _ratio(norms, norms[0] / norms[1], self.bounds)
+        # computed twice, because an update stored for the norm would need the memory of the weights
         update = self.measured(weights_n, grads_n, moments, step)
         weights_n.sub_(update.mul_((ratio * self.lr).to(update.dtype)))
 
@@ -282,23 +288,23 @@ class LarsRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "LarsRule":
-        """The rule of a group of the optimizer."""
+        """Makes the rule of an optimizer group."""
         return rule_of(cls, group)
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """The momentum, if there is one."""
+        """The name of the momentum, if there is a momentum."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Nothing: the momentum is one of steps."""
+        """Does nothing: the momentum is an average of steps, not of gradients."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """The gradient."""
+        """Returns the gradient."""
         return grads_n
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Step along gradient and decay, or along the momentum of such steps."""
+        """Steps along gradient and decay, or along the momentum of such steps."""
         denominator = norms[1] + self.weight_decay * norms[0] + self.eps
         ratio = _ratio(norms, self.trust_coefficient * norms[0] / denominator, None)
         made = grads_n.add(weights_n, alpha=self.weight_decay).mul_((ratio * self.lr).to(grads_n.dtype))
@@ -308,13 +314,13 @@ class LarsRule:
 
 
 def _ratio(norms: Tensor, ratio: Tensor, bounds: tuple[float, float] | None) -> Tensor:
-    """The ratio, 0-dim on the device; 1 where a norm is zero."""
+    """Returns the trust ratio, 0-dim on the device; 1 if a norm is zero."""
     bounded = ratio if bounds is None else ratio.clamp(*bounds)
     return torch.where((norms > 0).all(), bounded, torch.ones_like(ratio))
 
 
 ROWS, COLUMNS, SQUARES = "row_var", "col_var", "variance"
-"""torch's names of the means: over the columns of each row, over the rows of each column, and of each element."""
+"""torch's names of the means: over the columns of each row, over the rows of each column, and per element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,33 +330,33 @@ class AdafactorRule:
     lr: float
     beta2_decay: float
     eps: float | None
-    """Least root of a mean square; None: that of the dtype."""
+    """Least root of a mean square; None: the epsilon of the dtype."""
     least_rms: float
-    """Least RMS of weights that a step is relative to."""
+    """Lower bound of the weights' RMS in the relative step."""
     clip: float
     weight_decay: float
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "AdafactorRule":
-        """The rule of a group of the optimizer, by the names of torch."""
+        """Makes the rule of an optimizer group with torch's option names."""
         eps, least = group["eps"]
         return cls(float(group["lr"]), group["beta2_decay"], eps, least, group["d"], group["weight_decay"])
 
     def newest(self, step: int) -> float:
-        """Weight of the squares of update number ``step`` (from 1) in the means."""
+        """Returns the weight of the squares of update number ``step`` (from 1) in the means."""
         return float(step**self.beta2_decay)
 
     def rate(self, step: int) -> float:
-        """The step relative to the RMS of the weights."""
+        """Returns the step size relative to the RMS of the weights."""
         return min(self.lr, 1 / math.sqrt(step))
 
     def least(self, dtype: torch.dtype) -> float:
-        """Least root of a mean square."""
+        """Returns the least root of a mean square."""
         return torch.finfo(dtype).eps if self.eps is None else self.eps
 
 
 def mean_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The means that a parameter of a shape has, and their shapes."""
+    """Returns the names and shapes of Adafactor's running means of squared gradients for a parameter."""
     if len(shape) < 2:
         return {SQUARES: shape}
     return {ROWS: (*shape[:-1], 1), COLUMNS: (*shape[:-2], 1, shape[-1])}
@@ -376,19 +382,20 @@ class MatrixPiece:
 
     @property
     def lines(self) -> slice:
-        """The lines that it touches."""
+        """The lines with elements of this piece."""
         return slice(self.start // self.columns, -(-self.stop // self.columns))
 
     def matrices(self, device: torch.device) -> Tensor:
-        """Number of the matrix of each line [l]."""
+        """Returns the number of the matrix of each line [l]."""
         return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
 
     def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Add its squares to the sums of the tensor, in the shapes of the means."""
+        """Adds ``squares_n``, the squares of this piece, to the sums of the tensor, in the shapes of the means."""
         if SQUARES in sums:
             sums[SQUARES].view(-1)[self.start : self.stop] += squares_n
             return
         lines = self.lines
+        # a piece may begin or end inside a line: zeros fill it up, so that sums over lines and columns are plain
         whole_lB = squares_n.new_zeros(lines.stop - lines.start, self.columns)
         first = self.start - lines.start * self.columns
         whole_lB.view(-1)[first : first + len(squares_n)] = squares_n
@@ -400,7 +407,7 @@ class MatrixPiece:
             columns_LB.index_add_(0, self.matrices(squares_n.device), whole_lB.to(columns_LB.dtype))
 
     def update(self, grads_n: Tensor, scales: Mapping[str, Tensor], least: float) -> Tensor:
-        """The update of its elements [n]; ``scales``: what :func:`scales_of` gives, of the tensor of ``shape``."""
+        """Returns the update of this piece [n]; ``scales``: the result of :func:`scales_of` for the whole tensor."""
         if SQUARES in scales:
             mean_n = scales[SQUARES].view(-1)[self.start : self.stop].clone()
         else:
@@ -412,22 +419,23 @@ class MatrixPiece:
 
 
 def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: float) -> None:
-    """Take the squares of an update into the means; ``sums``: over the whole parameter."""
+    """Adds the squares of an update to the means; ``sums``: sums over the whole parameter."""
     for name, mean in means.items():
         count = {ROWS: sums[COLUMNS].shape[-1], COLUMNS: sums[ROWS].shape[-2]}[name] if name != SQUARES else 1
         mean.lerp_(sums[name] / count, newest)
 
 
 def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
-    """Factors of the mean square of each element: those of its row and its column, or the mean itself."""
+    """Returns factors of the mean square of each element: one for rows and one for columns, or the mean itself."""
     if SQUARES in means:
         return dict(means)
+    # both means contain the mean of the full matrix, so one of them is divided by it
     rows = means[ROWS] / means[ROWS].mean(dim=-2, keepdim=True).clamp(min=least)
     return {ROWS: rows, COLUMNS: means[COLUMNS]}
 
 
 def step_size(weights_square: Tensor, update_square: Tensor, elements: int, rule: AdafactorRule, step: int) -> Tensor:
-    """The factor of an update, a scalar on the device, from the sums of squares of weights and of the update."""
+    """Returns the factor of an update, a scalar on the device, from the sums of squares of weights and update."""
     root = math.sqrt(elements)
     rms = (weights_square.sqrt() / root).clamp(min=rule.least_rms)
     return rms * rule.rate(step) / (update_square.sqrt() / (root * rule.clip)).clamp(min=1.0)

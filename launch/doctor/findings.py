@@ -65,7 +65,8 @@ def _answers(seen: Examined, hosts: Hosts) -> Iterator[HostFinding]:
         yield _error(
             "absent",
             f"{name_ranks(absent)} of {seen.size} did not join at {seen.place} within {seen.seconds:g} s"
-            f"{_node(absent, seen)}; check their output, and start them with the same command and address.",
+            f"{_node(absent, seen)}; check their output, and start them with the same command and address"
+            f"{_reachable(seen, hosts)}.",
         )
     for name in dict.fromkeys(hosts.of_rank[rank] for rank in seen.silent):
         ranks = [rank for rank in seen.silent if hosts.of_rank[rank] == name]
@@ -84,6 +85,18 @@ def _node(absent: Sequence[int], seen: Examined) -> str:
         return ""
     nodes = sorted({rank // seen.ranks_of_node for rank in absent})
     return f", of node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))} counted from 0"
+
+
+def _reachable(seen: Examined, hosts: Hosts) -> str:
+    """Returns the remedy if the ranks meet at an address of rank 0's node alone."""
+    host = hosts.host(hosts.of_rank[0]) if 0 in hosts.of_rank else None
+    loopback = host is not None and host.route_address.startswith(("127.", "::1"))
+    if not loopback or not 0 < seen.ranks_of_node < seen.size:
+        return ""
+    return (
+        f"; {seen.place} is a loopback address, which other nodes do not reach: start torchrun on each node with "
+        "--local-addr=ADDRESS, an address of it that the others reach"
+    )
 
 
 def _starts(seen: Examined, hosts: Hosts) -> Iterator[HostFinding]:
@@ -170,7 +183,8 @@ def _network(name: str, hosts: Hosts) -> Iterator[HostFinding]:
         yield _warning(
             "interface",
             f"the name of {name} resolves to {host.named_addresses[0]}, which other hosts cannot reach; put its "
-            f"address into /etc/hosts, or set GLOO_SOCKET_IFNAME to one of {there}.",
+            f"address into /etc/hosts, or start torchrun there with --local-addr=ADDRESS and set GLOO_SOCKET_IFNAME to "
+            f"one of {there}.",
         )
     elif several and carrier is None:
         yield _warning(

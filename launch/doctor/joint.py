@@ -26,6 +26,7 @@ from engine.launch.doctor.examined import ClockFigure, Examined, Hosts, PairFigu
 from engine.launch.doctor.links import AxisTimes, PairTimes, axis_figures, measure_axes, measure_clocks, measure_pairs
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup, collect
+from engine.parallel.comm.launcher import loopback_words
 from engine.parallel.comm.rendezvous import KeyStore, Rendezvous
 from engine.parallel.comm.shared_memory import shared_bytes
 from engine.parallel.comm.torch_backend import TorchBackend
@@ -38,6 +39,7 @@ _MEETING_GRACE_SECONDS = 12.0
 _LATE_SECONDS = 1.0
 """Seconds that rank 0 waits for facts of the present ranks of an incomplete rendezvous."""
 _POLL_SECONDS = 0.02
+_REACHING = "reaching the meeting point"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Examination:
     """True: a phase has not ended, or has failed, so that its resources cannot be released."""
     _store: KeyStore | None = None
     """Store for the doctor's own messages; None: this rank has not joined the others."""
-    _phase: str = "reaching the meeting point"
+    _phase: str = _REACHING
     _deadline: float = 0.0
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class Examination:
         threading.Thread(target=self._work, args=(ended,), daemon=True).start()
         while not ended.wait(_POLL_SECONDS):
             if time.monotonic() > self._deadline:
-                self.hung, self.failure = True, self.failure or f"no answer within {self.seconds:g} s: {self._phase}."
+                self.hung, self.failure = True, self.failure or self._no_answer()
                 break
         roll = self._call_roll if self.own.rank == 0 and self.failure else self._answer_roll
         if self._store is not None and not self._limited(roll, _GRACE_SECONDS + 1):
@@ -96,6 +98,12 @@ class Examination:
             failed = dict(self.seen.failed) | {self.own.rank: self.failure}
             self.seen = replace(self.seen, failed=tuple(sorted(failed.items())))
         return self.seen
+
+    def _no_answer(self) -> str:
+        """Returns the reason of a phase that takes too long, with the remedy of an address that cannot be reached."""
+        place, unmet = self.world.place, self._phase == _REACHING
+        words = loopback_words(place, os.environ) if place is not None and unmet else ""
+        return f"no answer within {self.seconds:g} s: {self._phase}{'; ' * bool(words)}{words}."
 
     def say(self, verdict: Mapping[str, Any]) -> None:
         """Sends rank 0's verdict to the other ranks, and waits until they have read it: the store may end here."""
@@ -197,7 +205,7 @@ class Examination:
         return rendezvous, "" if difference is None else str(difference_error(difference))
 
     def _exchange_facts(self, store: KeyStore, problem: str) -> tuple[bool, Hosts]:
-        """Sends the facts to rank 0, which returns those of all ranks, and the decision to start."""
+        """Sends the facts to rank 0, which returns the facts of all ranks, and the decision to start."""
         self._enter("exchanging facts")
         store.set(f"facts/{self.own.rank}", json.dumps(asdict(self.own)))
         if self.own.rank == 0:

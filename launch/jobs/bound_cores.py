@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> None:
     cores = read_cores(listed) if listed else allowed
     if strange := set(cores) - set(allowed):
         raise LaunchError(
-            f"core {min(strange)} is not one of this host's cores for the job, {allowed}; choose from these."
+            f"core {min(strange)} is not one of this host's cores for the job, {allowed}; choose from these cores."
         )
     own = share(cores, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     os.sched_setaffinity(0, own)

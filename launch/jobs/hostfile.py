@@ -126,7 +126,8 @@ def _parse(text: str, option: str, hosts: Sequence[Host]) -> dict[str, tuple[int
         slots = known[name].slots
         if slots is not None and found[name] and found[name][-1] >= slots:
             raise LaunchError(
-                f"{option} {text}: {name} has {slots} slots, counted from 0, and no slot {found[name][-1]}."
+                f"{option} {text}: {name} has {slots} slots, counted from 0, and no slot {found[name][-1]}; name "
+                "slots that it has."
             )
     return found
 

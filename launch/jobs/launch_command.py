@@ -218,7 +218,7 @@ def _names_this_host(options: Namespace) -> bool:
 
 
 def _here(options: Namespace, request: JobRequest, listed: Host | None = None) -> int:
-    """Becomes torchrun: its streams, signals and exit status are then those of this process.
+    """Becomes torchrun: its streams, signals and exit status then belong to this process.
 
     ``listed``: this host as a file lists it.
     """

@@ -236,8 +236,8 @@ def differences(facts: HostReply, other: HostReply, script: str) -> Iterator[Lau
         )
     if sorted(facts.gpus) != sorted(other.gpus):
         yield LaunchError(
-            f"{name} has {facts.gpu_text}, but {than} has {other.gpu_text}; a job needs the same GPUs on all "
-            "hosts: leave one of them out."
+            f"{name} has {facts.gpu_text}, but {than} has {other.gpu_text}; a job needs the same GPUs on all hosts; "
+            "leave one of these hosts out."
         )
 
 

@@ -49,7 +49,9 @@ class NodeCount:
             form = "MIN:MAX, such as 2:4" if elastic else "a number of nodes, such as 4, or MIN:MAX, such as 2:4"
             raise LaunchError(f"{option} {text}: give {form}.")
         if not 1 <= int(least) <= int(most or least):
-            raise LaunchError(f"{option} {text}: a job has at least 1 node, and MAX is at least MIN.")
+            raise LaunchError(
+                f"{option} {text}: a job has at least 1 node, and MAX is at least MIN; give N, or MIN:MAX such as 2:4."
+            )
         return cls(least=int(least), most=int(most or least), elastic=bool(colon))
 
     def __str__(self) -> str:

@@ -451,7 +451,7 @@ class SshJob:
         self._verdict.code, self._verdict.words = LOST, "no remaining host provides a port for the rendezvous"
 
     def _try_lost_hosts(self) -> None:
-        """Asks lost hosts periodically, in the background, and adds those that answer."""
+        """Asks lost hosts periodically, in the background, and adds hosts that answer."""
         for host, due in list(self._lost.items()):
             if host not in self._tries and time.monotonic() > due:
                 question = question_for(self._plan.request, self._plan.ssh, None)

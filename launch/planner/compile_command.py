@@ -56,7 +56,7 @@ def add_compile_options(command: ArgumentParser) -> None:
 
 
 def run_compile(options: Namespace) -> None:
-    """Notes the kernels of a step, and compiles those that Triton's cache lacks.
+    """Notes the kernels of a step, and compiles the kernels that Triton's cache lacks.
 
     Raises:
         EngineError: the model, the configuration or the GPU is refused; there is no Triton.
@@ -120,6 +120,7 @@ def _subjects(options: Namespace) -> Iterator[StepSubject]:
     asked = read_request(options)
     if asked.config is None:
         raise ConfigError("CONFIG is not given, but it decides the kernels of a step; give its JSON file.")
+    print(f"model      {asked.model.words}")
     planned = build_model(asked.model)
     yield StepSubject(planned, load_config(asked.config, asked.world).for_accelerators(), Request(planned.loss_fn))
 

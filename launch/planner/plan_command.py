@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine.config import Config, load_config
 from engine.config.sections import GPU_BUCKET
 from engine.errors import ConfigError, EngineError, PlanError, first_line
-from engine.launch.planner.plan_report import Planned, as_json, as_text, offload_text, search_text
+from engine.launch.planner.plan_report import Planned, as_json, as_text, offload_text, room_text, search_text
 from engine.launch.planner.plan_request import STEP_TOKENS, PlanAsked, read_request
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.layout import TrainingLayout
@@ -305,17 +305,19 @@ def _finalists(finals: _Finals, found: SearchResult, top: int) -> Iterator[Plann
 
 
 def _nothing_fits(found: SearchResult, asked: PlanAsked) -> str:
-    need, have = found.smallest.memory.total / 2**30, asked.gpu.memory_bytes / 2**30
+    need, room = found.smallest.memory.total / 2**30, room_text(asked.gpu.memory_bytes)
     return (
         f"no layout fits: of {found.tried:,} on {asked.world} GPUs the smallest ({found.smallest.layout}) needs "
-        f"{need:.1f} GiB{offload_text(found.smallest)}, but a GPU has {have:.1f}; give more GPUs, GPUs with more "
+        f"{need:.1f} GiB{offload_text(found.smallest)}, but {room}; give more GPUs, GPUs with more "
         "memory, or a configuration with offload."
     )
 
 
 def _write(path: Any, settings: dict[str, Any]) -> None:
     if not settings:
-        raise ConfigError(f"--out {path} with a given configuration: there is nothing to write; leave one of them out.")
+        raise ConfigError(
+            f"--out {path} with a given configuration: there is nothing to write; leave --out or the configuration out."
+        )
     try:
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -326,7 +328,7 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
     """Returns the configuration of ``layout``; keys that it does not decide come from ``base``."""
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 else {}
     if layout.tp > 1:
         more["sequence_parallel"] = layout.sequence
     if layout.pp > 1:

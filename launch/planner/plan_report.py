@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from engine.launch.planner.plan_request import PlanAsked
 from engine.planning.cost_model.estimate import LayoutEstimate, RankMemory
 from engine.planning.cost_model.links import placement_picture
-from engine.planning.cost_model.search import SearchResult, changes
+from engine.planning.cost_model.search import USABLE, SearchResult, changes
 
 if TYPE_CHECKING:
     from engine.planning.plan import Plan
@@ -49,6 +49,7 @@ def as_text(planned: Planned) -> str:
 
 def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     asked, costs, gpu = planned.asked, planned.costs, planned.asked.gpu
+    yield "planned", asked.model.words
     yield "gpu", f"{asked.world} x {gpu.name}, {asked.node} a node"
     if gpu.reached_of:
         yield (
@@ -118,9 +119,8 @@ def _verdict(planned: Planned) -> str:
         if planned.passed:
             return text
         least = planned.smallest.memory.total / GIB if planned.smallest else 0.0
-        return (
-            f"{text}; no layout on these GPUs does, the smallest needs {least:.1f} GiB{offload_text(planned.smallest)}"
-        )
+        offload, room = offload_text(planned.smallest), room_text(planned.asked.gpu.memory_bytes)
+        return f"{text}; no layout on these GPUs does, the smallest needs {least:.1f} GiB{offload}, and {room}"
     before, after = planned.costs.layout, planned.change.layout
     steps = ", ".join(
         f"{name} {setting_text(name, old)} -> {setting_text(name, new)}"
@@ -152,6 +152,12 @@ def offload_text(smallest: LayoutEstimate | None) -> str:
     return f', and {left:.1f} with zero_optimization.offload_optimizer {{"device": "cpu"}}'
 
 
+def room_text(memory_bytes: float) -> str:
+    """Describes the memory of a GPU that a layout of a search may fill."""
+    room, whole = USABLE * memory_bytes / GIB, memory_bytes / GIB
+    return f"a layout may fill {room:.1f} of {whole:.1f} GiB ({1 - USABLE:.0%} is left free)"
+
+
 def as_json(planned: Planned) -> dict[str, Any]:
     """Returns the same data for programs; bytes, seconds."""
     costs, asked = planned.costs, planned.asked
@@ -159,6 +165,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
     traffic = plan.rank(0).traffic
     first_ranks = [plan.rank(plan.grid(0).rank_at(pp=pp)) for pp in range(plan.config.pp)]
     found: dict[str, Any] = {
+        "model": asked.model.words,
         "gpu": asked.gpu.name,
         "world": asked.world,
         "gpus_of_a_node": asked.node,
@@ -196,7 +203,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
     """Describes the finalists, and the reasons for the first place."""
-    lines = [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
+    lines = [f"model: {planned[0].asked.model.words}"]
+    lines += [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
     for one in planned:
         costs = one.costs
         fits = ("" if one.fits else ", does not fit") + ", counted" * bool(one.counted)

@@ -15,7 +15,7 @@ from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
 from engine.planning.cost_model.workload import DecoderShape, decoder_shape_of, is_model_config
 
 STEP_TOKENS = 1 << 22
-"""Tokens of a step whose rows are not given."""
+"""Tokens of a step without given rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class ModelSource:
     """Sizes, if they are known without building the model."""
     context: int | None = None
     """Tokens of a row, if given."""
+    words: str = ""
+    """Name of the model for the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,7 @@ def read_request(options: Namespace) -> PlanAsked:
     world, node = _sizes(options.world, options.nodes, known or int(gpu.gpus_per_node))
     for flag in ("batch", "price", "top"):
         if (value := getattr(options, flag)) is not None and value <= 0:
-            raise ConfigError(f"--{flag} {value:g} is not above 0; give a number above 0, or leave it out.")
+            raise ConfigError(f"--{flag} {value:g} is not above 0; give a number above 0, or leave --{flag} out.")
     return PlanAsked(
         model=_model(model, options),
         world=world,
@@ -192,17 +194,30 @@ def _model(name: str | None, options: Namespace) -> ModelSource:
             vocabulary=sizes["vocabulary"],
             context=sizes["context"],
         )
-        return ModelSource(decoder=shape, shape=shape, context=shape.context)
+        words = _decoder_words(shape, any(given.values()))
+        return ModelSource(decoder=shape, shape=shape, context=shape.context, words=words)
     if odd := [f"--{size}" for size in _SIZES if size != "context" and given[size] is not None]:
-        raise ConfigError(f"{', '.join(odd)} is for the built-in decoder, but MODEL is {name}; leave one of them out.")
+        raise ConfigError(
+            f"{', '.join(odd)} is for the built-in decoder, but MODEL is {name}; leave {', '.join(odd)} or MODEL out."
+        )
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
         return _from_folder(path, given["context"])
     if re.fullmatch(r"[\w.]+:\w+", name):
-        return ModelSource(function=name, context=given["context"])
+        return ModelSource(function=name, context=given["context"], words=name)
     raise ConfigError(
         f"MODEL {name} is neither a folder, a .json file nor module:function; give one of these, or --layers."
     )
+
+
+def _decoder_words(shape: DecoderShape, sized: bool) -> str:
+    """Names the built-in decoder by its sizes; ``sized``: an option sets one of them."""
+    words = (
+        f"the built-in decoder: {shape.layers} blocks of width {shape.width}, {shape.heads} heads, {shape.context} "
+        f"tokens a row, vocabulary {shape.vocabulary:,}"
+    )
+    other = "no MODEL is given; for yours, give a Hugging Face folder or module:function before CONFIG"
+    return words if sized else f"{words} ({other})"
 
 
 def _from_folder(path: Path, context: int | None) -> ModelSource:
@@ -220,4 +235,4 @@ def _from_folder(path: Path, context: int | None) -> ModelSource:
     shape = decoder_shape_of(text)
     if shape is not None:
         shape = replace(shape, context=context or shape.context)
-    return ModelSource(folder=path, shape=shape, context=context)
+    return ModelSource(folder=path, shape=shape, context=context, words=str(path))

@@ -257,7 +257,7 @@ def _leaves(planned: PlannedModel) -> int:
 def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
     """Returns the costs with live bytes of each pipeline rank instead of estimates, and a description.
 
-    A model that does not run on shapes keeps the estimate, and the description says why.
+    A model that does not run on shapes keeps the estimate, and the description names the reason.
     """
     leaves = _leaves(planned)
     if leaves > MOST_SILENT:

@@ -1,6 +1,6 @@
 """Charts as inline SVG: curves over steps, heat maps, and charts of expert load.
 
-Colours and fonts are those of the page.
+Colours and fonts come from the page.
 """
 
 import math

@@ -143,7 +143,7 @@ def _waits(run: RecordedRun) -> PageSection:
 
 
 def _each_step(curve: Curve) -> Curve:
-    """Returns milliseconds per step from cumulative seconds; a new start, whose seconds begin at 0, leaves a gap."""
+    """Returns milliseconds per step from cumulative seconds; a new start, with seconds from 0, leaves a gap."""
     found: list[tuple[float, float | None]] = []
     for (before, earlier), (step, later) in pairwise(curve.points):
         if earlier is not None and later is not None and step > before:

@@ -43,6 +43,7 @@ from engine.models.named_model import (
     import_transformers,
     model_and_rows,
 )
+from engine.parallel.grid import expert_problem
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
 from engine.verify import Parity, verify
@@ -276,7 +277,7 @@ def _heads(found: _Sizes, tensor: int) -> tuple[int, int]:
 
 
 def _drop_nothing(config: Any) -> None:
-    """Switches dropout off, since its masks inside sharded layers differ from those of one process."""
+    """Switches dropout off, because its masks inside sharded layers differ from the masks of one process."""
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -303,8 +304,8 @@ EPS = 1e-5
 def small_config(config: Config) -> Config:
     """Returns the configuration of the first trial: its grid with at most two data ranks, few microbatches, in fp32.
 
-    Shard groups become two groups of two data ranks each. Checkpoints, monitors and watchdogs are off, since they
-    change no number.
+    Shard groups become two groups of two data ranks each, and two ranks share experts. Checkpoints, monitors and
+    watchdogs are off, since they change no number.
     """
     optimizer = config.optimizer
     if optimizer is not None:
@@ -321,6 +322,8 @@ def small_config(config: Config) -> Config:
         plain, zero_optimization=replace(plain.zero_optimization, shard_size=MOST_DATA if grouped else None)
     )
     data = 2 * MOST_DATA if grouped else min(config.dp, MOST_DATA)
+    if config.parallel.expert > 1:
+        plain = replace(plain, parallel=replace(plain.parallel, expert=MOST_DATA))
     return _resized(plain, plain.parallel, (data, config.tp, config.pp))
 
 
@@ -346,6 +349,8 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
         yield "parallel.schedule", replace(config, parallel=line)
     if parallel.order != ParallelConfig().order:
         yield "parallel.order", replace(config, parallel=replace(parallel, order=ParallelConfig().order))
+    if parallel.expert > 1:
+        yield "parallel.expert", replace(config, parallel=replace(parallel, expert=1))
     if dp > 1:
         yield "parallel.data", _resized(config, parallel, (1, tp, pp))
     if config.zero_optimization.stage:
@@ -378,10 +383,11 @@ def _resized(config: Config, parallel: ParallelConfig, grid: tuple[int, int, int
     node, shards = zero.zero_hpz_partition_size, zero.shard_size
     near = node if isinstance(node, str) or not node or (shards or grid[0]) % node == 0 else 1
     fits = shards is not None and grid[0] % shards == 0
+    experts = parallel.expert if expert_problem(parallel.expert, grid[0], shards if fits else None) is None else 1
     sized = replace(
         config,
         zero_optimization=replace(zero, zero_hpz_partition_size=near, shard_size=shards if fits else None),
-        parallel=replace(parallel, data=grid[0], tensor=grid[1], pipeline=grid[2]),
+        parallel=replace(parallel, data=grid[0], tensor=grid[1], pipeline=grid[2], expert=experts),
         gradient_accumulation_steps=max(MICROBATCHES, 2 * config.pp),
         train_batch_size=None,
         train_micro_batch_size_per_gpu=1,

@@ -59,7 +59,9 @@ def _verify(options: Namespace) -> int:
     if options.config is None:
         raise ConfigError("CONFIG is not given, but a model is verified for a configuration; give its JSON file.")
     if other := [word for word in options.arguments if not is_override(word)]:
-        raise ConfigError(f"{other[0]} is an argument of a script, but MODEL is {options.model}; leave it out.")
+        raise ConfigError(
+            f"{other[0]} is an argument of a script, but MODEL is {options.model}; leave this argument out."
+        )
     asked = _configured(load_raw(options.config, options.arguments), options.world)
     _check_source(options.model)
     from engine.launch.verifier import trials  # imports torch
@@ -186,6 +188,7 @@ def _world_of(config: Config) -> int:
 
 def _described(config: Config) -> str:
     words = [f"{config.dp} data x {config.tp} tensor x {config.pp} pipeline ranks as threads"]
+    words += [f"{config.parallel.expert} ranks share experts"] if config.parallel.expert > 1 else []
     words += [config.parallel.schedule] if config.pp > 1 else []
     words += ["sequence parallel"] if config.parallel.sequence_parallel and config.tp > 1 else []
     words += [f"ZeRO {config.zero_optimization.stage}"]

@@ -23,6 +23,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from engine.errors import GridError
 
@@ -232,6 +233,23 @@ def route_address(target: str) -> str:
             probe.connect(place)  # sends nothing
             return str(probe.getsockname()[0])
     return ""
+
+
+def loopback_words(place: Place, variables: _Variables) -> str:
+    """Returns the cause and the remedy if a job of several nodes meets at an address of one node alone; else ''."""
+    here = read_count(variables, "LOCAL_WORLD_SIZE", place.size)
+    if not 0 < here < place.size:
+        return ""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return ""
+    if not all(ip_address(address.partition("%")[0]).is_loopback for address in found):
+        return ""
+    return (
+        f"{place.address} is {min(found)} here, an address of this node alone, but the job has {place.size // here} "
+        "nodes: start torchrun on each node with --local-addr=ADDRESS, an address of it that the others reach"
+    )
 
 
 def own_address() -> str:

@@ -137,9 +137,16 @@ class Rendezvous:
     def _host(self, word: str) -> "_Verdict":
         """Rank 0: answer all ranks until they have come; tell them who has not, and who was given the same."""
         self.name, began = word.split()[0], time.monotonic()
-        waiting = set(range(1, self.size))
+        waiting, slow = set(range(1, self.size)), began + SLOW_SECONDS
         while waiting and time.monotonic() - began < self.seconds:
             waiting -= {rank for rank in waiting if self._answered(rank)}
+            if waiting and time.monotonic() > slow:
+                slow = float("inf")
+                logger.warning(
+                    "rank 0 has waited %g s at %s for %s, and waits up to %g s: a rank that cannot reach this address "
+                    "cannot report its failure here, so look for its own output",
+                    SLOW_SECONDS, self.place, name_ranks(sorted(waiting)), self.seconds,
+                )  # fmt: skip
             time.sleep(_POLL_SECONDS * bool(waiting))
         alike: dict[str, list[int]] = {}
         for rank in range(self.size):

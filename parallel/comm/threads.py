@@ -141,7 +141,7 @@ class Turns:
         if self._deadlock:
             raise DeadlockError(self._deadlock)
         if not ready():  # what has come is taken, as by processes: the cause may be an error that is told next
-            raise _AbortedError("another rank has raised")
+            raise _AbortedError("another rank has raised; read its error.")
 
     def _hand_over(self, index: int) -> None:
         """Wake the next rank that can go on; every rank, if none can: they end by an error."""

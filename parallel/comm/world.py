@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +38,8 @@ from torch.distributed import distributed_c10d
 from engine.errors import GridError, first_line
 from engine.kernels.device import ACCELERATORS, collectives_for, count_devices, find_accelerator, use_device
 from engine.parallel.comm.backend import Backend
-from engine.parallel.comm.launcher import Place, find_place, local_rank, read_count
+from engine.parallel.comm.launcher import Place, find_place, local_rank, loopback_words, read_count
+from engine.parallel.comm.rendezvous import SLOW_SECONDS
 from engine.parallel.grid import Grid
 
 logger = logging.getLogger("trine")
@@ -139,6 +141,9 @@ def open_store(world: World) -> Store:
         return HashStore()
     place, began = world.place, time.monotonic()
     hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    slow = threading.Timer(SLOW_SECONDS, _say_slow, (place,))
+    slow.daemon = True
+    slow.start()
     try:
         return TCPStore(
             place.address,
@@ -152,6 +157,19 @@ def open_store(world: World) -> Store:
         )
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, time.monotonic() - began, error) from error
+    finally:
+        slow.cancel()
+
+
+def _say_slow(place: Place) -> None:
+    """Logs, on one rank of a node, that the rendezvous cannot be reached yet."""
+    if place.local_rank == 0:
+        words = loopback_words(place, os.environ)
+        at = f"{place.address}:{place.port}"
+        logger.warning(
+            "rank %d has not reached the rendezvous at %s for %g s%s",
+            place.rank, at, SLOW_SECONDS, f"; {words}" if words else ", and tries on",
+        )  # fmt: skip
 
 
 def _listen(place: Place) -> int | None:
@@ -426,6 +444,9 @@ def _rendezvous_failure(world: World, seconds: float, error: Exception) -> GridE
     interfaces = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
     hint = f"interface settings are {interfaces}" if interfaces else "no network interface is set"
     logger.debug("rank %d could not join", world.rank, exc_info=error)
+    if world.place is not None and (words := loopback_words(world.place, os.environ)):
+        joined = f"rank {world.rank} of {world.size} could not join the job {address}"
+        return GridError(f"{joined}, given up after {seconds:.0f} s; {words}.")
     return GridError(
         f"rank {world.rank} of {world.size} could not join the job {address}, given up after {seconds:.0f} s "
         f"({first_line(error)}); all nodes need the same MASTER_ADDR and an open MASTER_PORT, and {hint}: "

@@ -101,12 +101,16 @@ class _Exchange(torch.autograd.Function):
         ctx.comm, ctx.gives, ctx.gets, ctx.label = comm, gives, gets, label
         ctx.like = [(each.shape[1:], each.dtype, each.device) for each in given]
         ctx.ties = [(each.shape, each.dtype, each.device) for each in ties]
-        made = swap_rows(given, gives, gets, comm, label)
-        ctx.mark_non_differentiable(*(each for each in made if not each.is_floating_point()))
-        return made
+        received = swap_rows(given, gives, gets, comm, label)
+        ctx.mark_non_differentiable(*(each for each in received if not each.is_floating_point()))
+        ctx.save_for_backward(given[0].new_empty(0))  # see backward
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        # A checkpoint around this node sends rows again once a saved tensor is read. A rank without rows may have saved
+        # no other one: reading it here lets every rank do so before the exchange of gradients.
+        _ = ctx.saved_tensors
         rows = sum(ctx.gets)
         full = [
             torch.zeros(rows, *shape, dtype=dtype, device=device) if grad is None else grad.contiguous()

@@ -1,38 +1,35 @@
 """Proof by trial that the experts of a module may be computed on other ranks, before anything is sharded.
 
 A twin of the module with random parameters, and few experts, is called with random rows x [T, H], numbers n [T, k] and
-weights w [T, k]. It must hold:
+weights w [T, k], in each form of call that its signature allows. It must hold:
 
     rows      f(x[p], n[p], w[p]) = f(x, n, w)[p]                    a row does not depend on other rows
     slots     f(x, n, w) = sum over j of f(x, n[:, j], w[:, j])      experts of a row are added
-    local     the same with NaN in the parameters of experts that no row asks for
+    local     the same with NaN in the parameters of experts that no row asks for; NaN if it is in those asked for
     renumber  the same with the experts of one rank alone, counted from 0
     empty     no rows give no rows
 
 A block with a list of equal modules is called with experts that note their rows, and must ask for the same rows
-whatever they answer; a member must treat each row by itself.
+whatever they answer; a member must treat each row by itself. All of this holds in evaluation and, for a module whose
+results are not random then, in training.
 """
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from engine.parallel.experts.forms import (
-    Arguments,
-    RoutedExperts,
-    count_names,
-    possible_arguments,
-    possible_widths,
-    stacked_experts,
-)
+from engine.parallel.experts.calls import ExpertCall, Rows, possible_calls
+from engine.parallel.experts.forms import RoutedExperts, Stack, possible_counts, possible_stacks, possible_widths
 
-_ROWS, _CHOSEN, _MOST = 12, 2, 4
-"""Rows and experts of a row in a trial, and the most experts of a twin."""
+_ROWS, _MOST = 12, 4
+"""Rows of a trial, and the most experts of a twin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,42 +46,57 @@ class Unproven:
 
 def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     """Tries each way to call ``module``, which stacks experts, and returns the first that is proven."""
-    experts = stacked_experts(module)
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
-    twin, reasons = _twin(module, min(experts, _MOST)), list[str]()
-    for arguments in possible_arguments(module):
-        for width in possible_widths(module):
-            reason = _Trial(twin, arguments, width).failure()
-            if reason is None:
-                own = tuple(own for own, _ in module.named_parameters(recurse=False))
-                return RoutedExperts(name, experts, width, arguments, own)
-            reasons.append(reason)
+    if not _can_copy(module):
+        return Unproven(name, _UNCOPIED)
+    reasons = list[str]()
+    for stack in possible_stacks(module):
+        for counts in possible_counts(module, stack.experts):
+            counted = replace(stack, counts=counts)
+            twin = _twin(module, counted)
+            for call, width in product(possible_calls(module), possible_widths(module)):
+                reason = _Trial(twin, counted, call, width).failure()
+                if reason is None:
+                    return RoutedExperts(name, stack.experts, width, call, stack.own, stack.common, counts)
+                reasons.append(reason)
     told = [reason for reason in reasons if reason != _REFUSED]
-    return Unproven(name, told[0] if told else "it is not called with rows, numbers of experts and weights")
+    return Unproven(name, told[0] if told else _UNKNOWN)
 
 
+_UNCOPIED = "it cannot be copied for a trial"
 _REFUSED = "it does not take these arguments"
+_UNKNOWN = (
+    "its arguments are neither rows, numbers of experts and weights, nor rows and their number for each expert, nor "
+    "equally many rows for each expert"
+)
 
 
 class _Trial:
     """Calls of a twin with random content."""
 
-    def __init__(self, twin: nn.Module, arguments: Arguments, width: int) -> None:
-        self._twin, self._arguments, self._experts = twin, arguments, stacked_experts(twin)
+    def __init__(self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int) -> None:
+        self._twin, self._stack, self._form, self._experts = twin, stack, call, min(stack.experts, _MOST)
+        self._names = list(inspect.signature(twin.forward).parameters)
         draw = torch.Generator().manual_seed(0)
-        chosen = min(_CHOSEN, self._experts)
+        chosen = min(call.slots, self._experts)
         self._rows = torch.randn(_ROWS, width, generator=draw)
-        self._weights = torch.rand(_ROWS, chosen, generator=draw) + 0.5
+        self._weights = torch.rand(_ROWS, chosen, generator=draw) + 0.5  # without effect if the form has no weights
         self._numbers = torch.stack([torch.randperm(self._experts, generator=draw)[:chosen] for _ in range(_ROWS)])
 
     @torch.no_grad()
     def failure(self) -> str | None:
         """Returns the rule that does not hold; None if all hold."""
+        return self._failure_in(False) or self._failure_in(True)
+
+    def _failure_in(self, training: bool) -> str | None:
+        self._twin.train(training)
         x, n, w = self._rows, self._numbers, self._weights
         whole = self._call(self._twin, x, n, w)
-        if whole is None or whole.shape != x.shape or not whole.isfinite().all():
+        if whole is None or whole.dim() != 2 or len(whole) != len(x) or not whole.isfinite().all():
             return _REFUSED
+        if training and not _close(self._call(self._twin, x, n, w), whole):
+            return None
         some = torch.arange(0, _ROWS, 2).flip(0)
         if not _close(self._call(self._twin, x[some], n[some], w[some]), whole[some]):
             return "a row's result depends on other rows"
@@ -102,61 +114,72 @@ class _Trial:
         token, slot = ((self._numbers >= chosen[0]) & (self._numbers <= chosen[-1])).nonzero().unbind(1)
         x, n, w = self._rows[token], self._numbers[token, slot][:, None], self._weights[token, slot][:, None]
         wanted = self._call(self._twin, x, n, w)
+        asked = self._call(self._without(chosen), x, n, w)
+        if wanted is None or asked is None or not asked.isnan().any(-1).all():
+            return _REFUSED  # numbers that choose nothing may be weights
         others = [index for index in range(self._experts) if index not in chosen]
-        if wanted is None or not _close(self._call(_without(self._twin, others), x, n, w), wanted):
+        if not _close(self._call(self._without(others), x, n, w), wanted):
             return "a row's result depends on experts that it does not ask for"
-        alone = _with_only(self._twin, chosen)
-        if not _close(self._call(alone, x, n - chosen[0], w), wanted):
+        alone = self._with_only(chosen)
+        if not _close(self._call(alone, x, n - chosen[0], w, len(chosen)), wanted):
             return "its forward needs the number of all experts"
-        empty = self._call(alone, x[:0], n[:0], w[:0])
-        return None if empty is not None and empty.shape == x[:0].shape else "it cannot be called without rows"
+        empty = self._call(alone, x[:0], n[:0], w[:0], len(chosen))
+        return None if empty is not None and empty.shape == wanted[:0].shape else "it cannot be called without rows"
 
-    def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor) -> Tensor | None:
+    def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor, experts: int = 0) -> Tensor | None:
         """Returns the result, or None if the module raises or returns anything but a tensor."""
-        names = self._arguments
-        try:
-            result: object = module(**{names.rows: x, names.numbers: n, names.weights: w})
+        written = self._form.write(Rows(x, n, w), experts or self._experts, {})
+        try:  # by position: a forward may hand its arguments to code that has other names for them
+            result: object = module(*(written.arguments[name] for name in self._names[: len(written.arguments)]))
+            return written.back(result) if isinstance(result, Tensor) else None
         except Exception:  # any: it is code of the user with arguments that it may not be made for
             return None
-        return result if isinstance(result, Tensor) else None
+
+    def _without(self, experts: Sequence[int]) -> nn.Module:
+        """Returns the twin with NaN in the parameters of ``experts``."""
+        fresh = {id(each): nn.Parameter(each.detach().clone()) for each in self._twin.parameters()}
+        for name, rows in self._stack.own.items():
+            stacked = fresh[id(self._twin.get_parameter(name))].data
+            stacked.view(self._experts, rows, *stacked.shape[1:])[list(experts)] = torch.nan
+        return copy.deepcopy(self._twin, dict(fresh))
+
+    def _with_only(self, chosen: Sequence[int]) -> nn.Module:
+        """Returns the twin with the experts ``chosen`` alone."""
+        fresh = {
+            id(each): nn.Parameter(each.detach()[chosen[0] * rows : (chosen[-1] + 1) * rows].clone())
+            for name, rows in self._stack.own.items()
+            for each in (self._twin.get_parameter(name),)
+        }
+        alone = copy.deepcopy(self._twin, dict(fresh))
+        for name in self._stack.counts:
+            setattr(alone, name, len(chosen))
+        return alone
+
+
+def _can_copy(module: nn.Module) -> bool:
+    """Returns True if a module without its parameters can be copied."""
+    try:
+        copy.deepcopy(module, {id(each): each for each in module.parameters()})
+    except Exception:  # any: attributes of the user's module decide
+        return False
+    return True
 
 
 def _close(a: Tensor | int | None, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
-def _twin(module: nn.Module, experts: int) -> nn.Module:
-    """Returns a copy of ``module`` in evaluation, with random fp32 parameters of its first ``experts`` experts."""
-    draw = torch.Generator().manual_seed(1)
-    fresh = {
-        id(parameter): nn.Parameter(
-            torch.randn(experts, *parameter.shape[1:], generator=draw) * parameter.shape[-1] ** -0.5
-        )
-        for parameter in module.parameters()
-    }
-    counts = count_names(module, stacked_experts(module))
-    twin = copy.deepcopy(module, dict(fresh)).eval()
-    for name in counts:
+def _twin(module: nn.Module, stack: Stack) -> nn.Module:
+    """Returns a copy of ``module`` with random fp32 parameters of its first experts."""
+    draw, experts = torch.Generator().manual_seed(1), min(stack.experts, _MOST)
+    fresh = dict[int, nn.Parameter]()
+    for name, each in module.named_parameters():
+        sizes = (experts * stack.own[name], *each.shape[1:]) if name in stack.own else each.shape
+        fresh[id(each)] = nn.Parameter(torch.randn(sizes, generator=draw) * each.shape[-1] ** -0.5)
+    twin = copy.deepcopy(module, dict(fresh))
+    for name in stack.counts:
         setattr(twin, name, experts)
     return twin
-
-
-def _without(twin: nn.Module, experts: Sequence[int]) -> nn.Module:
-    """Returns ``twin`` with NaN in the parameters of ``experts``."""
-    fresh = {id(each): nn.Parameter(each.detach().clone()) for each in twin.parameters()}
-    for parameter in fresh.values():
-        parameter.data[list(experts)] = torch.nan
-    return copy.deepcopy(twin, dict(fresh))
-
-
-def _with_only(twin: nn.Module, chosen: Sequence[int]) -> nn.Module:
-    """Returns ``twin`` with the experts ``chosen`` alone."""
-    fresh = {id(each): nn.Parameter(each.detach()[chosen[0] : chosen[-1] + 1].clone()) for each in twin.parameters()}
-    counts = count_names(twin, stacked_experts(twin))
-    alone = copy.deepcopy(twin, dict(fresh))
-    for name in counts:
-        setattr(alone, name, len(chosen))
-    return alone
 
 
 def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
@@ -165,20 +188,25 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
     All members of the twin's list share the parameters of one, and scale its result, so that they differ.
     """
     members = list(block.get_submodule(child).children())
-    required = _required(block)
+    required = required_argument(block)
     if required is None or any(isinstance(each, nn.Embedding) for each in block.modules()):
         return "its block is not called with one tensor"
+    if any(True for each in members for _ in each.buffers()):
+        return "its members have buffers, which are not shared among ranks"
+    if not _can_copy(block):
+        return _UNCOPIED
     draw = torch.Generator().manual_seed(1)
-    shared, notes = _random(members[0], {}, draw), _Notes()
+    shared, notes = random_copy(members[0], {}, draw), _Notes()
     stand_ins = [_Scaled(shared, number, notes) for number in range(len(members))]
-    twin = _random(block, dict(zip(map(id, members), stand_ins, strict=True)), draw)
+    twin = random_copy(block, dict(zip(map(id, members), stand_ins, strict=True)), draw)
     reasons = []
     for width in sorted({size for each in shared.parameters() if each.dim() == 2 for size in each.shape}):
         for shape in ((2, _ROWS // 2, width), (_ROWS, width)):
             reason = _ListTrial(twin, shared, notes, required, torch.randn(shape, generator=draw)).failure()
             if reason is None:
+                rows = notes.asked[0][1]  # a block may view its input as rows of another width
                 with torch.no_grad():
-                    return width, shared(torch.zeros(1, width)).shape[-1]
+                    return rows.shape[-1], shared(torch.zeros(1, rows.shape[-1])).shape[-1]
             reasons.append(reason)
     told = [reason for reason in reasons if reason != _REFUSED]
     return told[0] if told else "its block is not called with one tensor"
@@ -221,9 +249,19 @@ class _ListTrial:
     @torch.no_grad()
     def failure(self) -> str | None:
         """Returns the rule that does not hold; None if all hold."""
+        return self._failure_in(False) or self._failure_in(True)
+
+    def _failure_in(self, training: bool) -> str | None:
+        self._twin.train(training)
         whole, asked = self._run()
         if whole is None or not asked or not all(torch.isfinite(leaf).all() for leaf in whole):
             return _REFUSED
+        if len({rows.shape[-1:] for _, rows in asked}) > 1:
+            return _REFUSED
+        if training:
+            again, _ = self._run()
+            if again is None or not all(_close(a, b) for a, b in zip(again, whole, strict=True)):
+                return None  # it draws random numbers, so two runs differ anyway
         _, first = self._run(zeros=True)
         same = [number for number, _ in first] == [number for number, _ in asked]
         if not same or not all(torch.equal(a, b) for (_, a), (_, b) in zip(first, asked, strict=True)):
@@ -231,7 +269,9 @@ class _ListTrial:
         for _, rows in asked[:2]:
             if rows.dim() < 2 or not self._by_rows(rows.reshape(-1, rows.shape[-1])):
                 return "a row's result depends on other rows"
-        again, _ = self._run(answers=[self._shared(rows) * (1 + number / 8) for number, rows in asked])
+        answers = [self._shared(rows) * (1 + number / 8) for number, rows in asked]
+        with _without_values(self._shared):
+            again, _ = self._run(answers=answers)
         if again is None or not all(_close(a, b) for a, b in zip(again, whole, strict=True)):
             return "its block does more with its experts than to call them"
         return None
@@ -258,7 +298,20 @@ class _ListTrial:
         return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()], notes.asked
 
 
-def _required(module: nn.Module) -> str | None:
+@contextmanager
+def _without_values(module: nn.Module) -> Iterator[None]:
+    """Context in which the parameters of ``module`` are NaN."""
+    kept = [(parameter, parameter.data) for parameter in module.parameters()]
+    for parameter, values in kept:
+        parameter.data = torch.full_like(values, torch.nan)
+    try:
+        yield
+    finally:
+        for parameter, values in kept:
+            parameter.data = values
+
+
+def required_argument(module: nn.Module) -> str | None:
     """Returns the only argument that the forward of a module requires; None if there are more, or none."""
     try:
         given = inspect.signature(module.forward).parameters.values()
@@ -269,7 +322,7 @@ def _required(module: nn.Module) -> str | None:
     return required[0] if len(required) == 1 else None
 
 
-def _random(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
+def random_copy(module: nn.Module, memo: dict[int, nn.Module], draw: torch.Generator) -> nn.Module:
     """Returns a copy of ``module`` in evaluation with random fp32 parameters; ``memo`` has copies of its children."""
     inside = {id(parameter) for each in memo.values() for parameter in each.parameters()}
     left = {id(p) for key in memo for m in module.modules() if id(m) == key for p in m.parameters()}

@@ -1,4 +1,4 @@
-"""Modules of routed experts on the experts of this rank: the module's own forward, given the rows of all ranks."""
+"""Modules that stack experts on the experts of this rank: the module's own forward, given the rows of all ranks."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
+from engine.parallel.experts.calls import Rows
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, Dispatch, Round, exchange
-from engine.parallel.experts.forms import RoutedExperts, count_names, expert_bounds
+from engine.parallel.experts.forms import RoutedExperts, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.tensor.collectives import gather_whole, slice_of
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full
@@ -49,28 +51,29 @@ class SharedExperts:
         index, bounds = comm.grid.index(AXIS), expert_bounds(found.experts, comm.grid.size(AXIS))
         self.count = bounds[index + 1] - bounds[index]
         """Number of experts on this rank."""
-        self._counts = count_names(module, found.experts)
         self._bounds = torch.tensor(bounds)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the module's output [T, H] for the rows of this rank; exchanges rows over the axis "ep".
+        """Returns the module's output for the rows of this rank; exchanges rows over the axis "ep".
 
         Raises:
-            EngineError: the arguments are not rows [T, H], numbers [T, k] and weights [T, k].
+            EngineError: the arguments are of another form than those of the proof.
         """
-        given = self._signature.bind(*args, **kwargs)
-        x, numbers, weights = self._tensors(given.arguments)
+        given = self._signature.bind(*args, **kwargs).arguments
+        x, numbers, weights = self._read(given)
+        shape = given[self._found.call.names[0]].shape[:-1]
         if self._tensor.size == 1:
-            return self._routed(given.arguments, x, numbers, weights)
+            return _with_shape(self._routed(given, x, numbers, weights), shape)
         tokens, ranks = len(x), self._tensor.size
         more = (0, 0, 0, -tokens % ranks)
         x, weights = (slice_of(functional.pad(each, more), self._tensor, 0, EXPERT_ROWS) for each in (x, weights))
         numbers = functional.pad(numbers, more, value=-1).view(ranks, -1, numbers.shape[1])[self._tensor.index]
-        return gather_whole(self._routed(given.arguments, x, numbers, weights), self._tensor, 0, EXPERT_ROWS)[:tokens]
+        y = gather_whole(self._routed(given, x, numbers, weights), self._tensor, 0, EXPERT_ROWS)[:tokens]
+        return _with_shape(y, shape)
 
     def _routed(self, given: Mapping[str, Any], x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """Returns the module's output for rows of this rank, from the experts of all ranks of the axis "ep"."""
-        if self._tensor.dry:
+        if self._tensor.dry or is_without_content(numbers):
             return self._compute(given, x, numbers.clamp(0, self.count - 1), weights)
         if self._bounds.device != numbers.device:
             self._bounds = self._bounds.to(numbers.device)
@@ -96,42 +99,47 @@ class SharedExperts:
         row, slot = (numbers >= 0).nonzero().unbind(1)
         out = self._compute(given, rows[row], numbers[row, slot][:, None].long(), weight[row, slot][:, None])
         y = out.new_zeros(len(rows), *out.shape[1:]).index_add(0, row, out)
-        ties = (rows, weight, *self._module.parameters(recurse=False)) if len(row) == 0 else ()
+        ties = (rows, weight, *self._module.parameters()) if len(row) == 0 else ()
         (back,) = exchange((y,), gets, gives, comm, COMBINE, ties)
         return back
 
     def _compute(self, given: Mapping[str, Any], x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """Returns the result of the module's own forward, of the experts of this rank."""
-        names = self._found.arguments
+        written = self._found.call.write(Rows(x, numbers, weights), self.count, given)
         made = self._signature.bind_partial()
-        made.arguments.update({**given, names.rows: x, names.numbers: numbers, names.weights: weights})
+        made.arguments.update({**given, **written.arguments})
         with self._counting():
             result: Tensor = self._own(*made.args, **made.kwargs)
-        return result
+        return written.back(result)
 
     @contextmanager
     def _counting(self) -> Any:
         """Context in which the attributes of the module that are the number of its experts are those of this rank."""
-        for name in self._counts:
+        for name in self._found.counts:
             object.__setattr__(self._module, name, self.count)
         try:
             yield
         finally:
-            for name in self._counts:
+            for name in self._found.counts:
                 object.__setattr__(self._module, name, self._found.experts)
 
-    def _tensors(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        names = self._found.arguments
-        found: tuple[Any, Any, Any] = given.get(names.rows), given.get(names.numbers), given.get(names.weights)
-        x, numbers, weights = (
-            full(each, "experts of other ranks need whole rows") if isinstance(each, GlobalTensor) else each
-            for each in found
-        )
-        fits = all(isinstance(each, Tensor) and each.dim() == 2 for each in found)
-        if not fits or numbers.shape != weights.shape or len(x) != len(numbers):
+    def _read(self, given: Mapping[str, Any]) -> Rows:
+        call, experts = self._found.call, self._found.experts
+        whole = {
+            name: full(each, "experts of other ranks need whole rows") if isinstance(each, GlobalTensor) else each
+            for name, each in given.items()
+        }
+        rows = call.read(whole, experts)
+        if rows is None:
+            found = (given.get(name) for name in call.names)
             shown = ", ".join(str(list(each.shape)) if isinstance(each, Tensor) else str(each) for each in found)
             raise EngineError(
-                f"{self._found.name} was called with {shown}, but with parallel.expert its arguments are rows [T, H], "
-                "numbers of experts [T, k] and their weights [T, k]; call it with these, or leave parallel.expert out."
+                f"{self._found.name} was called with {shown}, but with parallel.expert its arguments are "
+                f"{call.described}; call it with these, or leave parallel.expert out."
             )
-        return x, numbers, weights
+        return rows
+
+
+def _with_shape(y: Tensor, shape: torch.Size) -> Tensor:
+    """Returns rows [T, H] in the shape of the rows that the module was called with."""
+    return y.view(*shape, y.shape[-1])

@@ -1,9 +1,9 @@
-"""Units and blocks of a model: the modules that are treated as black boxes.
+"""Units and blocks of a model: modules that the engine treats as black boxes.
 
 A *chain* is a ModuleList or Sequential; its children with parameters share one class, or several in a *hybrid* chain.
-Its children are *blocks*. In a hybrid chain, blocks are the children that hold modules of their own (attention
-and state-space blocks in turns), and single layers among them are ordinary units. A *unit* is a block, or any other
-outermost module with parameters. Code that runs outside units is *glue*.
+Its children are *blocks*. In a hybrid chain, blocks are the children that contain modules (attention and state-space
+blocks alternately), and single layers among them are ordinary units. A *unit* is a block, or any other outermost module
+with parameters. Code that runs outside units is *glue*.
 
     model ---- embed            unit
           +--- layers           chain
@@ -22,7 +22,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model by name, in the order of the model, and the names of the blocks among them."""
+    """Units of a model by name, in the order of the model, with the names of the blocks among them."""
 
     modules: Mapping[str, nn.Module]
     blocks: tuple[str, ...]
@@ -34,8 +34,8 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed
     """Returns the units of ``model``.
 
     Args:
-        deep: chains inside the elements of a chain give the blocks (Swin).
-        mixed: children of any classes form a chain, even single layers (VGG: convolutions and norms).
+        deep: True takes the chains inside the elements of a chain as blocks (Swin).
+        mixed: True accepts children of any classes as a chain, even single layers (VGG: convolutions and norms).
         closed: names of modules whose lists are no chains (of experts).
     """
     inside = {id(module) for name in closed for module in model.get_submodule(name).modules()}
@@ -46,7 +46,7 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed
 
 
 def open_units(units: Units, names: Iterable[str]) -> Units:
-    """Replaces the units in ``names`` by their children, so that a trace sees the values between these."""
+    """Replaces the units in ``names`` by their children, so that a trace records the values between the children."""
     opened = set(names)
     modules: dict[str, nn.Module] = {}
     blocks: list[str] = []
@@ -59,7 +59,7 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def open_around(units: Units, names: Iterable[str]) -> Units:
-    """Opens the units that hide a module of ``names``; ignores names of no module."""
+    """Opens the units around each module in ``names``; ignores names without a module."""
     for name in names:
         around = _unit_around(units, name)
         while around is not None:
@@ -69,7 +69,7 @@ def open_around(units: Units, names: Iterable[str]) -> Units:
 
 
 def _unit_around(units: Units, name: str) -> str | None:
-    """Returns the unit that has a module ``name`` with parameters inside it, or None."""
+    """Returns the unit around the module ``name``, if that module has parameters, or None."""
     for unit, module in units.modules.items():
         if name.startswith(f"{unit}."):
             named = dict(module.named_modules(remove_duplicate=False))
@@ -79,7 +79,7 @@ def _unit_around(units: Units, name: str) -> str | None:
 
 
 def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the children with parameters, including repeated ones, which ``named_children`` omits."""
+    """Returns the children with parameters, including repeated children, which ``named_children`` omits."""
     return [(key, child) for key, child in module._modules.items() if child is not None and _weighty(child)]
 
 
@@ -92,7 +92,7 @@ class _Walk:
         self._in_block = False
 
     def visit(self, module: nn.Module, name: str) -> None:
-        """Adds ``module`` as a unit, or looks inside it."""
+        """Adds ``module`` as a unit, or visits its children."""
         if id(module) in self._seen or not _weighty(module):
             return
         self._seen.add(id(module))
@@ -121,7 +121,7 @@ class _Walk:
         self._in_block = outside
 
     def _is_chain(self, module: nn.Module) -> bool:
-        """Returns True for a chain. A ModuleList of one element counts: it may be called many times (ALBERT)."""
+        """Returns True for a chain. A ModuleList of one element is a chain: forward may call it many times (ALBERT)."""
         if not isinstance(module, nn.ModuleList | nn.Sequential) or id(module) in self._closed:
             return False
         children = weighty_children(module)
@@ -135,9 +135,9 @@ class _Walk:
     def _is_hybrid(self, children: Sequence[tuple[str, nn.Module]]) -> bool:
         """Returns True for several classes with blocks among them.
 
-        Blocks that hold chains themselves (experts) are blocks only if there are several of their class, since an
-        encoder between two adapters is not one block, but holds blocks; nor is a bare container one. The parts of a
-        block are no hybrid chain: a T5 block is a list of attention and perceptron, and is skipped as a whole.
+        Children that contain chains (experts) are blocks only if there are several of their class: an encoder between
+        two adapters is not a block, but contains blocks. A bare container is no block either. Children of a block are
+        no hybrid chain: a T5 block is a list of attention and perceptron, and stages skip it as a whole.
         """
         blocks = [child for _, child in children if weighty_children(child)]
         if self._mixed or self._in_block or len({type(child) for _, child in children}) == 1 or len(blocks) < 2:

@@ -1,24 +1,24 @@
-"""One owner of everything that an engine puts on the modules of a user's model.
+"""Owner of all patches that an engine installs on the modules of a user's model.
 
 A call of a module passes its patches from outside to inside; :class:`PatchLayer` declares the order:
 
-    STAGE            a pipeline stage that does not hold the module answers the call instead
+    STAGE            a pipeline stage without the module returns received values instead of the call
      GATHER          sharded parameters are gathered before the call and freed after it (ZeRO 3)
       RANDOM         hooks reseed the random generators after the call
-       RECOMPUTE     the call keeps only its inputs and runs again in backward
-        COUNT        the rows that experts are given are counted
+       RECOMPUTE     the call saves only its inputs and runs again in backward
+        COUNT        the rows of each expert are counted
          EXPERTS     rows are sent to the ranks of their experts, and their results back
          FP32        inputs are cast to fp32, outputs back
           COMPILE    torch.compile, or its exclusion of a module that communicates
            DEFERRED  the weight gradient may be computed later than the input gradient
             LAZY     logits stay uncomputed until the loss reads them
              FUSED   the activation after a linear layer is computed in its kernel
-              TENSOR the class of a sharded layer, and the attributes that it reads
+              TENSOR the class of a sharded layer, and the attributes it reads
                KERNEL a fused operator in place of the module's own forward
                 the module's own forward
 
 A patch changes only instance attributes or the class of a module; hooks, ``isinstance`` and the module's position in
-lists stay the user's. Patches are applied from inside to outside, so that each calls its slot's previous content,
+lists stay unchanged. Patches are applied from inside to outside, so that each calls the previous content of its slot,
 and are removed in the opposite order.
 """
 
@@ -44,7 +44,7 @@ class PatchLayer(IntEnum):
     """Position of a patch: a smaller number is nearer to the module's own forward."""
 
     PARAMETERS = 0
-    """Beside the forward: parameters are in flat buckets, and hooks collect their gradients."""
+    """Patches outside forward: parameters are in flat buckets, and hooks collect their gradients."""
     KERNEL = 1
     TENSOR = 2
     FUSED = 3
@@ -62,31 +62,31 @@ class PatchLayer(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One change of one module."""
+    """Change of one module."""
 
     module: nn.Module
     layer: PatchLayer
     note: str
-    """Its effect, for people: a predicate with the module as its subject."""
+    """The effect, for people: a predicate with the module as subject."""
     undo: Callable[[], None]
 
 
 class ForwardPatches:
-    """Owns the patches of one engine. ``remove`` restores every module to its state before the first patch."""
+    """Patches of one engine. ``remove`` restores every module to the state before the first patch."""
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
         self._outermost: dict[int, PatchLayer] = {}
-        """Outermost layer of each patched module, by the module's id."""
+        """Outermost layer of each patched module, by module id."""
 
     @contextmanager
     def changing(self, module: nn.Module, layer: PatchLayer, note: str) -> Iterator[None]:
-        """Context of code that assigns instance attributes or the class of ``module``: its changes become the patch.
+        """Records assignments to instance attributes or the class of ``module`` inside the context as a patch.
 
-        The removal leaves alone an attribute that other code has assigned since.
+        The removal does not touch an attribute that other code has assigned since.
         """
         outer = self._outermost.get(id(module), layer)
-        # COMPILE is exempt: blocks are compiled before they are planned, and call the forward that they have by then
+        # COMPILE is exempt: blocks are compiled before they are planned, and call the forward of the time of the call
         if layer is not PatchLayer.COMPILE:
             assert outer <= layer, f"{layer.name} is put on a {type(module).__name__} after {outer.name}, outside it"
             self._outermost[id(module)] = layer
@@ -111,7 +111,7 @@ class ForwardPatches:
     def replace_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
         """Replaces the module's forward by ``forward(module, *args)``.
 
-        It is a bound method, so that a copy of the module has its own.
+        The new forward is a bound method, so that a copy of the module gets a forward bound to the copy.
         """
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, MethodType(forward, module))
@@ -122,15 +122,15 @@ class ForwardPatches:
             object.__setattr__(module, _FORWARD, forward)
 
     def hook(self, module: nn.Module, layer: PatchLayer, handle: RemovableHandle, note: str) -> None:
-        """Owns a hook that was registered on ``module`` or on one of its parameters."""
+        """Records a hook on ``module`` or on one of its parameters as a patch."""
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Owns a change of an object that ``module`` refers to, such as its ``config``."""
+        """Records a change of an object that ``module`` refers to, such as its ``config``, as a patch."""
         self._patches.append(Patch(module, layer, note, undo))
 
     def around(self, module: nn.Module) -> list[Patch]:
-        """Patches of one module, from inside to outside."""
+        """Returns the patches of one module, from inside to outside."""
         return sorted((patch for patch in self._patches if patch.module is module), key=lambda patch: patch.layer)
 
     def remove(self) -> None:
@@ -140,17 +140,17 @@ class ForwardPatches:
         self._outermost.clear()
 
     def explain(self, model: nn.Module, name: str) -> list[str]:
-        """Patches around and inside the module ``name`` of ``model``, as lines ``path: note``.
+        """Returns the patches around and inside the module ``name`` of ``model``, as lines ``path: note``.
 
-        Modules around it come first, from outside to inside, then the module itself, then the modules in it.
+        Modules around come first, from outside to inside, then the module itself, then the modules inside.
 
         Raises:
-            EngineError: the model has no module of that name; proposes one.
+            EngineError: the model has no module of this name; the text proposes a name.
         """
         names = dict(model.named_modules(remove_duplicate=False))
         if name not in names:
             near = get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "give a name of model.named_modules()."
+            hint = f"did you mean {near[0]!r}?" if near else "pass a name of model.named_modules()."
             raise EngineError(f"explain({name!r}): the model has no module of that name; {hint}")
         parts = name.split(".") if name else []
         outside = [".".join(parts[:count]) for count in range(len(parts))]
@@ -164,16 +164,16 @@ class ForwardPatches:
 
 
 def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a forward of :meth:`ForwardPatches.replace_forward` that calls the one of the module's class.
+    """Marks a forward of :meth:`ForwardPatches.replace_forward` that calls the forward of the module's class.
 
-    A layer that is sharded gets another class, so such a forward stays right, and others would bypass the shards.
+    A sharded layer gets another class: a marked forward stays correct, and others would bypass the shards.
     """
     vars(forward)[_THROUGH_CLASS] = True
     return forward
 
 
 def goes_through_class(module: nn.Module) -> bool:
-    """Returns True if a call of ``module`` comes to the forward of its class."""
+    """Returns True if a call of ``module`` reaches the forward of its class."""
     own = vars(module).get(_FORWARD)
     return own is None or getattr(own, _THROUGH_CLASS, False)
 
@@ -186,10 +186,10 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """Returns a copy of ``function`` in which the global ``name`` has another value; the original keeps its own."""
+    """Returns a copy of ``function`` in which the global ``name`` has another value; the original is unchanged."""
     scope = {**function.__globals__, name: value}
-    scope.pop("__name__", None)  # torch.compile would use it to look globals up in the original module
-    code = function.__code__.replace()  # a copy, since torch.compile caches its result with the code object
+    scope.pop("__name__", None)  # torch.compile would look globals up in the original module by this name
+    code = function.__code__.replace()  # a copy, because torch.compile caches results with the code object
     made = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__module__ = function.__module__
@@ -198,7 +198,7 @@ def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
 
 
 class Handler(Protocol):
-    """Takes the name of the unit, its original forward and the arguments; returns the result of the call."""
+    """Function of a unit's name, original forward and arguments that returns the result of the call."""
 
     def __call__(
         self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -207,14 +207,17 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interception:
-    """Passes the calls of units to ``handler``."""
+    """Interception of calls of units by ``handler``."""
 
     handler: Handler
     layer: PatchLayer
     patches: ForwardPatches
     skips: Callable[[str], bool] = lambda unit: False
-    """True if the handler will answer the coming call without running the unit. A compiled unit then runs its hooks
-    eagerly around that answer, since they are part of the compiled code."""
+    """Returns True if the handler will not run the unit in the next call.
+
+    Hooks are part of a unit's compiled code, so a compiled unit then runs its hooks eagerly around the handler's
+    result.
+    """
 
     def install(self, unit: str, module: nn.Module, note: str) -> None:
         """Passes the calls of ``module``, named ``unit``, to the handler."""

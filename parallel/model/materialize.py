@@ -1,9 +1,9 @@
-"""Meta init: initialise a model built on the meta device block by block, keeping only this rank's part.
+"""Initialisation of a model on the meta device, block by block, with only this rank's shard in memory.
 
-While a block that this rank needs is initialised, all of its parameters exist in full. The block's own initialisation
-draws them (Hugging Face's ``_init_weights``, or ``reset_parameters`` of its modules, children first), then they are cut
-to the rank's part. The seed is derived from the run's seed and the block's name, so values do not depend on the
-grid. Weights that come from a folder (``checkpoint.init_from``) are only allocated here, and filled later.
+During the initialisation of a block that this rank needs, all parameters of the block exist in full. The model's own
+initialisation draws them (Hugging Face's ``_init_weights``, or ``reset_parameters`` of the modules, children first),
+then they are cut to the rank's shard. The seed is derived from the run's seed and the block's name, so values do not
+depend on the grid. Weights from a folder (``checkpoint.init_from``) are only allocated here, and filled later.
 """
 
 import zlib
@@ -18,17 +18,17 @@ from engine.parallel.model.blocks import find_units
 from engine.parallel.model.rng_streams import keyed_generators
 
 Keep = Callable[[str, Tensor], Tensor]
-"""Cuts a parameter to this rank's part: (first name, full tensor) -> part."""
+"""A function (first name, full tensor) -> this rank's shard."""
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, names: Collection[str], seed: int, device: torch.device, keep: Keep) -> None:
-    """Assigns every meta parameter in ``names``, and every meta buffer, its initial value on ``device``.
+    """Sets every meta parameter in ``names``, and every meta buffer, to the initial value on ``device``.
 
     Parameters remain the same objects; parameters not in ``names`` stay on the meta device. Nothing is communicated.
 
     Raises:
-        PlanError: a module has such a tensor and no way to initialise it.
+        PlanError: a module has a meta tensor that no initialisation sets.
     """
     wanted = {id(p): name for name, p in model.named_parameters() if name in names and p.is_meta}
     for name, part in _groups(model):
@@ -51,7 +51,7 @@ Part = list[tuple[str, nn.Module]]
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[str, Part]]:
-    """Each unit with everything inside it, then every other module alone."""
+    """Yields each unit with all modules inside, then every other module alone."""
     units = find_units(model).modules
     inside: set[int] = set()
     for name, unit in units.items():
@@ -64,7 +64,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[str, Part]]:
 
 
 def _tensors(part: Part) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Meta tensors that the modules hold directly."""
+    """Yields the meta tensors that are registered on the modules themselves."""
     for _, module in part:
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.is_meta:
@@ -72,7 +72,7 @@ def _tensors(part: Part) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 class _Filling:
-    """Initialises one group of modules."""
+    """Initialisation of one group of modules."""
 
     def __init__(self, model: nn.Module, name: str, device: torch.device) -> None:
         self.name, self.device = name, device
@@ -89,10 +89,10 @@ class _Filling:
 
 
 def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> None:
-    """Replaces the meta tensors by full ones, initialises them, keeps this rank's parts and restores the rest."""
+    """Replaces meta tensors by full ones, initialises these, keeps this rank's shards and restores the others."""
     given = list(_tensors(part))
     done = [(m, leaf, p) for _, m in part for leaf, p in m._parameters.items() if p is not None and not p.is_meta]
-    for module, leaf, parameter in done:  # tied to an earlier block; its values must survive this initialisation
+    for module, leaf, parameter in done:  # tied to an earlier block: a stand-in is initialised, and the values survive
         _set(module, leaf, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
     made: dict[int, Tensor] = {}
     for module, leaf, tensor in given:
@@ -116,7 +116,7 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
 
 
 def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Assigns these tensors to the meta parameters of these names. Parameters remain the same objects."""
+    """Assigns ``values`` to the meta parameters of the same names. Parameters remain the same objects."""
     for name, parameter in model.named_parameters():
         if name in values and parameter.is_meta:
             _become(parameter, values[name])
@@ -125,7 +125,7 @@ def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 def _become(parameter: Tensor, values: Tensor) -> None:
     other = nn.Parameter(values, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]  # the object stays, for ties
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]  # the object stays, because ties refer to it
 
 
 def _set(module: nn.Module, leaf: str, tensor: Any) -> None:
@@ -133,7 +133,8 @@ def _set(module: nn.Module, leaf: str, tensor: Any) -> None:
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a full tensor filled with a value that shows whether initialisation has set it."""
+    """Returns a full tensor filled with NaN or the least integer, values that :func:`_check_set` recognises as
+    unset."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if empty.is_floating_point():
         empty.fill_(torch.nan)

@@ -18,17 +18,17 @@ _LISTED = 8
 
 
 def is_inside(name: str, module: str) -> bool:
-    """True if ``name`` is ``module`` or inside it; everything is inside the model itself, with the empty name."""
+    """Returns True if ``name`` is ``module`` or inside it; all names are inside the model, which has the empty name."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
 def starred(name: str) -> str:
-    """Returns the name with ``*`` for each number: the pattern of the same thing in all elements of a chain."""
+    """Returns the name with ``*`` for each number: the pattern of one module in all elements of a chain."""
     return _NUMBER.sub(r"\1*", name)
 
 
 def name_runs(names: Iterable[str]) -> str:
-    """Names as a list in which numbered ones share an entry: ``embed, h.0 to h.11, norm``; the first few entries."""
+    """Returns a list of names with runs of numbers joined: ``embed, h.0 to h.11, norm``; the first few entries."""
     runs: dict[str, list[str]] = {}
     for name in names:
         runs.setdefault(starred(name), []).append(name)
@@ -42,11 +42,11 @@ def refuse_unmatched(
     """Refuses patterns that match none of ``names``.
 
     Args:
-        given: (place in the user's configuration, pattern).
-        kind: the kind of thing that the names denote, such as "module".
+        given: (key in the user's configuration, pattern).
+        kind: the noun for the names, such as "module".
 
     Raises:
-        EngineError: of the class ``error``; names all such patterns and the most similar names.
+        EngineError: a pattern matches nothing; raised as class ``error``, with all such patterns and similar names.
     """
     idle = [(where, glob) for where, glob in given if not any(fnmatchcase(name, glob) for name in names)]
     if not idle:
@@ -55,4 +55,4 @@ def refuse_unmatched(
     near = dict.fromkeys(name for _, glob in idle for name in get_close_matches(glob, known, 3, 0.4))
     hint = f"similar names are {', '.join(near)}" if near else f"the model has {', '.join(known[:_LISTED]) or 'none'}"
     patterns = "; ".join(f"{where}: {glob!r}" for where, glob in idle)
-    raise error(f"{patterns} matches no {kind}; {hint}; a pattern matches whole names, and * stands for anything.")
+    raise error(f"{patterns} matches no {kind}; {hint}; write a pattern of whole names, with * for any characters.")

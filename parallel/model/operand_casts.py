@@ -1,10 +1,10 @@
-"""Casts of operands where an operation of a 16-bit run meets two dtypes: the wider ones take the 16-bit dtype.
+"""Casts of operands in 16-bit runs: operands of a wider dtype get the 16-bit dtype if torch requires equal dtypes.
 
-    q * cos          bf16 * fp32   torch promotes to fp32, and so it stays
-    softmax(..) @ v  fp32 @ bf16   torch refuses; here the product is that of bf16 operands, as under torch.autocast
+    q * cos          bf16 * fp32   torch promotes to fp32: no cast
+    softmax(..) @ v  fp32 @ bf16   torch refuses: the operands are cast to bf16, as under torch.autocast
 
-Models hold rotary tables and masks as fp32 buffers, and get fp32 inputs. Whether a model needs such casts shows in its
-first whole forward; where it does not, the mode is off from then on.
+Models have rotary tables and masks as fp32 buffers, and get fp32 inputs. If the first whole forward of a model needs no
+cast, the mode is off from then on.
 """
 
 from collections.abc import Iterator
@@ -26,18 +26,19 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class OperandCasts(TorchFunctionMode):
-    """The casts of one engine's forwards."""
+    """Function mode with the casts of one engine's forwards."""
 
     def __init__(self, compute: torch.dtype) -> None:
         super().__init__()
         self._compute = compute
         self._needed: dict[bool, bool] = {}
-        """Whether forwards with and without gradients need casts, as far as that is known."""
+        """True or False if forwards with (key True) or without gradients are known to need casts or not."""
         self._casts = 0
 
     @contextmanager
     def forward(self, whole: bool) -> Iterator[None]:
-        """Context of a forward; ``whole``: it is that of the whole model, and shows whether casts are needed."""
+        """Casts operands of a forward inside the context; ``whole``: a forward of the whole model, which decides the
+        need."""
         kind = torch.is_grad_enabled()
         if not self._needed.get(kind, True):
             yield
@@ -49,7 +50,7 @@ class OperandCasts(TorchFunctionMode):
             self._needed[kind] = self._needed.get(kind, False) or self._casts > before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Result of ``func``, with operands of one dtype where it needs that."""
+        """Runs ``func``, with operands of one dtype if ``func`` requires it."""
         if getattr(func, "__name__", None) in _ONE_DTYPE:
             found = {value.dtype for value in _tensors((*args, *(kwargs or {}).values()))}
             if self._compute in found and not found.isdisjoint(_WIDE):
@@ -73,8 +74,6 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def is_watched() -> bool:
     """Returns True if a function mode other than these casts is on, such as a tracer."""
-    if (
-        not torch._C._len_torch_function_stack()
-    ):  # as in every run without a mode; this is asked at each call of a layer
+    if not torch._C._len_torch_function_stack():  # fast path without any mode: each call of a layer asks
         return False
     return any(not isinstance(mode, OperandCasts) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

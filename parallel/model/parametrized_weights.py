@@ -1,10 +1,11 @@
-"""Weights to which code adds something for the length of a call, as PEFT does for stacks of experts.
+"""Weights to which code adds a term during a call, as PEFT does for stacks of experts.
 
-    ParamWrapper.forward    torch.nn.utils.parametrize puts W + B A in the place of W, and removes it afterwards
+    ParamWrapper.forward    torch.nn.utils.parametrize replaces W by W + B A, and restores it afterwards
 
-Putting it on sets W to itself. No value changes, but torch counts a write, which ZeRO 3 refuses in gathered weights,
-and detaches W from graphs of earlier calls. Removing it registers the module's answer for W, which need not be the
-parameter (a matrix of codes), and registers it last. Here W is left alone, and the module gets its parameters back.
+The registration calls ``W.set_(W)``. No value changes, but torch counts a write, which ZeRO 3 refuses in gathered
+weights, and detaches W from graphs of earlier calls. The removal registers the result of ``module.W``, which may be
+another tensor than the parameter (a matrix of codes), and registers it as the last parameter. This module makes the
+write a no-op and restores the module's parameters in their order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,19 +23,29 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Leaves modules as they were by a call with adapters of their parameters."""
+    """Patches modules with adapters of parameters, so that a call leaves their parameters unchanged."""
     for module in model.modules():
-        if hasattr(module, _PUT_ON) and isinstance(getattr(module, "parameter_name", None), str):
-            with patches.changing(module, PatchLayer.GATHER, "adds an adapter to a weight, which counts as no write"):
+        if _adapts(module):
+            with patches.changing(module, PatchLayer.GATHER, "adds an adapter to a weight without a counted write"):
                 object.__setattr__(module, _PUT_ON, MethodType(_put_on, module))
+
+
+def adapted_modules(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules with parameters to which adapters add something during a call."""
+    adapters: Iterable[Any] = filter(_adapts, model.modules())
+    return {adapter.get_base_layer() for adapter in adapters}
+
+
+def _adapts(module: nn.Module) -> bool:
+    return hasattr(module, _PUT_ON) and isinstance(getattr(module, "parameter_name", None), str)
 
 
 @contextmanager
 def unchanged_by_itself(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, setting one of ``tensors`` to itself does nothing."""
+    """Makes ``tensor.set_(tensor)`` a no-op for each of ``tensors`` inside the context."""
     shadowed: list[Any] = list(tensors)
     for tensor in shadowed:
-        tensor.set_ = partial(_set, tensor)  # neither function modes nor subclasses see this method
+        tensor.set_ = partial(_set, tensor)  # function modes and subclasses do not intercept instance attributes
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Placeholders: tensors with shape, dtype and device but without memory, filled with NaN.
 
-They stand for parameters and values that another stage holds. Whatever is computed from one by mistake becomes NaN, so
-the mistake shows. Integers and booleans, which have no NaN, are 0.
+A placeholder replaces a parameter or value of another stage. A result computed from it by mistake is NaN, which reveals
+the mistake. Integers and booleans have no NaN and are 0.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,14 +14,14 @@ PLANNED_TRAINABLE = "_planned_trainable"
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of ``shape`` over one element of memory; it can be read safely and refuses writes in place."""
+    """Returns a tensor of ``shape`` over one element of memory; reads are safe, in-place writes raise."""
     content = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    # .data: with a view, autograd would trace a received value back to the base of one element
+    # .data: autograd would follow a view from a received value back to the base of one element
     return torch.full((), content, dtype=dtype, device=device).expand(tuple(shape)).data
 
 
 class PlaceholderPool:
-    """Placeholders of one device; placeholders of equal shape and dtype share their element."""
+    """Placeholders of one device; placeholders of equal shape and dtype share the memory of one element."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class PlaceholderPool:
     def give(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns a new placeholder over the shared element."""
         if (shape, dtype) not in self._made:
-            with torch.inference_mode(False):  # wherever user code asks first, it serves all that follow
+            with torch.inference_mode(False):  # the first caller may be in inference mode, later callers may not
                 self._made[shape, dtype] = placeholder(shape, dtype, self._device)
         return self._made[shape, dtype].data
 
@@ -40,16 +40,21 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
+def is_without_content(value: object) -> bool:
+    """Returns True for a tensor of which only the shape is known."""
+    return isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
+
+
 def is_expanded(tensor: Tensor) -> bool:
-    """Returns True if elements share memory, so that the tensor cannot be written in place."""
+    """Returns True if several elements share memory, so that in-place writes are impossible."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def replace_absent(model: nn.Module, present: Collection[str], device: torch.device | None = None) -> None:
     """Releases the memory of every parameter of ``model`` not named in ``present``; ties count by identity.
 
-    The parameters remain the same objects, on ``device`` (default: their own, or the CPU if that is meta). They no
-    longer require a gradient; ``trainable`` tells whether they did.
+    The parameters remain the same objects, on ``device`` (default: the parameter's device, or the CPU instead of meta).
+    They require no gradient any more; ``trainable`` returns their former flag.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     kept = {id(parameter) for name, parameter in named if name in present}
@@ -59,14 +64,15 @@ def replace_absent(model: nn.Module, present: Collection[str], device: torch.dev
 
 
 def trainable(parameter: Tensor) -> bool:
-    """True if a parameter requires a gradient, or did when it was planned: it may be a placeholder or frozen since."""
+    """Returns True if a parameter requires a gradient, or did so in the plan and is a placeholder or frozen now."""
     return bool(getattr(parameter, PLANNED_TRAINABLE, parameter.requires_grad))
 
 
 def plan_as_trainable(parameter: nn.Parameter, planned: bool) -> None:
-    """Makes ``trainable(parameter)`` true even if the user freezes the parameter; ``planned`` False ends that.
+    """Makes ``trainable(parameter)`` true even if the user freezes the parameter; ``planned`` = False ends this.
 
-    Traces decide the messages of ranks, so all ranks trace with the flags of the plan, also for others' parameters.
+    Traces decide the messages of ranks, so all ranks trace with the flags of the plan, also for parameters of other
+    ranks.
     """
     if planned:
         setattr(parameter, PLANNED_TRAINABLE, True)
@@ -80,7 +86,7 @@ def _take(parameter: nn.Parameter, device: torch.device) -> None:
     parameter.grad = None
     stand_in = placeholder(parameter.shape, parameter.dtype, device)
     if parameter.is_meta:
-        # .data refuses another device type, and the object has to stay the same for ties and references
+        # .data refuses another device type, but the object must stay the same for ties and references
         other = nn.Parameter(stand_in, requires_grad=False)
         vars(other).update(vars(parameter))
         torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]

@@ -1,11 +1,12 @@
-"""Frozen weights of linear layers that are held as codes and scales, and read as matrices.
+"""Frozen weights of linear layers, stored as codes and scales and read as matrices.
 
     parameter     stays the user's object and has codes and scales in its memory, uint8 [bytes], so that buckets,
-                  gathers (ZeRO 3), digests and copies between places move these bytes
-    layer.weight  a property of the layer's class: a matrix without memory, made anew at each read, because a gather
+                  gathers (ZeRO 3), digests and copies between devices move these bytes
+    layer.weight  a property of the layer's class: a matrix without memory, a new one at each read, because a gather
                   swaps the memory of a parameter between uses (``kernels.quantized.quantized_weight``)
 
-The layer keeps its class otherwise, with its forward and hooks. What it has become stays when its engine is closed.
+The new class derives from the layer's class; forward and hooks are unchanged. The new class stays after the engine is
+closed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,18 +22,18 @@ from engine.parallel.shard_table import ShardRow
 
 
 class QuantizedLayer(nn.Module):
-    """A layer that reads its weight out of codes and scales."""
+    """Layer that reads its weight from codes and scales."""
 
 
 _Held = tuple[QuantizedShape, torch.dtype]
-"""What a parameter holds, and the dtype of the values that its layer reads."""
+"""The codes and scales of a parameter, and the dtype of the matrix that the layer reads."""
 
 
 @torch.no_grad()
 def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
-    """Codes and scales, uint8 [bytes], of the part of ``full`` that tensor coordinate ``tp`` holds.
+    """Returns codes and scales, uint8 [bytes], of the shard of ``full`` on tensor coordinate ``tp``.
 
-    All grids have the same values: scales are computed from the whole matrix, wherever a rank's part of it ends.
+    Values are equal on all grids: scales are computed from the full matrix, even if a block continues on another rank.
     """
     form = row.quantized_shape(tp)
     assert form is not None
@@ -48,7 +49,7 @@ def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Lets the layers of these parameters, which have codes and scales in their memory, read matrices."""
+    """Makes the layers of the ``held`` parameters, which have codes and scales in their memory, read matrices."""
     named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
     classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}
     for module in model.modules():
@@ -59,15 +60,15 @@ def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that read their weight out of codes and scales."""
+    """Returns the names of the layers that read their weight from codes and scales."""
     return [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Refuses a model if an engine has replaced its weights by codes.
+    """Refuses a model with weights that an engine has replaced by codes.
 
     Raises:
-        PlanError: a layer reads its weight out of codes and scales.
+        PlanError: a layer reads its weight from codes and scales.
     """
     for name in quantized_layers(model):
         raise PlanError(
@@ -83,10 +84,10 @@ def _reading(own: type[nn.Module], weights: Sequence[tuple[str, _Held]], kernels
 
 def _read(local: str, held: _Held, kernels: Kernels) -> property:
     def read(module: nn.Module) -> Any:
-        if local not in module._parameters:  # torch.nn.utils.parametrize has put something in its place
+        if local not in module._parameters:  # torch.nn.utils.parametrize has replaced the parameter
             raise AttributeError(local)
         packed = module._parameters[local]
-        if packed is None or packed.dtype != torch.uint8:  # a trace has put values in its place
+        if packed is None or packed.dtype != torch.uint8:  # a trace has replaced the parameter by values
             return packed
         return QuantizedWeight.of(packed, *held, kernels)
 

@@ -1,30 +1,30 @@
-"""Random streams keyed by their purpose, so that dropout does not depend on the grid.
+"""Random streams keyed by microbatch and module, so that dropout does not depend on the grid.
 
     microbatch starts              seed(key)               key = (seed, step, global microbatch index)
     block 0 or embedding ends      seed(key, 1)            an outermost module with parameters
     block 1 ends                   seed(key, 2)
-    part of a block ends           seed(key, 2, 1)         only in blocks with dropout
+    child of a block ends          seed(key, 2, 1)         only in blocks with dropout
     microbatch ends                the user's own streams are restored
 
 Python's and NumPy's generators follow in models that draw from them:
 
-    forward begins                seed(key)       the user's generators are put aside
-    a unit begins                 seed(key, -1)   so that a unit draws the same when it runs again, on whichever stage
-    a unit ends                   seed(key)       as torch's generators are
-    forward ends                  the user's generators are back
-    a block runs again            seed(key, -1)   the user's generators are put aside until the backward ends
+    forward begins                seed(key)       the user's generators are saved
+    a unit begins                 seed(key, -1)   so that a unit draws the same numbers when it runs again, on any stage
+    a unit ends                   seed(key)       as for torch's generators
+    forward ends                  the user's generators are restored
+    a block runs again            seed(key, -1)   the user's generators are saved until the backward ends
 
-Seeding them costs microseconds, and few models draw so. Units are seeded in a model that does: a trace has seen it, or
-the first forward in this mode. Of a model that has not drawn so the first forward of each step is watched.
+A seed costs microseconds, and few models use these generators. Units are seeded only in models that use them, according
+to a trace or the first forward in this mode. In other models the first forward of each step is watched.
 
 Generators are reseeded at the exit of modules rather than at their entry for two reasons. Numbers drawn between two
-modules are the same on whichever pipeline stage draws them. And a recomputed block, which starts from the generator
-state saved at its entry, draws the same numbers again. If several blocks are recomputed together, the seed found at the
-entry of each identifies the microbatch and the position in it, so its exit sets the same seed as in the forward.
+modules are equal on every pipeline stage that draws them. A recomputed block, which starts from the generator state
+saved at its entry, draws the same numbers again. If several blocks are recomputed together, the seed at the entry of
+each identifies microbatch and position, so the exit sets the same seed as in the forward.
 
-Modules inside units reseed at their exits too, at a level of their own: the blocks of a chain inside a unit, and the
-children of blocks with dropout, since a stage may begin inside a block. The exit of a module restarts the counts of the
-levels below, so positions after a skipped module do not depend on the modules inside it.
+Modules inside units reseed at their exits too, at a separate level: the blocks of a chain inside a unit, and the
+children of blocks with dropout, because a stage may begin inside a block. The exit of a module restarts the counts of
+the levels below, so positions after a skipped module do not depend on the modules inside it.
 """
 
 import hashlib
@@ -44,11 +44,11 @@ from engine.kernels.device import device_generator
 from engine.parallel.model.blocks import find_units, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
-_NUMPY: Any = np.random  # its stubs lack the exchange of generators
+_NUMPY: Any = np.random  # NumPy's stubs lack the exchange of generators
 _EXTREMES = 512
-"""Words that are extreme; a uniform number takes two."""
+"""Number of extreme words in an extreme state; a uniform number takes two."""
 _UNTEMPERED_ONES = 0x12DD9BB3
-"""The word of a state that is given out as 32 ones."""
+"""The word of a state that becomes 32 ones in the output."""
 Hook = Callable[..., None]
 
 
@@ -66,24 +66,24 @@ def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
 
 
 class StreamPosition(NamedTuple):
-    """Position in a microbatch at which the generators were last seeded."""
+    """Position of the last seed in a microbatch."""
 
     key: tuple[int, ...]
     ended: tuple[int, ...] = ()
-    """Number of modules of each level that have ended since one of the level above; the last is not 0."""
+    """Number of modules of each level that have ended since the last end at the level above; the last is not 0."""
 
     def seed(self) -> int:
         """Returns the seed of this position."""
         return derive_seed(*self.key, *self.ended)
 
     def after(self, level: int) -> "StreamPosition":
-        """Returns the position after the end of one more module of ``level``; modules inside it count no more."""
+        """Returns the position after the end of one more module of ``level``; counts of deeper levels restart."""
         counts = (*self.ended, *(0 for _ in range(level + 1)))[: level + 1]
         return StreamPosition(self.key, (*counts[:-1], counts[-1] + 1))
 
 
 class RandomStreams:
-    """Random streams of one model: hooks that reseed the generators in forward, and again when backward recomputes.
+    """Random streams of one model: hooks that reseed the generators in forward and in recomputation.
 
     The hooks are installed at the first microbatch that draws random numbers, because they slow down every call of a
     module.
@@ -97,19 +97,21 @@ class RandomStreams:
         self._made: dict[int, StreamPosition] = {}
         """Positions of this step, by seed."""
         self._again: dict[int, StreamPosition] = {}
-        """Position found at the entry of each module that is being recomputed, by the module's id."""
-        # a compiled module traces its hooks too, and these cannot be traced; disabling them elsewhere only costs time
+        """Position at the entry of each module in recomputation, by module id."""
+        # a compiled module traces its hooks, which these do not support; in other modules the exclusion costs time
         self._traced = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RandomStreams":
-        """A copy of the model (an average of its weights) keeps these hooks; outside of a forward they do nothing."""
+        """Returns ``self``: a copy of the model (an average of weights) has these hooks, inactive outside of a
+        forward."""
         return self
 
     @contextmanager
     def forward(self, *key: int, host: bool | None = None) -> Iterator[None]:
-        """Context of one microbatch's forward; key = (seed, step, ...). Its backward must lie outside.
+        """Seeds the streams of one microbatch's forward inside the context; key = (seed, step, ...).
 
-        ``host``: whether it draws from Python's or NumPy's generator, if a trace tells.
+        The backward must run outside the context. ``host``: True if the forward draws from Python's or NumPy's
+        generators, False if not; None without a trace.
         """
         if not self._hooked:
             self._install()
@@ -128,11 +130,12 @@ class RandomStreams:
                 self._now = None
 
     def draw_again(self) -> None:
-        """Seeds the host's generators for a block that runs again in backward, repeating its forward's draws."""
+        """Seeds Python's and NumPy's generators for recomputation of a block, which draws the forward's numbers
+        again."""
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
-        """Puts back the host's generators, where units have run again."""
+        """Restores the user's Python and NumPy generators after recomputation of units."""
         self._host.end_backward()
 
     def _install(self) -> None:
@@ -150,7 +153,7 @@ class RandomStreams:
         self._patches.hook(unit, PatchLayer.RANDOM, unit.register_forward_hook(leave), note)
 
     def _enter(self, unit: nn.Module, *_: object) -> None:
-        # outside a forward this is a recomputation in backward: the restored seed tells the microbatch and position
+        # outside a forward this is recomputation in backward: the restored seed identifies microbatch and position
         if self._now is not None:
             if self._host.keyed:
                 self._host.unit(_entry_seed())
@@ -166,7 +169,7 @@ class RandomStreams:
             if self._host.keyed:
                 self._host.unit(self._now.seed())
         elif (found := self._again.pop(id(unit), None)) is not None:
-            # parts of the module may have ended since its entry, so the current seed takes precedence
+            # inner modules may have ended since the entry, so the current seed takes precedence
             again = self._reseed(self._made.get(torch.default_generator.initial_seed(), found).after(level))
             self._host.again(again.seed())
 
@@ -178,20 +181,21 @@ class RandomStreams:
 
 
 def _entry_seed() -> int:
-    """Seed of the host's generators where a unit begins; torch's carry theirs into a unit that runs again."""
+    """Returns the seed of Python's and NumPy's generators at a unit's begin, from torch's seed, which recomputation
+    restores."""
     return derive_seed(torch.default_generator.initial_seed() & _63_BITS, -1)
 
 
 _63_BITS = (1 << 63) - 1
-"""Those of a number that ``derive_seed`` takes; a seed of the user's may have more."""
+"""Mask of the bits that ``derive_seed`` accepts; a user's seed may have more."""
 
 
 def _counted(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yields the modules whose ends are counted, each with its level: the number of counted modules around it.
 
-    They are all modules that a stage may skip as one: units, the blocks of chains inside units, and the children of
-    blocks with dropout. Since the end of a module restarts the counts of the levels below, a skipped module leaves the
-    positions after it unchanged. Modules inside a compiled block are left out: a hook there would break its graph.
+    Counted are all modules that a stage may skip as a whole: units, the blocks of chains inside units, and the children
+    of blocks with dropout. The end of a module restarts the counts of the levels below, so a skipped module leaves
+    later positions unchanged. Modules inside a compiled block are omitted: a hook would break the graph.
     """
     shallow, deep = find_units(model), find_units(model, deep=True)
     named = dict(shallow.modules) | dict(deep.modules)
@@ -214,16 +218,15 @@ def _outer_names(name: str) -> list[str]:
 
 
 def derive_seed(*key: int) -> int:
-    """Derives a 63-bit seed from a tuple of integers; near keys give unrelated seeds."""
+    """Derives a 63-bit seed from a tuple of integers; similar keys have unrelated seeds."""
     digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Generators that a model on ``device`` draws from: the CPU's and the device's own.
+    """Returns the generators that a model on ``device`` draws from: the CPU's and the device's.
 
-    They are listed one by one because ``torch.manual_seed``, which seeds every device, takes 70 microseconds, and
-    seeding one generator takes one.
+    ``torch.manual_seed``, which seeds every device, takes 70 microseconds; a seed of one generator takes one.
     """
     own = device_generator(device)
     return [torch.default_generator] if own is None else [torch.default_generator, own]
@@ -236,9 +239,9 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def draw_apart(device: torch.device, index: int) -> int:
-    """Lets rank ``index`` of the tensor axis draw random numbers of its own from now on.
+    """Gives rank ``index`` of the tensor axis its own random numbers from now on.
 
-    Returns one number from the CPU's generator, the same on all ranks, which ``draw_alike`` takes to end this.
+    Returns one number from the CPU's generator, equal on all ranks; ``draw_alike`` takes it to end this state.
     """
     drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     seed_generators(device, derive_seed(drawn, index + 1))
@@ -246,28 +249,29 @@ def draw_apart(device: torch.device, index: int) -> int:
 
 
 def draw_alike(device: torch.device, drawn: int) -> None:
-    """Lets all ranks of the tensor axis draw the same random numbers from now on."""
+    """Gives all ranks of the tensor axis equal random numbers from now on; ``drawn``: the result of
+    :func:`draw_apart`."""
     seed_generators(device, derive_seed(drawn, 0))
 
 
 class HostState(NamedTuple):
-    """State of both generators of this process."""
+    """State of Python's and NumPy's generators of this process."""
 
     python: Any
     numpy: Any
 
     @staticmethod
     def take() -> "HostState":
-        """Returns the present state."""
+        """Returns the current state."""
         return HostState(random.getstate(), np.random.get_state())
 
     def put(self) -> None:
-        """Makes it the present state."""
+        """Sets both generators to this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
     def is_present(self) -> bool:
-        """Returns True if nothing has been drawn since the state was taken."""
+        """Returns True if no number has been drawn since this state was taken."""
         if random.getstate() != self.python:
             return False
         now, before = _NUMPY.get_state(), self.numpy
@@ -275,26 +279,27 @@ class HostState(NamedTuple):
 
 
 class HostDraws:
-    """Random numbers that the forwards of one model draw on the host."""
+    """Random numbers that the forwards of one model draw from Python's and NumPy's generators."""
 
     def __init__(self) -> None:
         self.keyed = False
-        """Units are seeded in the forward that runs."""
+        """True if units of the running forward are seeded."""
         self._drawn = False
-        """Some forward of the model has drawn."""
+        """True if some forward of the model has drawn a number."""
         self._modes: set[bool] = set()
-        """Modes, training or not, with a first forward that has run."""
+        """Modes (training: True) with at least one forward so far."""
         self._step: tuple[int, ...] = ()
         self._watched: HostState | None = None
-        """State that a forward leaves where it draws nothing; None: nobody watches."""
+        """The last seeded state, which stays equal if a forward draws nothing; None: not watched."""
         self._own = np.random.MT19937(0)
-        """NumPy's generator while a forward runs: exchanging it takes less than copying the user's."""
+        """NumPy's generator during a forward: an exchange takes less time than a copy of the user's generator."""
         self._users: AbstractContextManager[None] | None = None
-        """The user's generators while units run again in backward."""
+        """Context that restores the user's generators after recomputation in backward."""
 
     @contextmanager
     def forward(self, seed: int, step: tuple[int, ...], training: bool, known: bool | None) -> Iterator[None]:
-        """Context of a forward; ``known``: whether it draws, from a trace, or None without one."""
+        """Seeds a forward inside the context; ``known``: True or False if a trace has seen draws or none; None: no
+        trace."""
         self.end_backward()
         self._drawn = self._drawn or known is True
         first = known is None and training not in self._modes
@@ -313,12 +318,12 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seeds both generators where a unit begins or ends in a forward."""
+        """Seeds both generators at the begin or end of a unit in a forward."""
         self._look()
         self._seed(seed, watch=self._watched is not None)
 
     def again(self, seed: int) -> None:
-        """Seeds both generators for a unit that runs again in backward; the user's are back after ``end_backward``."""
+        """Seeds both generators for recomputation of a unit; ``end_backward`` restores the user's generators."""
         if self._drawn:
             if self._users is None:
                 self._users = self._aside()
@@ -326,14 +331,14 @@ class HostDraws:
             self._seed(seed)
 
     def end_backward(self) -> None:
-        """Puts the user's generators back after units have run again."""
+        """Restores the user's generators after recomputation of units."""
         users, self._users = self._users, None
         if users is not None:
             users.__exit__(None, None, None)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context in which the user's generators are put aside."""
+        """Saves the user's generators, and restores them at the end of the context."""
         state, generator = HostState.take(), _NUMPY.get_bit_generator()
         _NUMPY.set_bit_generator(self._own)
         try:
@@ -341,7 +346,7 @@ class HostDraws:
         finally:
             _NUMPY.set_bit_generator(generator)
             random.setstate(state.python)
-            if state.numpy[3]:  # a normal number that was drawn ahead is lost with the exchange
+            if state.numpy[3]:  # the exchange loses a normal number that was drawn ahead
                 np.random.set_state(state.numpy)
 
     def _seed(self, seed: int, watch: bool = False) -> None:
@@ -356,7 +361,7 @@ class HostDraws:
 
 @contextmanager
 def highest_draws() -> Iterator[None]:
-    """Makes all draws inside the highest possible numbers, so that a block skips no random branch."""
+    """Makes all draws inside the context the highest possible numbers, so that a block skips no random branch."""
     before = HostState.take()
     host_extreme(True).put()
     try:
@@ -366,10 +371,10 @@ def highest_draws() -> Iterator[None]:
 
 
 def host_extreme(highest: bool) -> HostState:
-    """Returns a state with the lowest or highest possible numbers as its next draws, and then ordinary ones.
+    """Returns a state with the lowest or highest possible numbers as the next draws, followed by ordinary numbers.
 
-    Both generators are Mersenne Twisters, which give out the words of their state, tempered. Not all words are
-    extreme, since code that draws until a number suits it would never end.
+    Both generators are Mersenne Twisters, which output the tempered words of their state. Not all words are extreme,
+    because code that draws until a number satisfies a condition would never end.
     """
     ordinary = np.random.MT19937(0).state["state"]["key"]
     words = [_UNTEMPERED_ONES if highest else 0] * _EXTREMES + [int(word) for word in ordinary[_EXTREMES:]]

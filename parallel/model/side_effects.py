@@ -1,15 +1,14 @@
-"""Side effects of a forward: restore them after a trial run, and detect attributes that may change the forward's path.
+"""Side effects of a forward: their restoration after a trial run, and attributes that may change the forward's path.
 
-``restoring_state`` puts random streams, buffers and attributes of the model back after a forward.
+``restoring_state`` restores random streams, buffers and attributes of the model after a forward.
 
-``AttributeState`` reads the plain attributes of the modules. ``model.gate = True`` may make a forward call or add
-something else although its input looks as before, so their values are part of the key under which a traced forward is
-cached:
+``AttributeState`` reads the plain attributes of the modules. ``model.gate = True`` may change the calls of a forward
+with unchanged inputs, so the values of attributes are part of a traced forward's cache key:
 
-    bool, None or not None, string, number     of modules, and of plain objects that they hold (``model.config``)
+    bool, None or not None, string, number     of modules, and of their plain objects (``model.config``)
 
-A number or string that changes while the forward stays the same (a counter) is ignored from then on. Values kept
-elsewhere, in globals or closures, are not seen.
+A number or string that changes without a change of the forward (a counter) is ignored from then on. Values in globals
+or closures are not read.
 """
 
 import sys
@@ -31,8 +30,8 @@ from engine.parallel.model.rng_streams import HostState
 def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores the model and the random streams at the end of the context.
 
-    These are the generators of torch, Python and NumPy, the content of every buffer, and the attributes of all modules
-    with the items of plain dicts, lists and sets among them.
+    Restored are the generators of torch, Python and NumPy, the content of every buffer, and the attributes of all
+    modules, with the items of plain dicts, lists and sets.
     """
     undo = [HostState.take().put, *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
@@ -47,10 +46,10 @@ def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class _EagerForwards:
-    """Run compiled modules eagerly, since their inside cannot be observed; only needed once dynamo is loaded.
+    """Context of eager runs of compiled modules, which cannot be observed; without effect before dynamo is loaded.
 
-    The compiler has one stance for all threads. Ranks that are threads leave in another order than they entered, so
-    the first to enter sets the stance and the last to leave puts the former one back.
+    The compiler has one stance for all threads. Ranks that are threads exit in any order, so the first thread to enter
+    sets the stance and the last one to exit restores it.
     """
 
     def __init__(self) -> None:
@@ -104,7 +103,7 @@ def _undo_module(module: nn.Module) -> Callable[[], None]:
 
 
 def _differ(now: Any, before: Any) -> bool:
-    """Compares by identity, because ``==`` of tensors gives a tensor."""
+    """Compares by identity, because ``==`` of tensors returns a tensor."""
     return [*map(id, _items(now))] != [*map(id, _items(before))]
 
 
@@ -124,7 +123,7 @@ _CLOSED = (
 
 
 class AttributeState:
-    """Reads the plain attributes of one model."""
+    """Reader of the plain attributes of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._named = tuple(model.named_modules())
@@ -132,7 +131,7 @@ class AttributeState:
         self._last: State = {}
 
     def read(self) -> State:
-        """Values of all attributes except ignored ones; the same object is returned until a value changes."""
+        """Returns the values of all attributes except ignored ones; the same object until a value changes."""
         now = {place: value for place, value in self._plain() if place not in self._idle}
         if now != self._last:
             self._last = now
@@ -145,7 +144,7 @@ class AttributeState:
     def settle(self, one: State, other: State) -> None:
         """Ignores numbers and strings that differ between two readings with equal forwards.
 
-        A bool is never ignored: its few values soon repeat, so it cannot make every step look new.
+        A bool is never ignored: it has few values, so it cannot make a new cache key in every step.
         """
         for place in _changed(one, other):
             values = one.get(place), other.get(place)
@@ -168,7 +167,7 @@ class AttributeState:
 
 
 def _is_ours(value: object) -> bool:
-    """Returns True for objects of the engine on modules; their changes alter no forward."""
+    """Returns True for the engine's objects on modules; changes of them do not change a forward."""
     return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 

@@ -1,10 +1,10 @@
-"""Activation checkpointing (``torch.utils.checkpoint``) in a forward of which this stage runs only a part.
+"""Activation checkpointing (``torch.utils.checkpoint``) in a forward that spans several stages.
 
 A checkpointed region in code between units may contain calls of other stages, which a recomputation in backward would
-run for real. So the region's own code is not checkpointed, and each of its calls that runs here is recomputed alone.
+really run. So the code of the region is not checkpointed, and each call that runs on this stage is recomputed alone.
 
     checkpoint(f, x)     f = call a, glue, call b
-    here                 checkpoint(a), glue, and nothing for b, which another stage runs
+    here                 checkpoint(a), glue; another stage runs b
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Regions(Protocol):
-    """A forward that knows whether a unit is running, and has the options of the surrounding checkpointed regions."""
+    """Interface of a forward: ``inside`` is True while a unit runs; ``regions``: options of surrounding checkpoints."""
 
     inside: bool
     regions: list[dict[str, Any]]
@@ -28,10 +28,10 @@ class Regions(Protocol):
 
 @contextmanager
 def open_checkpoints(recompute: bool) -> Iterator[None]:
-    """Context in which a reentrant checkpoint runs as a non-reentrant one, or without recomputation.
+    """Runs reentrant checkpoints inside the context as non-reentrant ones, or without recomputation.
 
-    The reentrant kind hides the calls inside from autograd: a value sent from inside the region would have no graph,
-    and a received one would lose its own.
+    The reentrant kind hides inner calls from autograd: a value sent from inside the region would have no graph, and
+    a received value would lose its graph.
     """
 
     def apply(function: Function, preserve: bool, *args: Any) -> Any:
@@ -53,7 +53,8 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 
 @contextmanager
 def spread_checkpoints(run: Regions) -> Iterator[None]:
-    """Context in which a checkpoint outside units runs its function plainly, with its options in ``run.regions``."""
+    """Runs checkpoints outside units inside the context without recomputation, with their options in
+    ``run.regions``."""
     original = getattr(module, _GENERATOR)
 
     def generator(function: Function, preserve: bool, context_fn: Function, *rest: Any, **kwargs: Any) -> Iterator[Any]:
@@ -74,7 +75,7 @@ def spread_checkpoints(run: Regions) -> Iterator[None]:
 
 
 def recomputed(forward: Function, options: dict[str, Any]) -> Function:
-    """``forward``, recomputed in backward with the options of the surrounding region."""
+    """Returns ``forward`` with recomputation in backward, with the options of the surrounding region."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)

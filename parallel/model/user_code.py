@@ -1,7 +1,7 @@
-"""Distinguishes mistakes of this package from errors of the user's model, which meet in one call stack.
+"""Distinction between mistakes of this package and errors of the user's model in one call stack.
 
-A plan falls back if the user's model fails: a block whose copy does not run in isolation, a trace that fails. The
-``except`` around that model must re-raise a mistake of this package, so that it is reported.
+A plan falls back if the user's model fails, for example if a copy of a block does not run alone or a trace fails. The
+``except`` around the model must re-raise a mistake of this package, so that users can report it.
 """
 
 import os
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Without RuntimeError, ValueError and IndexError: torch raises them for wrong shapes and dims, also when we call it.
+# without RuntimeError, ValueError and IndexError: torch raises them for wrong shapes and dims, also in our calls
 _KINDS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
@@ -18,7 +18,7 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs ``function`` of torch or of the user; arguments that it refuses are not a mistake of this package."""
+    """Runs ``function`` of torch or of the user; a refusal of its arguments is not a mistake of this package."""
     return function(*args, **kwargs)
 
 
@@ -29,9 +29,9 @@ def is_engine_hook(hook: Any) -> bool:
 
 
 def is_own_mistake(error: BaseException) -> bool:
-    """True if ``error`` is of a kind that Python raises for wrong code, and was raised by a line of this package.
+    """Returns True if a line of this package raised ``error`` and Python raises its class for wrong code.
 
-    A missing attribute counts for the line that reads it, not for the ``__getattr__`` that fails to find it.
+    A missing attribute counts for the line that reads it, not for the ``__getattr__`` that raises.
     """
     if not isinstance(error, _KINDS):
         return False

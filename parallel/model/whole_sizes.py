@@ -1,13 +1,13 @@
-"""Parameters of which a rank holds a part, and which answer the model's code with the size of the whole.
+"""Sharded parameters that return their full sizes to the model's code.
 
-    code that asks                                    gets the size of
-    the engine, torch                                 the part: they compute with it
-    a module that computes with parts (a block)       the part, as long as its forward runs
-    anything else: glue between modules, a loss, the  the whole
+    code that reads a size                            gets the size of
+    the engine, torch                                 the shard: they compute with it
+    a module that computes with shards (a block)      the shard, while its forward runs
+    other code: glue between modules, a loss, the     the full parameter
     user's own loop, libraries that count parameters
 
-Only Python's own answers change (``shape``, ``size``, ``numel``, ``len``). The memory, every operator and
-``parameter.data`` belong to the part.
+Only the results of Python's reads change (``shape``, ``size``, ``numel``, ``len``). The memory, every operator and
+``parameter.data`` belong to the shard.
 """
 
 import sys
@@ -27,14 +27,14 @@ _COMPUTES_WITH_PARTS = frozenset({"engine", "torch"})
 
 
 class RunningModules:
-    """Running modules that compute with parts of parameters; one object a model."""
+    """Counter of running modules that compute with shards of parameters; one object per model."""
 
     def __init__(self) -> None:
         self._running = 0
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Context of code that computes with parts."""
+        """Marks the code inside the context as code that computes with shards."""
         self._running += 1
         try:
             yield
@@ -42,7 +42,7 @@ class RunningModules:
             self._running -= 1
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of a forward that computes with parts."""
+        """Runs a forward that computes with shards."""
         self._running += 1
         try:
             return forward(*args, **kwargs)
@@ -50,19 +50,19 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Returns True if the code ``callers`` calls above the caller of this method gets sizes of the whole."""
+        """Returns True if the code ``callers`` calls above this method's caller gets full sizes."""
         if torch.compiler.is_compiling() or self._running:
             return False
         asking = sys._getframe(callers + 1).f_globals.get("__name__", "")
         return asking.partition(".")[0] not in _COMPUTES_WITH_PARTS
 
     def __deepcopy__(self, memo: object) -> "RunningModules":
-        """A copied model shares them, since it shares the forwards that are put on its modules."""
+        """Returns ``self``: a copied model shares the patched forwards, and so this counter."""
         return self
 
 
 class WholeSizes(_Before):
-    """Sizes of the whole, as a base before a class of parameters."""
+    """Mixin of full sizes, in front of a class of parameters."""
 
     __slots__ = ()
     _whole_shape: torch.Size
@@ -70,20 +70,20 @@ class WholeSizes(_Before):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The size of the whole, or of the part for code that computes with it."""
+        """The full shape, or the shard's for code that computes with the shard."""
         return self._whole_shape if self._running_modules.asks_for_whole() else self._part()
 
     def size(self, dim: int | None = None) -> Any:
-        """As ``shape``."""
+        """Returns sizes under the rule of ``shape``."""
         shape = self._whole_shape if self._running_modules.asks_for_whole() else self._part()
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """Returns the number of elements, as ``shape``."""
+        """Returns the number of elements under the rule of ``shape``."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
-        """As ``numel``."""
+        """Returns ``numel()``."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def __len__(self) -> int:
@@ -102,21 +102,21 @@ class WholeSizes(_Before):
 
 
 class PartParameter(WholeSizes, nn.Parameter):
-    """A parameter of which this rank holds a part."""
+    """Sharded parameter that returns full sizes."""
 
     # operations run as on any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
-    """Changes the class of a plain parameter, so that it answers with ``shape``; the inverse is ``answer_part``."""
+    """Changes the class of a plain parameter, so that it returns ``shape``; the inverse is ``answer_part``."""
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
     untyped.__class__ = PartParameter
 
 
 def answer_part(parameter: nn.Parameter) -> None:
-    """Restores the class of torch, unless the parameter has been given another one since."""
+    """Restores the class ``nn.Parameter``, unless other code has changed the class since."""
     untyped: Any = parameter
     if type(parameter) is PartParameter:
         untyped.__class__ = nn.Parameter
@@ -125,7 +125,7 @@ def answer_part(parameter: nn.Parameter) -> None:
 
 @contextmanager
 def sizes_of_parts(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Lets code read and write the values of parts, as of any tensor."""
+    """Makes ``parameters`` return the sizes of shards inside the context."""
     running = {id(p._running_modules): p._running_modules for p in parameters if isinstance(p, WholeSizes)}
     with ExitStack() as stack:
         for modules in running.values():

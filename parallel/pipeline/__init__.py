@@ -1,22 +1,22 @@
-"""Pipeline parallelism: an unchanged model cut into stages, and the order in which ranks work on them.
+"""Pipeline parallelism: an unchanged model cut into stages, and the schedule of the ranks.
 
-    schedule/     what each rank does in which order, as pure data: no tensors, no processes, no torch
-    partition/    where a traced model is cut, what each stage runs, receives and sends; which schedule is fastest
-    runtime/      a schedule carried out on this rank: stages in the user's forward, messages, split backwards
+    schedule/     the order of actions on each rank, as pure data: no tensors, no processes, no torch
+    partition/    the cut of a traced model, the plan of each stage, and the choice of the fastest schedule
+    runtime/      execution of a schedule on this rank: stages in the user's forward, messages, split backwards
     report/       a schedule as text, SVG or Perfetto trace, predicted or measured
 
-How an unchanged model becomes stages, in one process and without communication:
+Steps from an unchanged model to stages, in one process and without communication:
 
     engine.parallel.model.blocks      units: the modules that are black boxes, and the blocks among them
-      -> engine.parallel.trace        one forward on meta tensors gives a ModelTrace: calls, glue, values
+      -> engine.parallel.trace        one forward on meta tensors makes a ModelTrace: calls, glue, values
       -> partition.partition          boundaries between stages, from the costs in partition.cost_model
       -> partition.stage_plan         a StagePlan for each stage
-      -> partition.auto_schedule      the fastest kind of schedule, or schedule.kinds: one by name
+      -> partition.auto_schedule      the fastest kind of schedule, or a kind by name: schedule.kinds
 
-How one step runs:
+Steps of a run:
 
     schedule.validate                 proves that the schedule can be run
-      -> schedule.send_completion     tells when the tensors of a send can be released
+      -> schedule.send_completion     computes the points at which sent tensors can be released
       -> runtime.executor             plays this rank's row of actions over runtime.transport
       -> runtime.stage                runs one stage in the user's forward; parameters and values of other stages are
                                       placeholders (engine.parallel.model.placeholders)

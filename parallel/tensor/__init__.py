@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers whose weights are sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019).
+"""Tensor parallelism: layers with weights sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019).
 
 
     plan/             the sharding of each layer: the language of styles, their rules, and the plan as data
@@ -6,12 +6,12 @@
     layers/           the sharded layers, and ``apply_plan``, which puts them on a user's model in place
     overlap/          collectives that run while a matrix product is computed
     logits/           vocabulary-parallel logits and losses, and logits that are computed lazily
-    global_tensor/    tensors with the full shape that hold this rank's shard, comparable to DTensor
+    global_tensor/    tensors with the full shape that store this rank's shard, comparable to DTensor
 
     tp_axis           the axis that layers communicate over; ``thread_ranks`` simulates it with threads of one process
-    collectives       Megatron's f and g and their relatives, as autograd functions
+    collectives       Megatron's f and g and their variants, as autograd functions
     deferred_linear   a matrix product whose weight gradient may be deferred
-    planned_traffic   the bytes that a plan makes a rank send, counted on shapes
+    layers.planned_traffic    the bytes that each rank sends under a plan, counted on shapes
 
 Model writers may also use the sharded layers directly:
 

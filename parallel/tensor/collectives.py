@@ -5,8 +5,8 @@
     g       all-reduce      identity        reduce_from: after a row layer
     gather  all-gather      own slice       gather_last: a sharded last dim becomes full
 
-The same for tensors that are sharded along a dim, each rank holding an equal shard in rank order, as the sequence is
-outside regions under sequence parallelism (Korthikanti et al. 2022, section 4.2.2):
+Tensors that are sharded along a dim, with equal shards in rank order, have the same functions; under sequence
+parallelism the sequence is sharded this way outside regions (Korthikanti et al. 2022, section 4.2.2):
 
     f       all-gather      reduce-scatter  gather_to: before column layers
     g       reduce-scatter  all-gather      scatter_from: after a row layer
@@ -39,14 +39,14 @@ EMBEDDING = "embedding"
 LOGITS = "logits"
 LOSS = "loss"
 ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
-"""Labels of what layers send to each other, which may be rounded; logits, losses and statistics may not."""
+"""Labels of activations, which may be rounded when sent; logits, losses and statistics may not."""
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
-    """f: ``x`` unchanged; its gradient is summed over the tensor ranks, label "column inputs".
+    """Returns f(``x``): ``x`` unchanged; backward sums the gradient over the tensor ranks, label "column inputs".
 
     ``owned``: no other code reads the incoming gradient, as after a plain matrix product, so it may be summed in place;
-    otherwise it is copied first. ``passed`` is called once the summed gradient has left.
+    otherwise it is copied first. ``passed`` is called after the sum of the gradient has ended.
     """
     if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -54,7 +54,7 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
 
 
 def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
-    """:func:`copy_to` that overlaps the sum of the gradient with backward.
+    """Returns :func:`copy_to` of ``x`` with the sum of the gradient overlapped with backward.
 
     The gradient is passed on at once; ``started`` gets the pending all-reduce, which must be waited for before the
     gradient is read.
@@ -65,7 +65,7 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
 
 
 def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """g: the sum of ``x`` over all ranks, made in the memory of ``x`` if that is contiguous and no leaf of autograd."""
+    """Returns g(``x``), the sum over all ranks, in the memory of ``x`` if it is contiguous and no leaf of autograd."""
     if axis.size == 1:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
@@ -77,7 +77,7 @@ def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor
 
 
 def gather_last(x_W: Tensor, widths: tuple[int, ...], axis: TensorAxis, label: str = LOGITS) -> Tensor:
-    """The full [..., V] from shards [..., W], whose sizes are ``widths`` in rank order.
+    """Returns the full [..., V] from shards [..., W] with the sizes ``widths`` in rank order.
 
     Shards are padded to the largest one for the transfer. The gradient of the result must be equal on all ranks.
     """
@@ -93,7 +93,7 @@ def gather_to(
     owned: bool = False,
     passed: Callable[[], None] | None = None,
 ) -> Tensor:
-    """f of a sharded tensor: ``x`` of every rank joined along ``dim``; backward reduce-scatters the gradient.
+    """Returns f of a sharded tensor: ``x`` of every rank joined along ``dim``; backward reduce-scatters the gradient.
 
     ``x`` has the same shape on all ranks. ``owned`` and ``passed``: as in :func:`copy_to`.
     """
@@ -107,14 +107,14 @@ def gather_to(
 def start_gather_to(
     x: Tensor, axis: TensorAxis, dim: int, label: str, owned: bool, started: Callable[[Pending], None]
 ) -> Tensor:
-    """:func:`gather_to` that overlaps the reduce-scatter of the gradient with backward, as :func:`start_copy_to`."""
+    """Returns :func:`gather_to` of ``x`` with the reduce-scatter overlapped with backward, as :func:`start_copy_to`."""
     whole: Tensor = _GatherTo.apply(x, axis, (dim % x.ndim, label), owned, started)  # type: ignore[no-untyped-call]
     axis.expect("reduce_scatter", label, whole, whole)
     return whole
 
 
 def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS, owned: bool = False) -> Tensor:
-    """g of a sharded tensor: this rank's shard, along ``dim``, of the sum of ``x`` over all ranks.
+    """Returns g of a sharded tensor: this rank's shard, along ``dim``, of the sum of ``x`` over all ranks.
 
     Backward gathers the gradient. ``owned``: no other code reads ``x``, so its memory may be overwritten.
 
@@ -132,7 +132,7 @@ def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INPUTS) -> Tensor:
-    """This rank's shard, along ``dim``, of ``x``, which is equal on all ranks; backward gathers the gradient.
+    """Returns this rank's shard, along ``dim``, of ``x``, which is equal on all ranks; backward gathers the gradient.
 
     Raises:
         EngineError: the number of ranks does not divide the dim.
@@ -147,7 +147,7 @@ def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INP
 
 
 def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OUTPUTS) -> Tensor:
-    """``x`` of every rank joined along ``dim``. The gradient of the result must be equal on all ranks."""
+    """Returns ``x`` of every rank joined along ``dim``. The gradient of the result must be equal on all ranks."""
     if axis.size == 1:
         return x
     whole: Tensor = _GatherWhole.apply(x, axis, dim % x.ndim, label)  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
 
 
 def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
-    """Check that the ranks can hold equal shards of ``dim``; returns ``dim`` counted from the front.
+    """Checks that ``dim`` divides into equal shards; returns ``dim`` counted from the front.
 
     Raises:
         EngineError: the number of ranks does not divide the dim.
@@ -170,19 +170,20 @@ def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:
-    """[T, .., n, ..] -> [.., T n, ..], contiguous: all ranks' shards in order along ``dim`` (counted without T)."""
+    """Joins [T, .., n, ..] -> [.., T n, ..], contiguous: all ranks' shards in order along ``dim`` (counted without
+    T)."""
     joined = parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may return strided memory
     # nothing else refers to the base; still marked as a view, the result would refuse in-place writes
     return torch.ops.aten._unsafe_view(joined, joined.shape) if joined._is_view() else joined
 
 
 def split_parts(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    """[.., T n, ..] -> [T, .., n, ..]: the inverse of :func:`join_parts`, as a view."""
+    """Splits [.., T n, ..] -> [T, .., n, ..]: the inverse of :func:`join_parts`, as a view."""
     return x.view(*x.shape[:dim], axis.size, x.shape[dim] // axis.size, *x.shape[dim + 1 :]).movedim(dim, 0)
 
 
 def refuse_second_derivatives() -> None:
-    """Refuse a backward that should itself be differentiable, where the result would be silently wrong.
+    """Refuses a differentiable backward, which would give wrong second derivatives without an error.
 
     Raises:
         EngineError: backward was called with ``create_graph``.
@@ -217,7 +218,7 @@ class _CopyTo(torch.autograd.Function):
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, label: str) -> Tensor:
-        if not x.is_contiguous() or x.is_leaf:  # a leaf came from another stage; autograd lets nobody write there
+        if not x.is_contiguous() or x.is_leaf:  # a leaf came from another stage; autograd forbids writes to it
             x = x.clone(memory_format=torch.contiguous_format)
         else:
             ctx.mark_dirty(x)  # autograd then raises if another operation has saved x for its backward

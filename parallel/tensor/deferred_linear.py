@@ -1,4 +1,4 @@
-"""A linear layer's matrix product, whose weight gradient may be deferred, and its fusion with an activation.
+"""Matrix product of a linear layer with a weight gradient that may be deferred, and fusion with an activation.
 
     y = x W' + b     dx = dy W      computed at once: the layer before waits for it
                      dW = dy' x     may be deferred: it needs x and dy only, neither W nor the graph
@@ -6,13 +6,13 @@
 
 All three are products of ``kernels.ops.linear``: the library's, or Triton's where ``LinearSpec.kernels`` says so.
 
-A :class:`DeferralPolicy` decides what deferring is for: a pipeline fills its bubbles with weight gradients (zero
-bubble), a tensor region hides the all-reduce of dx beside them (``overlap.async_input_grad``). Either way nothing is
-computed twice, and the results have the same bits as products that run at once.
+A :class:`DeferralPolicy` chooses the time: a pipeline fills bubbles with weight gradients (zero bubble), a tensor
+region overlaps them with the all-reduce of dx (``overlap.async_input_grad``). In both cases nothing is computed twice,
+and the results have the same bits as products that run at once.
 
 :func:`fuse` lets a layer, column-sharded or replicated, also compute the activation that follows it: in the epilogue of
-its product's kernel, or in one pass over the output. It is called once the model is sharded, and its caller turns the
-model's own activation module into a no-op.
+the product's kernel, or in one pass over the output. The caller runs :func:`fuse` after the model is sharded, and turns
+the model's own activation module into a no-op.
 
 Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
 """
@@ -35,38 +35,38 @@ from engine.parallel.model.placeholders import is_plain
 
 def is_conv1d(module: nn.Module) -> bool:
     """Returns True for Hugging Face's Conv1D, a linear layer with weight [in, out]; recognised by name and ``nf``."""
-    if isinstance(module, nn.Linear):  # first, since it is asked at every call, and an absent attribute takes 2 us
+    if isinstance(module, nn.Linear):  # first: every call asks, and the lookup of an absent attribute takes 2 us
         return False
     return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns True if this layer is a matrix product with a weight that can be sharded."""
+    """Returns True for ``nn.Linear`` and Conv1D: a matrix product with a weight that can be sharded."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 class GradsWanted(NamedTuple):
-    """The gradients of a product's parameters, as calls that compute them."""
+    """Calls that compute the gradients of a product's parameters."""
 
     weight: partial[Tensor]
     """A call of :func:`weight_gradient`."""
     bias: partial[Tensor] | None
     main: MainGradient | None = None
-    """The main gradient of the weight, to which its gradient may be added instead (:func:`unless_added`)."""
+    """The main gradient of the weight: :func:`unless_added` may add the weight gradient to it in place."""
 
 
 class DeferralPolicy(Protocol):
-    """Decides when the gradients of a product's parameters are computed."""
+    """Policy for the time at which the gradients of a product's parameters are computed."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """True if the gradients are computed later or never; False: the product computes them at once.
+        """Returns True if the gradients are computed later or never; False: the product computes them at once.
 
         ``nodes``: the graph's next functions of x, W, b and the token.
         """
 
 
 class LinearSpec(NamedTuple):
-    """The settings of a product."""
+    """Memory order, deferral policy and kernels of a product."""
 
     transposed: bool
     """True if the weight is [I, O]."""
@@ -78,15 +78,15 @@ class Beside(NamedTuple):
     """Extra tensors of a product."""
 
     kept: Tensor | None = None
-    """Saved for backward in place of x; the policy that defers the weight gradient restores x from it."""
+    """The tensor saved for backward in place of x; the deferral policy restores x from it."""
     token: Tensor | None = None
-    """Its gradient is an empty tensor, so the node that made it runs after the product's backward."""
+    """A tensor with an empty gradient: the node that made it runs after the product's backward."""
 
 
 def deferrable_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSpec, beside: Beside | None = None
 ) -> Tensor:
-    """x [.., I] -> [.., O], in autocast's dtype under autocast; allowed only where :func:`can_multiply` says so."""
+    """Multiplies x [.., I] -> [.., O], in autocast's dtype under autocast; requires :func:`can_multiply`."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     y: Tensor = _Product.apply(x, weight, bias, linear, *(beside or Beside()))  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ def can_multiply(x: Tensor, weight: Tensor) -> bool:
     """Returns True if :func:`deferrable_linear` may replace the layer's own product, which takes an input gradient."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_plain(x):
         return False
-    # a tracer that matches operations by name must see torch's own product, in the trace and in the run alike
+    # a tracer that matches operations by name must see torch's own product, both in the trace and in the run
     if is_watched():
         return False
     # autocast leaves float64 as it is
@@ -106,7 +106,7 @@ def can_multiply(x: Tensor, weight: Tensor) -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """x [.., I] -> x W' + b [.., O], for W [O, I], or [I, O] if the layer is transposed."""
+    """Product x [.., I] -> x W' + b [.., O], for W [O, I], or [I, O] if the layer is transposed."""
 
     @staticmethod
     def forward(
@@ -145,16 +145,16 @@ class _Product(torch.autograd.Function):
 def weight_gradient(
     x: Tensor, dy: Tensor, dtype: torch.dtype, transposed: bool, kernels: Kernels = REFERENCE
 ) -> Tensor:
-    """dW [O, I], or [I, O] if ``transposed``, in ``dtype``."""
+    """Returns dW [O, I], or [I, O] if ``transposed``, in ``dtype``."""
     x_BI, dy_BO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     left, right = (x_BI, dy_BO) if transposed else (dy_BO, x_BI)
     return product(left.t(), right, kernels).to(dtype)
 
 
 def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: Any | None) -> Tensor | None:
-    """The weight gradient that ``compute`` makes, or None where it is added to its main gradient instead.
+    """Returns the weight gradient that ``compute`` makes, or None after adding it to the main gradient.
 
-    ``compute``: a call of :func:`weight_gradient`, with all of its arguments. ``node``: see :class:`MainGradient`.
+    ``compute``: a call of :func:`weight_gradient` with all arguments bound. ``node``: see :class:`MainGradient`.
     """
     if main is None:
         return compute()
@@ -165,18 +165,18 @@ def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: An
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """db [O] in ``dtype``."""
+    """Returns db [O] in ``dtype``."""
     return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)
 
 
 def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """x [.., I] -> act(x W' + b) [.., O], for an ``nn.Linear`` or a Conv1D with the library's own forward."""
+    """Computes x [.., I] -> act(x W' + b) [.., O], for an ``nn.Linear`` or a Conv1D with the library's own forward."""
     layer: Any = module
     return linear(x, layer.weight, layer.bias, LinearForm(activation, is_conv1d(module)), kernels)
 
 
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
-    """Apply the activation that was fused into ``layer``, if any, to its product ``y``, which includes the bias."""
+    """Applies the activation fused into ``layer``, if any, to ``y``, the product with the bias."""
     kind: Activation | None = getattr(layer, "tensor_activation", None)
     return y if kind in (None, "none") else activate(y, None, kind, kernels)
 
@@ -194,7 +194,7 @@ class FusedForward:
         object.__setattr__(self, "form", LinearForm(self.activation, is_conv1d(self.module)))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [.., I] -> [.., O]."""
+        """Computes x [.., I] -> [.., O]."""
         if is_watched():
             # a tracer matches products by torch's own names
             return followed(self.module, type(self.module).forward(self.module, x), self.kernels)
@@ -203,10 +203,10 @@ class FusedForward:
 
 
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Let a layer that is a matrix product and nothing else also compute ``activation``.
+    """Fuses ``activation`` into a layer that is a matrix product and nothing else.
 
-    A sharded layer takes the kernels of its axis in place of ``kernels``. An operator that is in the layer's forward
-    slot is taken off first.
+    A sharded layer uses the kernels of its axis in place of ``kernels``. An operator that replaces the layer's forward
+    is removed first.
     """
     note = f"computes the activation {activation} in its product's kernel"
     if activation == "none":

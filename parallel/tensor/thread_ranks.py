@@ -1,7 +1,7 @@
-"""All tensor ranks in one process: one thread per rank, and a meeting at every collective.
+"""Tensor ranks as threads of one process, which meet at every collective.
 
-No process group is needed, and every thread comes to an end: when a rank raises, or returns while others wait in a
-collective, all of them raise. So a plan can be tried before any process of the run relies on it.
+No process group is needed, and every thread ends: if a rank raises, or returns while others wait in a collective, all
+of them raise. A plan can therefore be tested before the processes of the run use it.
 
     rank 0 ──┐ tensor    ┌── sum ── ...
     rank 1 ──┤ waits for ├── sum ── ...
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class CollectiveCall(NamedTuple):
-    """A collective as a rank calls it; all ranks make the same calls in the same order."""
+    """One call of a collective; all ranks make the same calls in the same order."""
 
     op: str
     label: str
@@ -37,7 +37,7 @@ class CollectiveCall(NamedTuple):
 
 
 class SimulatedAxis(TensorAxis):
-    """The axis of one simulated rank; ``called`` records its collectives."""
+    """Axis of one simulated rank; ``called`` records the collectives of this rank."""
 
     def __init__(self, index: int, size: int, rounds: Rounds) -> None:
         self.index, self.size, self.dry, self.listener = index, size, False, None
@@ -68,24 +68,24 @@ class SimulatedAxis(TensorAxis):
 
 
 _LARGE = 2**20
-"""Bytes of a part from which on the memory of ranks counts."""
+"""Bytes of a tensor from which on free memory is returned to the system before a collective."""
 
 
 def _give_back_memory() -> None:
-    """Return free memory to the system: a thread has a heap of its own, whose free memory no other rank can use."""
+    """Returns free memory to the system: each thread has its own heap, and other ranks cannot use its free memory."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:
         trim(0)
 
 
 def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Result]:
-    """Run ``body(axis)`` on ``size`` tensor ranks, each a thread of this process; returns their results by rank.
+    """Runs ``body(axis)`` on ``size`` tensor ranks, each a thread of this process; returns their results by rank.
 
-    The ranks take turns, so the result is the same every time; each has random generators of its own.
+    One rank runs at a time in a fixed order, so results are deterministic; each rank has its own random generators.
 
     Raises:
         EngineError: the ranks do not call the same collectives in the same order.
-        Exception: the first one that a rank raised.
+        Exception: the first exception that a rank raised.
     """
     turns = Turns(size)
     rounds = Rounds(turns, range(size))

@@ -1,4 +1,4 @@
-"""The tensor axis as the layers see it: an index, a size, and collectives that are labelled and counted."""
+"""Tensor axis of the layers: rank index, size, and collectives that are labelled and counted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,21 +31,21 @@ class Expected(NamedTuple):
 Node = Any
 """A node of autograd's graph, whose backward makes a collective."""
 Listener = Callable[[Expected, Node | None], None]
-"""Called with a collective of a dry run, and with the node that makes it in backward; None: the forward makes it."""
+"""A function of a dry run's collective and of the autograd node that makes it; None: the forward makes it."""
 
 
 class Overlap(NamedTuple):
-    """When compute overlaps a collective: on ``devices``, for tensors of at least ``bytes``."""
+    """Bound for overlap of compute and collectives: on ``devices``, for tensors of at least ``bytes``."""
 
     devices: frozenset[str] = frozenset(ACCELERATORS)
     bytes: int = 1 << 20
 
 
 class Repeats(Protocol):
-    """Keeps results of a forward's collectives for the second run of that forward in backward."""
+    """Store of results of a forward's collectives, for the recomputation of that forward in backward."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Fill ``result`` from ``given``: by ``start``, or with the result that was kept.
+        """Fills ``result`` from ``given``: by ``start``, or with the stored result.
 
         The collective overwrites ``given`` if both are the same tensor, and may use it as scratch memory otherwise.
         """
@@ -55,22 +55,22 @@ class TensorAxis:
     """Collectives between the tensor ranks of one data coordinate and pipeline stage.
 
     While ``dry`` is set nothing is communicated: sums leave the local tensor as it is, gathers repeat it, and scatters
-    keep one slice, so that all shapes are right. A model is run this way when only its shapes are wanted, and each
-    collective is reported to ``listener``. With ``repeats`` set, every collective goes through it.
+    keep one slice, so that all shapes are right; each collective is reported to ``listener``. Runs on shapes use this
+    mode. With ``repeats`` set, every collective goes through it.
     """
 
     overlap = Overlap()
     kernels: Kernels = REFERENCE
-    """The implementation of operators that the layers on this axis run."""
+    """The implementation of the operators of the layers on this axis."""
     repeats: Repeats | None = None
     symmetric: SymmetricBuffer | None = None
-    """Memory through which kernels of the ranks communicate; None: collectives do."""
+    """Memory through which kernels of the ranks communicate; None: layers use collectives."""
     fill_wait: Callable[[], None] | None = None
-    """Computes a little that is left of another microbatch; called before each wait for a collective of this one."""
+    """A function that computes a piece of another microbatch; called before each wait for a collective."""
     wire: ActivationFormat | None = None
-    """Format that sends activations and their gradients in fewer bits; None: they are sent unencoded."""
+    """Format that sends activations and activation gradients in fewer bits; None: they are sent unencoded."""
     measured: OverlapChoices | None = None
-    """Measured shapes on which these kernels win, and run; None: they run for every product that fits them."""
+    """Measured shapes on which the communicating kernels are faster and run; None: they run wherever they fit."""
 
     def __init__(self, comm: Comm) -> None:
         self.index = comm.grid.index("tp")
@@ -81,7 +81,7 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Inside, ``spare`` is called before each wait, on devices on which compute overlaps collectives."""
+        """Calls ``spare`` before each wait inside the context, on devices on which compute overlaps collectives."""
         if device.type not in self.overlap.devices:
             yield
             return
@@ -93,7 +93,7 @@ class TensorAxis:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Make the axis dry inside the context."""
+        """Makes the axis dry inside the context."""
         before, self.dry = self.dry, True
         try:
             yield
@@ -101,9 +101,10 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Report a collective over the tensor ``whole`` to the listener of a dry axis; otherwise do nothing.
+        """Reports a collective over the tensor ``whole`` to the listener of a dry axis; otherwise does nothing.
 
-        ``made``: the tensor in whose backward it happens; None: it happens now. A backward may never get there.
+        ``made``: the tensor with the backward that will run the collective, if that backward is reached; None: it runs
+        now.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -113,29 +114,29 @@ class TensorAxis:
             self.listener(Expected(sent, label, size, made is not None), node)
 
     def _as_sent(self, op: Op, label: str, whole: Tensor) -> tuple[tuple[Op, int], ...]:
-        """The collectives of a call, each with the bytes of its full tensor."""
+        """Returns the collectives of a call, each with the bytes of the full tensor."""
         if self.wire is not None and self.wire.encodes(label, whole.dtype, whole.numel(), self.size):
             return self.wire.collectives(op, whole.numel(), self.size)
         return ((op, whole.numel() * whole.element_size()),)
 
     def _encoded(self, label: str, whole: Tensor) -> EncodedCollectives | None:
-        """Makes a collective over ``whole`` in fewer bits; None: the collective is exact."""
+        """Returns the collectives that send ``whole`` in fewer bits; None: the collective is exact."""
         if self.wire is None or not self.wire.encodes(label, whole.dtype, whole.numel(), self.size):
             return None
         return EncodedCollectives(self._comm, "tp", self.wire, self.kernels)
 
     def all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> None:
-        """Reduce ``tensor`` (any shape, contiguous) over the axis in place: sum or maximum."""
+        """Reduces ``tensor`` (any shape, contiguous) over the axis in place: sum or maximum."""
         self.start_all_reduce(tensor, label, op).wait()
 
     def all_gather(self, part: Tensor, label: str) -> Tensor:
-        """Gather ``part`` [...] of every rank, contiguous and of one shape, into a new tensor [size, ...]."""
+        """Gathers ``part`` [...] of every rank, contiguous and of one shape, into a new tensor [size, ...]."""
         full, pending = self.start_all_gather(part, label)
         pending.wait()
         return full
 
     def reduce_scatter(self, full: Tensor, label: str) -> Tensor:
-        """Sum ``full`` [size, ...] over the ranks and return this rank's slice as a new tensor [...].
+        """Sums ``full`` [size, ...] over the ranks and returns this rank's slice as a new tensor [...].
 
         ``full`` is contiguous and serves as scratch memory.
         """
@@ -144,14 +145,14 @@ class TensorAxis:
         return part
 
     def start_all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> Pending:
-        """Start :meth:`all_reduce`; ``tensor`` is ready after ``wait``."""
+        """Starts :meth:`all_reduce`; ``tensor`` is ready after ``wait``."""
         if self.dry or self.size == 1:
             self.expect("all_reduce", label, tensor)
             return Pending()
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Start :meth:`all_gather`; its result is ready after ``wait``."""
+        """Starts :meth:`all_gather`; the result is ready after ``wait``."""
         if self.dry or self.size == 1:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full)
@@ -160,7 +161,7 @@ class TensorAxis:
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Start :meth:`reduce_scatter`; its result is ready after ``wait``."""
+        """Starts :meth:`reduce_scatter`; the result is ready after ``wait``."""
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full)
             return full[self.index], Pending()
@@ -168,7 +169,7 @@ class TensorAxis:
         return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
-        """A collective over a tensor like ``full`` that a kernel does by itself, launched by ``call``."""
+        """Counts and returns a collective over a tensor like ``full`` that the kernel launched by ``call`` performs."""
         return self._comm.in_kernel(op, full, "tp", label, call)
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
@@ -194,12 +195,12 @@ class TensorAxis:
         return self._comm.reduce_scatter(part.view(-1), full.view(-1), "tp", label)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorAxis":
-        """A copied model communicates through the same processes."""
+        """Returns ``self``: a copied model communicates through the same processes."""
         return self
 
 
 class DryAxis(TensorAxis):
-    """The first of ``size`` ranks without any process; it is always dry."""
+    """Axis of the first of ``size`` ranks without processes; it is always dry."""
 
     def __init__(self, size: int, listener: Listener | None = None) -> None:
         self.index, self.size, self.dry, self.listener = 0, size, True, listener

@@ -82,7 +82,7 @@ trace, a FreeTensor replaces every other tensor."""
 
 @dataclass
 class Material:
-    """Data that measuring needs in addition to a trace. Filled while the trace is made."""
+    """Arguments and saved bytes of the traced calls, by which their seconds and memory are measured."""
 
     arguments: list[Arguments] = field(default_factory=list)
     """Arguments of each call."""

@@ -109,5 +109,5 @@ def hugging_face(folder: str) -> list[str]:
 def test_methods_of_a_hugging_face_model(run_ranks: RunRanks, tmp_path: Any) -> None:
     for said in run_ranks(hugging_face, 2, str(tmp_path)):
         assert all("eng.save_pretrained(folder)" in text for text in said), said
-        assert "on pipeline rank" in said[0] and "that has on each rank a part" in said[1], said
+        assert "on pipeline rank" in said[0] and "the part of its parameters that this rank has" in said[1], said
     assert (tmp_path / "ours" / "config.json").exists()

@@ -101,7 +101,7 @@ def test_step_before_backward_and_too_many_backwards() -> None:
             eng.backward(eng(tokens[:, :-1], tokens[:, 1:])[1])
         text = message(lambda: eng.backward(eng(tokens[:, :-1], tokens[:, 1:])[1]))
         assert text.startswith("backward was called for 5 microbatches; gradient_accumulation_steps is 4: call step()")
-        assert "train_batch inside an unfinished accumulation" in message(lambda: eng.train_batch(None))
+        assert "train_batch was called inside an unfinished accumulation" in message(lambda: eng.train_batch(None))
         assert eng.step() is not None, "the mistake did not spoil the step"
 
 
@@ -144,7 +144,8 @@ def test_reduction_of_every_microbatch_needs_shards() -> None:
 def test_only_sharded_parameters_are_gathered(zero: dict[str, Any], named: str) -> None:
     settings = CONFIG | {"zero_optimization": {"stage": 2} | zero}
     assert message(lambda: engine.initialize(models.decoder(), settings), engine.ConfigError) == (
-        f"zero_optimization.{named} with stage 2: only stage 3 gathers parameters; set stage to 3, or leave it out."
+        f"zero_optimization.{named} with stage 2: only stage 3 gathers parameters; set stage to 3, or leave "
+        f"{named.partition(':')[0]} out."
     )
 
 
@@ -157,9 +158,9 @@ def test_sharding_needs_an_optimizer_that_works_element_by_element(stage: int) -
     settings = CONFIG | {"zero_optimization": {"stage": stage}}
     start = lambda: engine.initialize(models.decoder(), settings, optimizer=lambda p: WholeMatrix(p, lr=0.1))  # noqa: E731
     assert message(start, engine.ConfigError) == (
-        "optimizer WholeMatrix is given parts of parameters by zero_optimization.stage 1 or more, which needs an "
-        "optimizer that works element by element: choose another optimizer, set `elementwise = True` on its class "
-        "if it does, or `whole_parameters = True` if it updates each parameter as a whole."
+        "optimizer WholeMatrix is given shards of parameters by zero_optimization.stage 1 or more, which needs an "
+        "optimizer that updates element by element; choose such an optimizer, set `elementwise = True` on its class if "
+        "it does, or `whole_parameters = True` if it updates each parameter as a whole."
     )
 
 
@@ -170,8 +171,8 @@ def test_models_that_cannot_be_trained() -> None:
     frozen = models.decoder().requires_grad_(False)
     with engine.initialize(frozen, CONFIG, loss_fn=loss_sum) as eng:
         assert message(lambda: eng.train_batch(batches(1)[0])) == (
-            "train_batch: the model has no trainable parameter; set requires_grad on the parameters to train before "
-            "engine.initialize, or call eval_batch or predict."
+            "train_batch was called, but the model has no trainable parameter; set requires_grad on the "
+            "parameters to train before engine.initialize, or call eval_batch or predict."
         )
     assert "'tokens.weight' is float8_e4m3fn, a dtype that torch cannot train" in message(
         start(models.decoder().to(torch.float8_e4m3fn)), engine.PlanError
@@ -239,7 +240,7 @@ def test_parameters_that_left_the_engine_are_named() -> None:
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
 
     for how in (assign, nn.Module.double):
-        assert "no longer lies in the engine's memory" in spoil(how)
+        assert "is no longer in the engine's memory" in spoil(how)
 
     def add(model: nn.Module) -> None:
         model.get_submodule("blocks.0").register_module("adapter", nn.Linear(2, 2))

@@ -114,7 +114,7 @@ WRONG_SIZES: list[tuple[int, dict[str, Any], str]] = [
     (2, {"pipeline": 2, "split": ["blocks.7"]},
      "parallel.split: the forward calls no unit 'blocks.7'; similar names are blocks."),
     (2, {"pipeline": 2, "split": ["blocks.1", "norm"]},
-     "parallel.split names 2 calls, but 2 stages need 1; name the call that starts each stage but the first."),
+     "parallel.split names 2 calls, but 2 stages need 1; name the call that starts each stage except the first."),
     (3, {"pipeline": 3, "split": ["blocks.1", "blocks.0"]},
      "parallel.split: 'blocks.0' does not come after the entry before it; name calls in the order"),
     (2, {"pipeline": 2, "split": ["tokens"]}, "parallel.split: 'tokens' is the first call of the forward; name"),
@@ -181,7 +181,7 @@ def test_sequence_that_the_tensor_ranks_cannot_share(run_ranks: RunRanks) -> Non
     (text,) = set(run_ranks(odd_sequence, 2))
     assert text == (
         "a sequence of length 11 does not divide among 2 tensor ranks, as sequence_parallel requires; pad it to a "
-        "multiple of 2, or switch sequence_parallel off."
+        "multiple of 2, or set parallel.sequence_parallel to false."
     )
 
 
@@ -211,7 +211,7 @@ def test_schedules_that_do_not_exist(alone: Callable[..., str], seen: bool, tmp_
         "or more."
     )
     assert refuse("1f1b", virtual_stages=2).startswith("schedule 1f1b with virtual_stages = 2: it holds one stage on")
-    assert "No such file or directory; give the path" in refuse(str(tmp_path / "none.txt"))
+    assert "No such file or directory; name the path" in refuse(str(tmp_path / "none.txt"))
     assert file(b"0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3\n1F1 1B1 1F0 1B0 1F2 1B2 1F3 1B3\n") == (
         "schedule FILE is stuck: rank 0 at 0B0 waits for 1B0 of rank 1; rank 1 at 1F1 waits for 0F1 of rank 0. "
         "Reorder one of these rows."
@@ -225,7 +225,7 @@ def test_schedules_that_do_not_exist(alone: Callable[..., str], seen: bool, tmp_
     )
     assert file(b"0F0 0X0\n1F0 1B0\n").startswith("FILE, line 1: '0X0' is not an action; write stage, F, B, I or W,")
     assert file(b"").startswith("schedule FILE over 0 stages and 0 microbatches is empty;")
-    assert file(b"\xff\xfe\x00").startswith("schedule FILE is not a text file; give a file of actions")
+    assert file(b"\xff\xfe\x00").startswith("schedule FILE is not a text file; name a file of actions")
 
 
 def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], tmp_path: Path) -> None:
@@ -233,8 +233,8 @@ def test_a_schedule_of_two_stages_without_a_pipeline(alone: Callable[..., str], 
     path = tmp_path / "schedule.txt"
     path.write_text(" ".join(f"0F{i} 1F{i} 1B{i} 0B{i}" for i in range(4)))
     assert alone(2, decoder(), {"data": 2, "schedule": str(path)}, None, loss_sum) == (
-        f"schedule {path} has 2 stages, but parallel.pipeline 1 does not cut the model; give a file of one stage, or "
-        "leave the schedule out."
+        f"schedule {path} has 2 stages, but parallel.pipeline 1 does not cut the model; name a file of one stage, or "
+        "remove parallel.schedule."
     )
 
 
@@ -243,11 +243,11 @@ WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     ({"blocks.*.upp": "column"},
      "parallel.tensor_plan: 'blocks.*.upp' matches no module and no parameter; similar names are blocks.*.up"),
     ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up gets two styles, 'column' from 'blocks.*.up' and 'row'"),
-    ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', in which 'columm' is not understood;"),
+    ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', but 'columm' is no word of a style;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},
      "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but tensor is 3; list the"),
     ({"blocks.*.up": "column rows:0-64/64-100/0-1", "blocks.*.down": "row"},
-     "the rows in the style 'column rows:0-64/64-100/0-1' of blocks.0.up must be exactly its 128 rows; give every row"),
+     "the rows in the style 'column rows:0-64/64-100/0-1' of blocks.0.up must cover its 128 rows exactly; list"),
 ]  # fmt: skip
 
 
@@ -448,9 +448,11 @@ def three_calls(grid: str) -> list[str]:
 def test_calls_that_come_too_early_or_cannot_be(run_ranks: RunRanks, grid: str) -> None:
     (first, second) = run_ranks(three_calls, 2, grid)
     assert first == second
-    early = "the plan needs a batch, but none has been passed yet; pass example_batch=... to engine.initialize, or"
+    early = "the model cannot be placed on the grid before a batch is passed; pass example_batch=... to"
     assert all(text.startswith(early) for text in first[:4])
-    assert first[-1] == "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
+    assert first[-1] == (
+        "train_batch was called under torch.no_grad, which records no gradients; call it outside of no_grad."
+    )
     if grid == "pp2":
         assert first[4].startswith(
             "backward(loss) with parallel.pipeline 2: forwards and backwards of all stages are one"
@@ -491,10 +493,10 @@ def test_a_model_of_which_a_rank_holds_a_part_does_not_save_itself(
 ) -> None:
     one, other = run_thread_ranks(2, partial(saves, grid, stage, str(tmp_path)))
     assert load_file(tmp_path / "model.safetensors").keys() == models.llama().state_dict().keys()
-    assert one == other and "save_pretrained was called on a model that has on each rank a part" in one
+    assert one == other and "save_pretrained of the model would write only the part" in one
 
 
 def test_full_tensors_do_not_load_into_a_cut_model(run_ranks: RunRanks) -> None:
     (one, left), other = run_ranks(unfit, 2)
     assert (one, left) == other and not left
-    assert one.startswith("load_state_dict of full tensors on a model that has") and "eng.load_checkpoint" in one
+    assert one.startswith("load_state_dict takes full tensors, but each rank") and "eng.load_checkpoint" in one

@@ -138,7 +138,11 @@ def failure(loss_fn: Callable[..., Any], **monitor: Any) -> str:
 @pytest.mark.parametrize(
     ("metrics", "names", "sentence"),
     [
-        ({"a": 1.0}, [], 'loss_fn returned the metric "a", which monitor.metrics does not name; add it there, so that'),
+        (
+            {"a": 1.0},
+            [],
+            ('loss_fn returned the metric "a", which monitor.metrics does not name; add it to'),
+        ),
         ({}, ["a"], 'loss_fn returned no metric "a", which monitor.metrics names; return (loss, {"a": value}) for'),
         (
             {"a": torch.ones(2)},

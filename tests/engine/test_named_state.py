@@ -257,13 +257,13 @@ def test_mistakes_are_sentences_and_spoil_nothing(stage: int, run_ranks: RunRank
     assert first == second
     starts = [
         "gradients before the first step: there is no gradient yet; call backward",
-        "clip_gradients inside an unfinished accumulation (1 of 2 microbatches): the norm",
+        "clip_gradients was called inside an unfinished accumulation (1 of 2 microbatches): the norm",
         "gradients: 'nose.*' matches no trained parameter; ",
         "gradients: data ranks have written different values into",
         "backward was called for 3 microbatches; gradient_accumulation_steps is 2",
         "gradients were written after the step that used them, without effect",
         "masters: data ranks have written different values into",
-        "gradients after close(), which released",
+        "gradients was called after close(), which released",
     ]
     assert [text.startswith(start) for text, start in zip(first, starts, strict=False)] == [True] * len(starts), first
     assert float(first[-1]) == pytest.approx(norm, rel=1e-4)

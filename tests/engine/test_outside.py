@@ -28,7 +28,7 @@ def test_a_step_of_the_inner_optimizer_is_refused() -> None:
     with start() as eng:
         eng.train_batch(torch.ones(2, 3))
         before = eng.module.get_parameter("weight").clone()
-        with pytest.raises(engine.EngineError, match=r"^step\(\) on the engine's optimizer, .* call eng.step\(\)"):
+        with pytest.raises(engine.EngineError, match=r"^step\(\) was called on the engine's optimizer, .* eng.step\("):
             eng.optimizer.step()
         assert torch.equal(before, eng.module.get_parameter("weight"))
         eng.train_batch(torch.ones(2, 3))
@@ -89,7 +89,7 @@ def test_nothing_runs_after_close() -> None:
     for name, call in CALLS.items():
         with pytest.raises(engine.EngineError) as caught:
             call(eng)
-        assert str(caught.value).startswith(f"{name} after close(), which released the engine's parts; build a")
+        assert str(caught.value).startswith(f"{name} was called after close(), which released the engine's parts;")
     eng.close()
     assert eng.step_count == 1 and eng.plan.groups, "what is only read stays readable"
 

@@ -11,7 +11,9 @@ from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
+from tests.faults.ends_of_ranks import ENDS_OF_RANKS
 from tests.faults.expert_load import EXPERT_LOAD
+from tests.faults.experts import EXPERTS
 from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
@@ -38,6 +40,7 @@ from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
 from tests.faults.scripts_of_deepspeed import SCRIPTS_OF_DEEPSPEED
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
+from tests.faults.shared_experts import SHARED_EXPERTS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
@@ -51,6 +54,7 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
+    "shared experts": (*EXPERTS, *SHARED_EXPERTS),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
@@ -70,7 +74,7 @@ AREAS = {
     "step and precision": STEP_AND_PRECISION,
     "plain torch": PLAIN_TORCH,
     "checkpoint": CHECKPOINT,
-    "reliability": (*RELIABILITY, *JOB_ENDS),
+    "reliability": (*RELIABILITY, *JOB_ENDS, *ENDS_OF_RANKS),
     "host memory": HOST_MEMORY,
     "hosts": (*HOSTS, *LOOPS_OF_HOSTS, *KEYS_AND_VERSIONS),
     "kernels and planning": KERNELS_AND_PLANNING,

@@ -60,8 +60,8 @@ SECONDARY_SHARDS = (
         name="later-gathers-planned-across-nodes",
         about="The plan says that every gather goes over all data ranks.",
         file="engine/planning/budgets.py",
-        old="self.pinned, self.within.buckets)",
-        new="self.pinned)",
+        old="self.pinned, self.within.buckets, axis)",
+        new="self.pinned, (), axis)",
         tests=(_SAME_BITS,),
     ),
 )

@@ -84,7 +84,9 @@ def test_damage_is_named_with_file_and_tensor(copy: Path, capsys: pytest.Capture
     assert main(["checkpoint", "verify", str(copy), "--all"]) == 1
     out, error = capsys.readouterr()
     assert out.count("is sound") == 2 and str(file) in error
-    assert error.endswith("1 of 3 checkpoints are damaged: step-00000003.\n")
+    assert error.endswith(
+        "1 of 3 checkpoints are damaged: step-00000003; copy these again, or load one of the others.\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "COMMIT", "checksums.safetensors", "optim/optim-00000.safetensors"])

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import engine
-from engine.launch.cli import main
+from engine.launch.cli import main, make_parser
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
@@ -94,6 +94,24 @@ def test_check_says_what_it_cannot_know(tmp_path: Path, capsys: pytest.CaptureFi
     config.write_text(json.dumps({"train_batch_size": 4}))
     assert main(["check", str(config), "--ranks", "2"]) == 0
     assert capsys.readouterr().out == f"{config} is valid for 2 ranks\n"
+
+
+ORDERS: tuple[tuple[str, ...], ...] = (
+    ("verify --world 2 --weights train.py -- --steps 9 -w", "verify train.py --world 2 --weights -- --steps 9 -w"),
+    ("verify --world 2 mine:build run.json a=1 b=2", "verify mine:build --world 2 run.json a=1 b=2",
+     "verify mine:build run.json a=1 --wor=2 b=2", "verify mine:build run.json --wor 2 a=1 b=2"),
+    ("compile --world 2 --gpu h100 train.py -- --steps 9", "compile train.py --world 2 --gpu h100 -- --steps 9"),
+    ("plan --world 2 --layers -1 folder run.json a=1", "plan folder --layers -1 run.json --world 2 a=1"),
+    ("check --world 2 run.json a=1", "check run.json --world 2 a=1"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("orders", ORDERS, ids=[lines[0].split()[0] + f" {i}" for i, lines in enumerate(ORDERS)])
+def test_options_stand_before_between_or_after_the_other_arguments(orders: tuple[str, ...]) -> None:
+    first, *others = (vars(make_parser().parse_args(line.split())) for line in orders)
+    assert first["world"] == 2
+    for other in others:
+        assert other == first
 
 
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:

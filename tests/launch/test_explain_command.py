@@ -1,5 +1,7 @@
 """``trine explain``: errors are found by their words, also when the values are filled in."""
 
+import re
+
 import pytest
 
 import engine
@@ -15,7 +17,7 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_some_words_find_an_error_with_its_remedy_and_place(capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, "page-locked", "memory", "offload_states")
     first = text.split("\n\n")[0]
-    assert first.startswith("error   EngineError: offload_states: the host gives no {")
+    assert first.startswith("error   EngineError: offload_states: the host cannot allocate <size> bytes")
     assert "\nremedy  " in first and "\nraised  engine/zero/offload/offloaded_states.py:" in first
     assert "\ncontext " in first
 
@@ -25,6 +27,31 @@ def test_an_error_with_its_values_finds_its_template_alone(capsys: pytest.Captur
         engine.load_config({"train_batch_size": 8, "parallel": {"tensor": 3}}, 4)
     text = explained(capsys, str(raised.value).splitlines()[-1])
     assert text.count("raised  ") == 1 and "engine/config/" in text and "ConfigError" in text
+
+
+NEAR = {
+    "no layout fits: of 1,728 on 8 GPUs the smallest (pp8, ZeRO 0) needs 1.2 GiB, but a GPU has 1.0; give more GPUs": (
+        "no layout fits: of <tried> on <world> GPUs the smallest (<layout>) needs <need> GiB"
+    ),
+    "rank 3 of 8 was started by slurm and the address of a rendezvous is not set; start with `srun x`": (
+        "GridError: rank <rank> of <size> was started by <launcher>, and no address of a rendezvous is set"
+    ),
+    "the vocabluary of 50,257 rows; index of gather outside": "an index of gather is outside the vocabulary of <size>",
+}
+
+
+@pytest.mark.parametrize(("pasted", "found"), NEAR.items(), ids=["other words", "other order", "misspelled"])
+def test_a_pasted_message_that_nearly_matches_is_found_first(
+    pasted: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = explained(capsys, pasted).split("\n\n")[0]
+    assert found in " ".join(first.split())
+
+
+def test_placeholders_are_nouns_and_no_source() -> None:
+    values = [value for error in raised_errors() for value in re.findall(r"\{([^{}\"'?][^{}\"']*)\}", error.text)]
+    assert len(values) > 1000
+    assert not [value for value in values if not re.fullmatch(r"[\w ,.\-]+", value)]
 
 
 def test_nearly_every_template_is_found_by_its_own_text() -> None:

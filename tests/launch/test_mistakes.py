@@ -92,7 +92,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "with engine.initialize(model, CONFIG) as eng:\n"
         "    model.layers[0].weight = nn.Parameter(torch.zeros(8, 8))\n"
         "    eng.train_batch(batch)",
-        "write into it in place instead",
+        "write into the parameter in place",
     ),
 }
 ALONE = {

@@ -225,7 +225,7 @@ def test_traces_of_hosts_are_put_on_one_clock(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("monitor", "watchdog", "said"),
     [
-        ({"profile": "5", "report": "run"}, {}, 'is not a range of steps; give "A:B"'),
+        ({"profile": "5", "report": "run"}, {}, 'is not a range of steps; give one such as "10:12"'),
         ({"profile": "5:3", "report": "run"}, {}, "is not a range of steps"),
         ({"profile": "3:5"}, {}, "without monitor.report"),
         ({"profile": "3:5", "report": "run"}, {"enabled": False}, "flight recorder"),

@@ -167,17 +167,17 @@ def test_a_kind_has_its_usual_stages(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--compare", "gpipe"], "--compare prints the figures of all kinds; leave out gpipe, or --compare."),
     (["--compare", "--tokens"], "--compare prints the figures of all kinds; leave out --tokens, or --compare."),
-    (["no.txt"], "schedule no.txt: No such file or directory; give the path of a file of actions."),
+    (["no.txt"], "schedule no.txt: No such file or directory; name the path of a file of actions."),
     (["--svg", "/no/x.svg", "--tokens", "--ranks", "0"],
-     "schedule 1f1b over 0 stages and 8 microbatches is empty; give at least one of each."),
+     "schedule 1f1b over 0 stages and 8 microbatches is empty; use at least one of each."),
     (["--forward", "0"], "--forward 0 is not a duration; give a number, more than 0."),
     (["--weight", "nan"], "--weight nan is not a duration; give a number, 0 or more."),
     (["--transfer", "-1"], "--transfer -1 is not a duration; give a number, 0 or more."),
-    (["--compare", "--ranks", "0"], "is empty; give at least one of each"),
+    (["--compare", "--ranks", "0"], "is empty; use at least one of each"),
     (["--world", "4"], "--world completes the sizes of a configuration; give --config too, or leave --world out."),
     (["gpipe", "--virtual-stages", "2"], "it holds one stage on each rank; set virtual_stages to 1."),
     (["zb-h9"], "schedule 'zb-h9' does not exist; choose "),
-    (["--config", "no.json"], "no.json: no such file;"),
+    (["--config", "no.json"], "no.json: this file does not exist;"),
 ])  # fmt: skip
 def test_mistakes_are_sentences(
     capsys: pytest.CaptureFixture[str], words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,7 +189,7 @@ def test_mistakes_are_sentences(
 def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "no" / "x.svg"
     assert main(["schedule", "--svg", str(path)]) == 1
-    expected = f"{path}: No such file or directory; name a file in an existing folder.\n"
+    expected = f"{path} cannot be written (No such file or directory); name a file in an existing folder.\n"
     assert capsys.readouterr().err == expected
 
 
@@ -208,7 +208,7 @@ def test_files_that_are_no_schedules(capsys: pytest.CaptureFixture[str], tmp_pat
     path.write_text("0F0 0B0\n1B0 1F0")
     assert "is stuck" in refused(capsys, path)
     path.write_text("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1")  # could be done, but not with messages in order
-    assert "received in the order in which they are sent" in refused(capsys, path)
+    assert "received in the order of the sends" in refused(capsys, path)
 
 
 @pytest.mark.parametrize("words", [["1f1b"], ["--compare"], ["--config", "configs/tp2_pp2_zero1.json"]])

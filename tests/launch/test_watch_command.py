@@ -10,6 +10,7 @@ import pytest
 
 from engine.launch import watch_command
 from engine.launch.cli import main
+from engine.parallel.comm.flight import recorder
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.watchdog.diagnosis import Blame
@@ -64,9 +65,9 @@ def test_the_latest_dead_jobs_are_listed_and_the_others_counted(
     for number in range(6):
         folder = tmp_path / f"dead{number}"
         folder.mkdir()
-        recorder = FlightRecorder(folder / "rank0.flight", 0, 1, {"host": "here"})
-        recorder.say("ValueError: odd")
-        recorder.close()
+        ended = FlightRecorder(folder / "rank0.flight", 0, 1, {"host": "here"})
+        ended.say("ValueError: odd")
+        ended.close()
         time.sleep(0.02)  # jobs are listed by the time of their end
     monkeypatch.undo()
     monkeypatch.setattr(watch_command, "flight_folder", lambda: tmp_path)
@@ -77,10 +78,28 @@ def test_the_latest_dead_jobs_are_listed_and_the_others_counted(
     listed = [f"job dead{number}," in told for number in range(6)]
     assert told.startswith("job alive,") and listed == [False] * 3 + [True] * 3
     assert told.endswith("\n3 more jobs have ended here; trine watch --all lists them\n")
+    assert "job dead5, 1 of 1 ranks on this host, ended 0 s ago\n" in told
     assert main(["watch", "--all"]) == 0
     told = capsys.readouterr().out
     assert all(f"job dead{number}," in told for number in range(6)) and "more jobs" not in told
     alive.close()
+
+
+def test_jobs_that_ended_long_ago_are_counted_and_their_pids_may_be_of_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old").mkdir()
+    with monkeypatch.context() as past:  # that rank wrote last when the machine started, before this process
+        past.setattr(recorder, "now", lambda: 1)
+        FlightRecorder(tmp_path / "old" / "rank0.flight", 0, 1, {"host": "here"}).close()
+    monkeypatch.setattr(watch_command, "flight_folder", lambda: tmp_path)
+    monkeypatch.setattr(watch_command, "_RECENT_HOURS", 0)
+    assert main(["watch"]) == 0
+    none = "no rank of this user runs on this host under a watchdog\n"
+    assert capsys.readouterr().out == f"{none}\n1 job has ended here; trine watch --all lists it\n"
+    assert main(["watch", "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{none}\njob old, 1 of 1 ranks on this host, ended ") and " ago\nrank " in shown
 
 
 def test_a_folder_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,4 +107,4 @@ def test_a_folder_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{tmp_path} has no watchdog_report.json, so no job that reports there has hung" in capsys.readouterr().err
     (tmp_path / "watchdog_report.json").write_text("{}")
     assert main(["watch", str(tmp_path)]) == 1
-    assert "cannot be read (KeyError: 'views'); it may be damaged." in capsys.readouterr().err
+    assert "cannot be read (KeyError: 'views'); it may be damaged; remove it, and" in capsys.readouterr().err

@@ -74,6 +74,49 @@ def test_the_data_axis_is_made_of_shard_groups_and_replicas(
     assert opened == ([axis for axis in ("dp_shard", "dp_replicate") if grid.size(axis) > 1] if groups > 1 else [])
 
 
+NESTED = [
+    (size, groups, experts)
+    for size, groups, experts in product((1, 2, 4, 6), (1, 2, 3), (1, 2, 3, 4, 6, 8))
+    if size * groups % experts == 0 and max(size, experts) % min(size, experts) == 0
+]
+
+
+@given(grids_st, st.sampled_from(NESTED), st.data())
+def test_groups_of_experts_and_shard_groups_are_runs_one_inside_the_other(
+    grid: Grid, nested: tuple[int, int, int], data: st.DataObject
+) -> None:
+    size, groups, experts = nested
+    whole = Grid(order=grid.order, shard_size=size, experts=experts, **{**grid.sizes, "dp": size * groups})
+    grid = whole.at(data.draw(st.integers(0, whole.world_size - 1)))
+    line, own = grid.peers("dp"), grid.coord().dp
+    assert grid.peers("ep") == line[own // experts * experts :][:experts] and grid.holder().ep == own % experts
+    assert grid.peers("edp") == line[own % experts :: experts]
+    inner, outer = set(grid.peers("edp_shard")), set(grid.peers("edp_replicate"))
+    assert inner == set(grid.peers("edp")) & set(grid.peers("dp_shard"))
+    assert grid.size("edp_shard") * grid.size("edp_replicate") * experts == size * groups
+    assert inner & outer == {grid.rank} and outer <= set(grid.peers("edp"))
+    shards = {(grid.index("edp_shard", rank), grid.holder(grid.coord(rank)).ep) for rank in outer}
+    assert len(shards) == 1, "ranks that sum a shard hold the same shard of the same experts"
+    for axis in ("ep", "edp", "edp_shard", "edp_replicate"):
+        every = list(grid.groups(axis))
+        assert sorted(rank for group in every for rank in group) == list(range(grid.world_size))
+        assert grid.peers(axis) in every and grid.peers(axis)[grid.index(axis)] == grid.rank
+    spread = grid.expert_spread
+    assert spread.ranks == grid.size(spread.sharding) and (spread.sums, spread.copies) == ("edp", "edp")
+    assert spread.sharding == ("edp_shard" if groups > 1 else "edp")
+
+
+@given(grids_st, st.sampled_from(NESTED))
+def test_axes_of_experts_have_groups_of_their_own_only_with_experts(grid: Grid, nested: tuple[int, int, int]) -> None:
+    size, groups, experts = nested
+    used = axis_groups(Grid(order=grid.order, shard_size=size, experts=experts, **{**grid.sizes, "dp": size * groups}))
+    opened = [axis for axis in used if axis in ("ep", "edp", "edp_shard", "edp_replicate")]
+    if experts == 1:
+        assert not opened
+    else:
+        assert "ep" in opened and ("edp" in opened) == (size * groups > experts)
+
+
 @given(grids_st, st.sampled_from(("pp", "dp", "tp")))
 def test_a_stride_is_the_distance_to_the_next_peer(grid: Grid, axis: Literal["pp", "dp", "tp"]) -> None:
     before = {"tp": 1, "dp": grid.tp, "pp": grid.tp * grid.dp}
@@ -139,6 +182,25 @@ def test_an_axis_below_one_is_refused_by_name(sizes: tuple[int, int, int], said:
 def test_shard_groups_share_the_data_axis_evenly(size: int) -> None:
     with pytest.raises(GridError, match=f"shard size {size} does not divide the 4 data ranks; give a divisor of 4"):
         Grid(dp=4, shard_size=size)
+
+
+@pytest.mark.parametrize("experts", [0, -2, 4, 12])
+def test_experts_divide_the_data_axis_evenly(experts: int) -> None:
+    with pytest.raises(GridError) as caught:
+        Grid(dp=6, experts=experts)
+    assert str(caught.value) == (
+        f"expert size {experts} does not divide the 6 data ranks, over which experts are laid; give one of 1, 2, 3, 6."
+    )
+
+
+def test_experts_and_shard_groups_fit_into_each_other() -> None:
+    with pytest.raises(GridError) as caught:
+        Grid(dp=12, shard_size=4, experts=6)
+    assert str(caught.value) == (
+        "expert size 6 and zero_optimization.shard_size 4 do not fit into each other, but groups of experts and shard "
+        "groups are runs of neighbours, one inside the other; let one be a multiple of the other."
+    )
+    assert Grid(dp=12, shard_size=2, experts=6).size("ep") == Grid(dp=12, shard_size=6, experts=2).size("edp") == 6
 
 
 @pytest.mark.parametrize("rank", [-1, 4, 100])

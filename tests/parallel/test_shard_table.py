@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.parallel.grid import Holder
+from engine.parallel.experts.forms import expert_bounds, expert_cut, owner_cut
+from engine.parallel.grid import ShardHolder as At
 from engine.parallel.shard_table import Division, Range, ShardRow, ShardTable, build_table
 
 
@@ -69,12 +70,12 @@ def test_an_uncut_row_is_one_range_that_every_tensor_rank_holds(tp: int) -> None
 
 
 def test_rows_of_a_stage_are_those_it_owns_and_a_tie_is_on_several(table: ShardTable) -> None:
-    assert table.held_by(Holder(0)) == table.rows and table.held_by(Holder(1)) == ()
+    assert table.held_by(At(0)) == table.rows and table.held_by(At(1)) == ()
     first, tied, last = cut("a", (0,)), cut("b", (0, 2)), cut("c", (2,))
     staged = ShardTable((first, tied, last))
-    assert staged.held_by(Holder(0)) == (first, tied)
-    assert staged.held_by(Holder(1)) == ()
-    assert staged.held_by(Holder(2)) == (tied, last)
+    assert staged.held_by(At(0)) == (first, tied)
+    assert staged.held_by(At(1)) == ()
+    assert staged.held_by(At(2)) == (tied, last)
     assert staged.elements == 3 * 8 * 6
 
 
@@ -110,16 +111,19 @@ def test_a_rank_without_a_part_holds_nothing() -> None:
 
 def test_exactly_one_copy_of_every_element_is_counted() -> None:
     tied = cut("e", (0, 3), 0, Range(0, 4, (0,)), Range(4, 8, (1,)))
-    assert [(stage, tp) for stage in (0, 3) for tp in (0, 1) if tied.counted(Holder(stage, tp))] == [(0, 0), (0, 1)]
+    assert [(stage, tp) for stage in (0, 3) for tp in (0, 1) if tied.counted(At(stage, tp))] == [
+        (0, 0),
+        (0, 1),
+    ]
     shared = cut("k", (1,), 0, Range(0, 4, (0, 1)), Range(4, 8, (2, 3)))
-    assert [tp for tp in range(4) if shared.counted(Holder(1, tp))] == [0, 2] and shared.partial
+    assert [tp for tp in range(4) if shared.counted(At(1, tp))] == [0, 2] and shared.partial
 
 
 def test_shared_rows_beside_own_ones_are_counted_once() -> None:
     """Multi-query attention in one layer: queries cut, the key held by both."""
     mixed = Range(0, 2, (0,)), Range(2, 4, (1,)), Range(4, 8, (0, 1))
     by_rows, by_columns = cut("qkv", (0,), 0, *mixed), cut("qkv", (0,), 1, *mixed[:2], Range(4, 6, (0, 1)))
-    assert [by_rows.counted(Holder(0, tp)) for tp in (0, 1)] == [True, True]
+    assert [by_rows.counted(At(0, tp)) for tp in (0, 1)] == [True, True]
     assert by_rows.copies(0) == () and by_rows.copies(1) == ((2 * 6, 6 * 6),)
     assert by_columns.copies(1) == tuple((4 * row + 2, 4 * row + 4) for row in range(8))
     assert cut("k", (0,), 0, Range(0, 8, (0, 1))).copies(1) == ()  # not counted at all
@@ -128,6 +132,38 @@ def test_shared_rows_beside_own_ones_are_counted_once() -> None:
 def test_a_row_that_holds_no_copies_is_not_walked_through() -> None:
     by_columns = replace(cut("experts", (0,), 1, Range(0, 3, (0,)), Range(3, 6, (1,))), shape=(2**50, 6))
     assert by_columns.copies(0) == by_columns.copies(1) == ()
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (5, 2), (7, 3)])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_each_expert_is_held_by_one_expert_rank_and_counted_once(experts: int, ranks: int, stacked: bool) -> None:
+    """Over expert, tensor and pipeline ranks, stacked in one parameter or each in its own, sharded unevenly too."""
+    model, sizes = nn.ParameterDict({"norm": nn.Parameter(torch.ones(3))}), expert_bounds(experts, ranks)
+    if stacked:
+        model["up"] = nn.Parameter(torch.ones(experts, 4, 3))
+        cuts = {"up": expert_cut(experts, ranks)}
+    else:
+        model.update({f"up{number}": nn.Parameter(torch.ones(4, 3)) for number in range(experts)})
+        owners = {number: rank for rank in range(ranks) for number in range(sizes[rank], sizes[rank + 1])}
+        cuts = {f"up{number}": owner_cut(4, rank) for number, rank in owners.items()}
+    table = build_table(model, {}, Division(2, experts=cuts, owners={name: (1,) for name in cuts}))
+    holders = [At(pp, tp, ep) for pp in range(2) for tp in range(2) for ep in range(ranks)]
+    for ep in range(ranks):
+        here = At(1, 1, ep)
+        held = [each for each in table.held_by(here) if each.name != "norm"]
+        assert sum(each.local_elements(each.part(here)) for each in held) == 12 * (sizes[ep + 1] - sizes[ep])
+        assert not [each for each in table.held_by(At(0, 0, ep)) if each.name != "norm"], "another stage"
+    for each in table:
+        counting = [at for at in holders if each.held(at) and each.counted(at)]
+        assert sum(each.local_elements(each.part(at)) for at in counting if each.axis == "ep") in (0, each.elements)
+        assert all(at.tp == 0 for at in counting) and each.equal_on_tensor_ranks
+        assert (each.axis == "ep") == (each.name in cuts) and not each.partial
+
+
+def test_gradients_of_stacked_experts_are_partial_where_tensor_ranks_divide_the_rows() -> None:
+    model = nn.ParameterDict({"up": nn.Parameter(torch.ones(4, 2, 3))})
+    (found,) = build_table(model, {}, Division(2, experts={"up": expert_cut(4, 2)}, partial={"up"}))
+    assert found.partial and found.axis == "ep" and not found.copies(0) and found.local_shape(1) == (2, 2, 3)
 
 
 def test_the_grid_divides_what_it_names_and_nothing_else() -> None:
@@ -140,5 +176,5 @@ def test_the_grid_divides_what_it_names_and_nothing_else() -> None:
     embed, scale, norm = (row(table, name) for name in ("embed.weight", "scale", "norm.weight"))
     assert embed.owners == (0, 1) and embed.dim == 0 and embed.ranges == half.ranges and not embed.partial
     assert scale.owners == (1,) and scale.in_glue and scale.dim is None
-    assert norm.owners == (0,) and norm.partial and not norm.counted(Holder(0, 1)) and norm.counted(Holder(0, 0))
-    assert table.held_by(Holder(1)) == (scale, embed)
+    assert norm.owners == (0,) and norm.partial and not norm.counted(At(0, 1)) and norm.counted(At(0, 0))
+    assert table.held_by(At(1)) == (scale, embed)

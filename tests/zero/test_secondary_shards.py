@@ -170,7 +170,7 @@ def test_each_parameter_crosses_nodes_once_a_step() -> None:
     ("zero", "told"),
     [
         ({"stage": 2, "zero_hpz_partition_size": 2}, "only stage 3 gathers parameters"),
-        (PAIRS | {"gather": "step"}, "that it never reads"),
+        (PAIRS | {"gather": "step"}, "no gather would read secondary shards"),
         (ZERO3 | {"zero_hpz_partition_size": 3}, "3 does not divide the 4 data ranks"),
         (ZERO3 | {"zero_hpz_partition_size": 8}, "8 does not divide the 4 data ranks"),
         (ZERO3 | {"zero_hpz_partition_size": "node"}, 'give a number of data ranks, or "auto"'),

@@ -1,7 +1,7 @@
 """Agreement of data ranks on gathers outside the common order, and on the calls that a backward will reach (ZeRO 3).
 
-A data rank cannot know that another one calls a module once more (a vision tower for images and for videos, a loop
-whose length depends on the data). So every forward ends with a round in which the ranks tell each other that they have
+A data rank cannot know that another one calls a module once more (a vision tower for images and for videos, a loop with
+a length that depends on the data). So every forward ends with a round in which the ranks tell each other that they have
 ended it, and a rank that needs something out of order asks for it in such a round:
 
     rank 0   gathers 0 1 2 3 in order | needs 1: round      | needs 2: round      | end: round
@@ -9,7 +9,7 @@ ended it, and a rank that needs something out of order asks for it in such a rou
 
 A rank begins its first round after it has started all gathers of the order, so nobody waits for it in one. The last
 round compares the calls. A backward after equal calls asks in equal order on all ranks. After unequal calls a rank
-keeps in its backward what it will reach again, and asks for nothing out of order.
+keeps the buckets that its backward will reach again, and requests nothing out of order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ ROUND = "gather round"
 
 
 def round_bytes(buckets: int) -> int:
-    """Return the bytes that a rank says in a round: flags, a digest of its calls, a bit for each bucket."""
+    """Returns the bytes that a rank sends in a round: flags, a digest of its calls, a bit for each bucket."""
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
 
@@ -54,7 +54,7 @@ class GatherRounds:
         self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
-        """Return what all ranks say in this round."""
+        """Returns the messages of all ranks in this round."""
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
         return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]
@@ -86,22 +86,22 @@ class PassCalls:
         """Data ranks have made different calls in one of the forwards."""
 
     def begin_forward(self) -> None:
-        """Forget the calls that a backward has differentiated."""
+        """Forgets the calls that a backward has differentiated."""
         if self._reached:
             self._positions.clear()
             self._reached = self.unequal = False
 
     def begin_backward(self) -> None:
-        """Let the next forward begin anew."""
+        """Makes the next forward begin with an empty record of calls."""
         self._reached = True
 
     def note(self, position: int) -> None:
-        """Note a call; calls of one position in succession are one."""
+        """Notes a call; successive calls of one position count once."""
         if self._positions[-1:] != [position]:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Compare the calls of all ranks, which have ended their forward."""
+        """Compares the calls of all ranks after their forward."""
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property

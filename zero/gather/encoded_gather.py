@@ -3,9 +3,9 @@
     ZeRO 3        kept [s] -> message [m] -> gathered [N, m] -> params [N*s]      whenever the bucket is gathered
     ZeRO 1 and 2  master [s] -> the same                                          after each update
 
-So all data ranks compute with the same values, bit for bit, while what the optimizer updates stays exact: the shard
-that is kept at ZeRO 3, the master below. Parameters without a master (fp32) would be overwritten by what they were
-rounded to, and are gathered as they are at ZeRO 1 and 2.
+So all data ranks compute with the same values, bit for bit, while the weights of the optimizer remain exact: the shard
+at ZeRO 3, the master below. Parameters without a master (fp32) would be overwritten by their rounded values, and are
+gathered as they are at ZeRO 1 and 2.
 """
 
 from collections.abc import Sequence
@@ -32,19 +32,20 @@ class EncodedGather:
     """All messages [N*m], once they have come."""
 
     def decode(self) -> None:
-        """Write the values of all ranks into the bucket."""
+        """Writes the values of all ranks into the bucket."""
         ranks = self.full.numel() // self.own.numel()
         self.codec.decode(self.full.view(ranks, -1), self.flat.params.view(ranks, -1))
 
 
 def encoded_gather(flat: FlatBucket, codec: BlockCodec, weights: Tensor, ranks: int) -> EncodedGather:
-    """Encode this rank's ``weights`` [s] of a bucket for a gather."""
+    """Encodes this rank's ``weights`` [s] of a bucket for a gather."""
     own = codec.message(weights)
     return EncodedGather(flat, codec, own, own.new_empty(ranks * own.numel()))
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
-    """Start the gather of a bucket that ``rounds_in_gathers``, from its masters; one all-gather of the shards."""
+    """Starts the gather of a bucket that ``rounds_in_gathers``, from its master weights; one all-gather of the
+    shards."""
     assert flat.master is not None and flat.codec is not None
     axis = flat.bucket.spread.sharding
     gather = encoded_gather(flat, flat.codec, flat.master.to(flat.params.device), comm.grid.size(axis))
@@ -52,13 +53,14 @@ def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
 
 
 def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """Gather what an update would leave, so that the first step and a resumed one compute with the same values."""
+    """Gathers the weights as an update would leave them, so that the first step and a resumed one compute with equal
+    values."""
     for flat in buckets:
         if flat.rounds_in_gathers:
             gather_masters(flat, comm, "parameters").wait()
 
 
 def with_codecs(buckets: Sequence[FlatBucket], formats: WireFormats, kernels: Kernels) -> tuple[FlatBucket, ...]:
-    """The same buckets, which know how their weights are encoded."""
+    """Returns the same buckets with the codecs of their weights."""
     found = [(flat, formats.of_weights(flat.bucket)) for flat in buckets]
     return tuple(flat if wire is None else replace(flat, codec=BlockCodec(wire, kernels)) for flat, wire in found)

@@ -1,10 +1,10 @@
-"""Tensors that lie in shards as parameters do, by parameter name: gradients, masters, moments; to read and to write.
+"""Tensors that are sharded as parameters are, by parameter name: gradients, masters, moments; to read and to write.
 
     pieces                [ shard 1 ]                        what this rank holds of a bucket
     whole     [ shard 0 | shard 1 | shard 2 | shard 3 ]      gathered over axis dp; given out as views by name
 
-Afterwards each rank takes the elements of its pieces back that differ from what was given out, so that reading changes
-no bit.
+Afterwards each rank copies back the elements of its pieces that differ from the gathered values, so that reading
+changes no bit.
 
 Full access to sharded parameters between steps, for reading and writing (ZeRO 3).
 """
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import bit_sum, gather_from_all
 from engine.parallel.comm.comm import Comm
+from engine.parallel.grid import Axis
 from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.model.whole_sizes import sizes_of_parts
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -32,7 +33,7 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """The elements ``part`` of a bucket, as this rank holds them."""
+    """Elements ``part`` of a bucket, as this rank holds them."""
 
     flat: FlatBucket
     part: slice
@@ -42,7 +43,7 @@ class HeldPart:
     """Factor from ``values`` to the given values."""
 
     def given(self) -> Tensor:
-        """Values in the scale that the user reads and writes."""
+        """Returns values in the scale that the user reads and writes."""
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
@@ -55,7 +56,7 @@ class HeldPart:
         return True
 
     def of(self, slot: Slot) -> "HeldPart | None":
-        """The elements that belong to one parameter; None if there are none."""
+        """Returns the elements that belong to one parameter; None if there are none."""
         start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
         if start >= stop:
             return None
@@ -65,7 +66,7 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedShards:
-    """One kind of tensor of the trained parameters."""
+    """Shards of one kind of tensor (weights, gradients or a moment) of all trained parameters, by name."""
 
     call: str
     """The public method, for errors."""
@@ -83,7 +84,7 @@ class NamedShards:
 
 @contextmanager
 def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Tensors of the parameters that match, full over dp, in the shapes of this rank's parameters.
+    """Yields tensors of the parameters that match, full over dp, in the shapes of this rank's parameters.
 
     Collective: one all-gather over dp for each bucket, label "full tensors"; at the end digests over dp and replica.
 
@@ -102,11 +103,12 @@ def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor
         for view in views.values():
             lay_apart(view, {})
         firsts = {flat.bucket.slots[0].name: whole for flat, whole in wholes.values()}
+        axes = {flat.bucket.slots[0].name: flat.bucket.spread.copies for flat, _ in wholes.values()}
         before, before_views = _digests(firsts), _digests(views)
     yield views
     with torch.no_grad():
         # what has changed, and not what is there: copies that were never equal to the bit may still be read
-        check_data_ranks(_changes(firsts, before), shards.call, shards.comm)
+        check_data_ranks(_changes(firsts, before), axes, shards.call, shards.comm)
         rows = matching_rows(shards.table, pattern)
         check_holders(_changes(views, before_views), rows, shards.call, shards.comm, shards.device)
         pieces = [piece for piece in shards.pieces if id(piece.flat) in wholes]
@@ -118,13 +120,13 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Digests of what was written; 0 where nothing was."""
+    """Returns digests of the written values; 0 without a write."""
     return {name: now - before[name] for name, now in _digests(tensors).items()}
 
 
 @contextmanager
 def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """This rank's part [elements] of each parameter that matches; empty where other data ranks hold all of it.
+    """Yields this rank's part [elements] of each parameter that matches; empty where other data ranks own all of it.
 
     Sends nothing, but masters are gathered where some rank has written.
     """
@@ -145,17 +147,21 @@ def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tenso
 
 
 def _finish(shards: NamedShards, written: Sequence[tuple[HeldPart, Tensor]]) -> None:
-    """Take what was written into each piece, and refresh the buckets into which any data rank has written."""
+    """Copies the written values into each shard, and gathers again the buckets into which any data rank has written."""
     changed = {id(piece.flat) for piece, values in written if piece.take(values)}
     if shards.refresh is None or not shards.buckets:
         return
-    own = torch.tensor([id(flat) in changed for flat in shards.buckets], dtype=torch.int64)
-    table = gather_from_all(own, shards.comm, shards.device, LABEL, shards.comm.grid.copies)
-    shards.refresh([flat for flat, any_ in zip(shards.buckets, table.any(dim=0).tolist(), strict=True) if any_])
+    stale = set[int]()
+    for axis in sorted({flat.bucket.spread.copies for flat in shards.buckets}):
+        flats = [flat for flat in shards.buckets if flat.bucket.spread.copies == axis]
+        own = torch.tensor([id(flat) in changed for flat in flats], dtype=torch.int64)
+        table = gather_from_all(own, shards.comm, shards.device, LABEL, axis)
+        stale |= {id(flat) for flat, any_ in zip(flats, table.any(dim=0).tolist(), strict=True) if any_}
+    shards.refresh([flat for flat in shards.buckets if id(flat) in stale])
 
 
 def _matching(shards: NamedShards, pattern: str) -> frozenset[str]:
-    """Names of this rank's trained parameters that match; the pattern must match on some stage."""
+    """Returns names of this rank's trained parameters that match; the pattern must match on some stage."""
     trained = [row for row in shards.table if row.trainable]
     names = [name for row in trained for name in (row.name, *row.aliases)]
     refuse_unmatched([(shards.call, pattern)], names, "trained parameter", EngineError)
@@ -163,7 +169,7 @@ def _matching(shards: NamedShards, pattern: str) -> frozenset[str]:
 
 
 def matching_rows(table: ShardTable, pattern: str) -> list[ShardRow]:
-    """The parameters whose name, or another name of which, matches."""
+    """Returns the parameters with a name, or another name, that matches."""
     return [row for row in table if any(fnmatchcase(name, pattern) for name in (row.name, *row.aliases))]
 
 
@@ -182,24 +188,29 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
     return whole
 
 
-def check_data_ranks(written: Mapping[str, Tensor], call: str, comm: Comm) -> None:
-    """Refuse different writes on data ranks, of which each keeps its own shard: first name -> digest of a bucket."""
-    if not written:
-        return
-    mine = torch.stack(list(written.values()))
-    table = gather_from_all(mine, comm, mine.device, LABEL, comm.grid.copies)
-    differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
-    if differing:
-        raise EngineError(
-            f"{call}: data ranks have written different values into {list(written)[differing[0]]!r} or a parameter "
-            "that is gathered with it, and the engine drops them all; write the same values on every rank."
-        )
+def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], call: str, comm: Comm) -> None:
+    """Refuses different writes on data ranks, because each keeps only its own shard.
+
+    Args:
+        written: first name of a bucket -> digest of the bucket.
+        axes: first name of a bucket -> axis of the ranks that hold its parameters.
+    """
+    for axis in sorted({axes[name] for name in written}):
+        names = [name for name in written if axes[name] == axis]
+        mine = torch.stack([written[name] for name in names])
+        table = gather_from_all(mine, comm, mine.device, LABEL, axis)
+        differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+        if differing:
+            raise EngineError(
+                f"{call}: data ranks have written different values into {names[differing[0]]!r} or a parameter that is "
+                "gathered with it, and the engine drops them all; write the same values on every rank."
+            )
 
 
 def check_holders(
     written: Mapping[str, Tensor], rows: Sequence[ShardRow], call: str, comm: Comm, device: torch.device
 ) -> None:
-    """Refuse different writes to tied parameters on their stages, and to uncut parameters on tensor ranks.
+    """Refuses different writes to tied parameters on their stages, and to unsharded parameters on tensor ranks.
 
     ``written``: name -> digest, of the parameters that this rank holds.
     """
@@ -212,8 +223,8 @@ def check_holders(
     for name, column in zip(shared, table.T.tolist(), strict=True):
         if len({held for held in column if held != absent}) > 1:
             raise EngineError(
-                f"{call}: {name!r} lies on several stages or tensor ranks, which have written different values into "
-                "it, and the engine drops them all; write the same values on every rank that holds it."
+                f"{call}: {name!r} is on several stages or tensor ranks, which have written different values into it, "
+                "and the engine drops them all; write the same values on each of these ranks."
             )
 
 
@@ -224,7 +235,7 @@ class ShardedModel:
     model: nn.Module
     table: ShardTable
     buckets: Sequence[FlatBucket]
-    """All buckets of this rank, including those of frozen parameters."""
+    """All buckets of this rank, including buckets of frozen parameters."""
     gatherer: ParameterGatherer | None
     """Gatherer of the parameters; None if they are not sharded."""
     comm: Comm
@@ -232,7 +243,7 @@ class ShardedModel:
 
 @contextmanager
 def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
-    """Implementation of :meth:`engine.Engine.full_parameters`."""
+    """Implements :meth:`engine.Engine.full_parameters`."""
     named = dict(sharded.model.named_parameters())
     chosen = {name: named[name] for name in _matching_parameters(sharded, pattern)}
     gatherer, flats = sharded.gatherer, sharded.buckets
@@ -253,7 +264,8 @@ def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, n
         written = [flats[index] for index in sorted(opened)]
         with torch.no_grad():
             digests = {flat.bucket.slots[0].name: bit_sum(flat.params) for flat in written}
-            check_data_ranks(digests, "full_parameters", sharded.comm)
+            axes = {flat.bucket.slots[0].name: flat.bucket.spread.copies for flat in written}
+            check_data_ranks(digests, axes, "full_parameters", sharded.comm)
             held, device = {name: bit_sum(parameter) for name, parameter in chosen.items()}, flats[0].params.device
             check_holders(held, matching_rows(sharded.table, pattern), "full_parameters", sharded.comm, device)
         for flat in written:
@@ -263,14 +275,14 @@ def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, n
 
 
 def _matching_parameters(sharded: ShardedModel, pattern: str) -> list[str]:
-    """Return the matching names on this rank's stage; the pattern must match on some stage."""
+    """Returns the matching names on this rank's stage; the pattern must match on some stage."""
     names = [name for row in sharded.table for name in (row.name, *row.aliases)]
     refuse_unmatched([("full_parameters", pattern)], names, "parameter", EngineError)
-    stage = sharded.comm.grid.coord().pp
+    holder = sharded.comm.grid.holder()
     matching = matching_rows(sharded.table, pattern)
     if all(row.quantized is not None for row in matching):
         raise EngineError(
             f"full_parameters({pattern!r}) names weights that are stored only as codes (quantize_frozen) and cannot be "
             "written; read them in eng.full_state_dict(), or name them in quantize_frozen.skip."
         )
-    return [row.name for row in matching if stage in row.owners and row.quantized is None]
+    return [row.name for row in matching if row.held(holder) and row.quantized is None]

@@ -1,4 +1,4 @@
-"""Gather groups: modules whose sharded parameters are gathered together (ZeRO 3).
+"""Gather groups: modules with sharded parameters that are gathered together (ZeRO 3).
 
     before     embed, position        all modules before the first block
     blocks     layers.0 ... layers.7  one group each; modules between two chains of blocks join the block before them
@@ -7,7 +7,8 @@
 A model without blocks has one group for each of its modules. Modules are taken in the order of their first calls where
 it is known, else in the order of their definition; a module that runs before its turn is gathered twice.
 
-:class:`GatheredModules` intercepts the calls of these modules, which tell the gatherer what is about to be used.
+:class:`GatheredModules` intercepts the calls of these modules, to announce to the gatherer the groups that are about to
+run.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ class GatherGroups:
 
 
 def find_gather_groups(model: nn.Module, calls: Sequence[str] = (), closed: Collection[str] = ()) -> GatherGroups:
-    """Find the groups of ``model``.
+    """Returns the groups of ``model``.
 
     Args:
         calls: names of modules in the order in which a forward calls them.
@@ -55,7 +56,8 @@ def find_gather_groups(model: nn.Module, calls: Sequence[str] = (), closed: Coll
 
 
 def _in_order(units: Sequence[str], calls: Sequence[str]) -> list[str]:
-    """Sort units by the first call of the unit, of a module in it or around it; the others follow their neighbour."""
+    """Sorts units by the first call of the unit, or of a module in it or around it; other units follow their
+    neighbour."""
     places: list[int] = []
     for unit in units:
         related = (place for place, call in enumerate(calls) if is_inside(call, unit) or is_inside(unit, call))
@@ -120,13 +122,14 @@ class GatheredModules:
 
 
 def _around(units: Collection[str]) -> set[str]:
-    """Names of the modules that contain units, the model itself among them, if they are no units."""
+    """Returns names of the modules that contain units, with the model itself, except units."""
     parts = (unit.split(".") for unit in units)
     return {".".join(path[:count]) for path in parts for count in range(len(path))} - set(units)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield all tensors of an output, also those in attributes of objects, which may be tensors too (cut logits).
+    """Yields all tensors of an output, also tensors in attributes of objects, which may be tensors too (sharded
+    logits).
 
     Attributes may be records again: the shard that cut logits hold, through which gradients pass them by.
     """

@@ -38,7 +38,7 @@ class GatherOrder:
     """Stage -> first position that its backward reaches; earlier ones are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Return the positions of one pass, a forward or a backward of any microbatch, in its order."""
+        """Returns the positions of one pass, a forward or a backward of any microbatch, in its order."""
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
             return range(0)
@@ -48,16 +48,17 @@ class GatherOrder:
 
     @property
     def everywhere(self) -> frozenset[int]:
-        """Buckets that stay gathered through every pass."""
+        """Buckets that remain gathered through every pass."""
         return frozenset.intersection(*self.members)
 
     def at_start(self, walk: Action | None) -> frozenset[int]:
-        """Return the buckets that a pass needs first; the empty set without a pass."""
+        """Returns the buckets that a pass needs first; the empty set without a pass."""
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
 
     def pinned(self, limit: int | None, sizes: Sequence[int]) -> frozenset[int]:
-        """Return the buckets that stay gathered over all microbatches of a step: the first ones within ``limit`` bytes.
+        """Returns the buckets that remain gathered over all microbatches of a step: the first ones within ``limit``
+        bytes.
 
         ``sizes`` are the bytes of every full bucket. A limit of None pins all buckets.
         """
@@ -87,9 +88,9 @@ class Gathers:
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
-    """Return the order of the rank that has ``stages``.
+    """Returns the order of the rank with these ``stages``.
 
-    ``fed`` are those stages that come after trained parameters, so that their backward reaches their first position.
+    ``fed`` are the stages that come after trained parameters, so that their backward reaches their first position.
     """
     buckets = (*layout.buckets, *layout.frozen)
     called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}
@@ -108,7 +109,7 @@ def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[in
 
 
 def _is_whole(bucket: Bucket, turn: Turn) -> bool:
-    """Return whether the bucket is gathered in this turn: from the first to the last of its turns in the stage."""
+    """Returns True if the bucket is gathered in this turn: from the first to the last of its turns in the stage."""
     own = [other for other in bucket.gathers if other.stage == turn.stage]
     return EVERYWHERE in bucket.gathers or (bool(own) and min(own) <= turn <= max(own))
 
@@ -120,7 +121,7 @@ def count_gathers(
     secondary: Collection[int] = (),
     counted: Axis | None = None,
 ) -> Gathers:
-    """Count what the passes of a step gather when every module runs in the order of the groups.
+    """Counts the gathers of the passes of a step in which every module runs in the order of the groups.
 
     ``secondary``: buckets of which nodes keep a shard, so that only their first gather goes over dp. ``counted``: the
     axis of the buckets that count; None: all count.

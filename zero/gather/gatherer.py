@@ -7,11 +7,12 @@ Autograd walks the graph from the newest operation to the oldest, so everything 
 gradient of the call's output arrives. Recomputed forwards run inside a backward; the groups they enter are gathered
 too.
 
-Every rank gathers the groups in their order, whatever the model does (a module that one rank skips is gathered there
-all the same), through communicators of their own, so that no reduction comes between. In a forward, a rank that needs
-something outside that order (for a module that runs again or before its turn, or a weight that other code reads) asks
-for it in a round of all data ranks (``call_agreement``). In a backward after equal calls all ranks ask alike, and
-compare their requests before such a gather; after unequal calls a rank keeps what it will reach again.
+Every rank gathers the groups in their order, independent of the model's calls (a module that one rank skips is gathered
+there all the same), through communicators of their own, so that no reduction comes between. In a forward, a rank that
+needs something outside that order (for a module that runs again or before its turn, or a weight that other code reads)
+asks for it in a round of all data ranks (``call_agreement``). In a backward after equal calls all ranks send equal
+requests, and compare their requests before such a gather; after unequal calls a rank keeps the buckets that it will
+reach again.
 """
 
 from collections import defaultdict, deque
@@ -48,20 +49,20 @@ class _Walk:
         self.kept = kept
         """Buckets that are not freed when they are only passed over."""
         self.stays = kept & (order.members[self.positions[-1]] | pinned) if self.positions else kept
-        """Buckets that stay gathered after the pass, on all ranks alike, whatever each of them has called."""
+        """Buckets that remain gathered after the pass, equal on all ranks, independent of their calls."""
         self.held: frozenset[int] = frozenset()
         """In a backward after unequal calls: buckets that stay gathered to its end, because it reaches them again."""
         self.pinned = pinned
         """Buckets that are not freed before their turn in this pass has come."""
         self.asked = 0
-        """Number of positions whose gathers have been started."""
+        """Number of positions with started gathers."""
         self.oldest: int | None = None
-        """In a backward: the oldest call whose gradient has arrived."""
+        """Oldest call with a gradient that has arrived, in a backward."""
         self.again: set[int] = set()
         """In a backward: positions that the running recomputation has entered."""
 
     def index(self, position: int) -> int:
-        """Return the index of the position in this pass, or -1 if the pass does not contain it."""
+        """Returns the index of the position in this pass, or -1 if the pass does not contain it."""
         return self.positions.index(position) if position in self.positions else -1
 
 
@@ -74,7 +75,7 @@ class ParameterGatherer:
         pinned: buckets that stay gathered over all passes of a step.
         comm: communication; label "parameters" on axis dp, one batch for each group and pass.
         start: called when a gradient arrives while no pass runs, to begin the backward that it belongs to.
-        within: what nodes keep of gathered buckets; these are gathered once over dp, then within the nodes.
+        within: secondary shards of gathered buckets on nodes; these are gathered once over dp, then within the nodes.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ParameterGatherer:
         self._closed = False
         self._reads_shapes = False
         self._openings = 0
-        """Number of open `with` blocks of full_parameters, also of those that open nothing on this rank."""
+        """Number of open `with` blocks of full_parameters, also of blocks that open nothing on this rank."""
         self._differentiated = False
         """A backward of this step has recorded its own operations, which a later one goes through."""
         self._silent: set[int] = set()
@@ -106,9 +107,9 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Announce the passes of a step, so that buckets which the next pass needs first are not freed before it.
+        """Announces the passes of a step, so that buckets that the next pass needs first are not freed before it.
 
-        What nodes have kept from forwards before it is forgotten, so that the step sends what the plan says.
+        Secondary shards from earlier forwards are dropped, so that the step sends the planned traffic.
         """
         self._refuse_opened()
         self._whole.drop_secondary()
@@ -117,18 +118,18 @@ class ParameterGatherer:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Context of one forward."""
+        """Opens one forward."""
         with self._passing(_FORWARD, _BACKWARD if torch.is_grad_enabled() else None):
             yield
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """Context of one backward; ``last`` is True for the last one of the step."""
+        """Opens one backward; ``last`` is True for the last one of the step."""
         with self._passing(_BACKWARD, None if last else _FORWARD):
             yield
 
     def end(self) -> None:
-        """Free everything, because the step is over or has failed; what nodes have kept ends with it."""
+        """Frees everything after the step or its failure, also memory that nodes of the graph refer to."""
         self._to_come.clear()
         self._pass, self._differentiated = None, False
         self._whole.free(self._whole.live - self._opened)
@@ -183,7 +184,7 @@ class ParameterGatherer:
         return now
 
     def _end_forward(self, now: _Walk) -> None:
-        """Take part in the rounds of ranks that have not ended their forward, and compare the calls of all."""
+        """Takes part in the rounds of ranks that have not ended their forward, and compares the calls of all."""
         own = Said(ended=True, calls=now.calls.digest)
         said = self._round(own)
         while not all(each.ended for each in said):
@@ -191,7 +192,7 @@ class ParameterGatherer:
         now.calls.compare(said)
 
     def _round(self, own: Said) -> list[Said]:
-        """Gather what any rank wants, on all of them."""
+        """Gathers on all ranks the buckets that any rank requests."""
         said = self._rounds.meet(own)
         everywhere = frozenset().union(*(each.wanted for each in said if each.everywhere))
         if everywhere:
@@ -203,7 +204,7 @@ class ParameterGatherer:
         self.refuse_opened("a step")
 
     def refuse_opened(self, what: str) -> None:
-        """Refuse, on every stage alike, ``what`` cannot run while full_parameters is open."""
+        """Refuses ``what`` on every stage while full_parameters is open."""
         if self._openings:
             raise EngineError(
                 f"{what} cannot run inside full_parameters, which keeps parameters gathered; leave its `with` block "
@@ -213,7 +214,7 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ what modules call
 
     def enter(self, group: int) -> None:
-        """Gather the group, one of whose modules is about to run."""
+        """Gathers the group before one of its modules runs."""
         position = self._position(group)
         if self._pass is not None and position is not None:
             if self._pass.is_forward:
@@ -222,8 +223,8 @@ class ParameterGatherer:
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def around(self, group: int | None) -> AbstractContextManager[None]:
-        """Context of a call of one of the group's modules (None: of a module around groups), for calls outside passes,
-        which gather by themselves; another engine's backward may recompute one, whose own pass then begins."""
+        """Opens a call of one of the group's modules (None: of a module around groups). A call outside passes gathers
+        for itself; the backward of another engine may recompute a module, and begins a pass of its own."""
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()
         if self._pass is not None or self._reads_shapes:
@@ -234,7 +235,7 @@ class ParameterGatherer:
         return self._outside.call(used)
 
     def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
-        """Watch the outputs of a module that has run: a gradient of theirs tells that its backward begins."""
+        """Hooks the outputs of a module that has run: a gradient of an output marks the begin of its backward."""
         position = self._position(group)
         if position is not None and (self._pass is None or self._pass.is_forward):
             self._calls += 1
@@ -246,7 +247,8 @@ class ParameterGatherer:
                     tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _position(self, group: int) -> int | None:
-        """Return the position of the group in this pass, else its first position on this rank, if it has one."""
+        """Returns the position of the group in this pass, or else its first position on this rank; None if it has
+        none."""
         if self._pass is None:
             return self._anywhere.get(group)
         return self._at.get((self._pass.stage, group), self._anywhere.get(group))
@@ -268,7 +270,8 @@ class ParameterGatherer:
                 self._reach(position, now)
 
     def _reach(self, position: int, now: _Walk) -> None:
-        """Gather and show the group at ``position``, start the gather of the next one, free the ones before it."""
+        """Gathers and shows the group at ``position``, starts the gather of the next one, and frees the ones before
+        it."""
         wanted, index = self._order.members[position], now.index(position)
         # Kept besides ``wanted``: the group that is prefetched already, and pinned buckets that this pass or the next
         # one still needs.
@@ -289,7 +292,7 @@ class ParameterGatherer:
         self._whole.show(wanted | self._ask_ahead(index + 1, now))
 
     def _ask_missing(self, wanted: frozenset[int], now: _Walk) -> None:
-        """Ask for what is missing, out of order."""
+        """Requests missing buckets out of order."""
         if now.is_forward and not wanted <= self._whole.live:
             self._ask_up_to(len(now.positions))  # the other ranks wait for these before they come to a round
             self._round(Said(wanted - self._whole.live))
@@ -297,7 +300,7 @@ class ParameterGatherer:
             self._whole.ask_alike(wanted)
 
     def _ask_ahead(self, index: int, now: _Walk) -> frozenset[int]:
-        """Start the gather of the next group and return the buckets that must be shown at once.
+        """Starts the gather of the next group and returns the buckets that must be shown at once.
 
         In a backward, modules that returned no differentiable tensor never announce their group, so it is shown
         together with the group before it.
@@ -314,7 +317,7 @@ class ParameterGatherer:
         return at_once
 
     def _hold_all(self, now: _Walk) -> None:
-        """Gather everything and keep it to the end of a backward through operations of an earlier backward.
+        """Gathers everything until the end of a backward through operations of an earlier backward.
 
         These read the weights in the order of the forward and then in that of the backward, and no module's output
         tells when.
@@ -325,7 +328,7 @@ class ParameterGatherer:
         self._whole.show(now.held)
 
     def _enter_again(self, position: int, now: _Walk) -> None:
-        """Gather for a recomputed module; buckets that the running backward may need are not freed."""
+        """Gathers for a recomputed module; buckets that the running backward may need are not freed."""
         wanted = self._order.members[position]
         if now.calls.unequal:  # which modules a recomputation enters after this one is unknown
             now.held = frozenset(range(len(self._order.buckets)))
@@ -339,7 +342,7 @@ class ParameterGatherer:
         self._whole.show(wanted)
 
     def _read(self, index: int, name: str) -> None:
-        """Handle a read of a parameter that is not gathered, by code outside its module or outside the engine."""
+        """Handles a read of a parameter that is not gathered, by code outside its module or outside the engine."""
         if self._outside.running:
             return self._outside.read(index)
         if self._pass is None:
@@ -354,7 +357,7 @@ class ParameterGatherer:
 
     @torch.no_grad()
     def _need_everywhere(self, indices: frozenset[int]) -> None:
-        """Keep these buckets gathered through every pass from now on, because the code that reads them is unknown."""
+        """Keeps these buckets gathered through every pass from now on, because unknown code reads them."""
         now = self._pass
         if now is not None and now.is_forward:
             self._ask_up_to(len(now.positions))
@@ -365,7 +368,7 @@ class ParameterGatherer:
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """Keep the memory of views of parameters that a module has returned, because other code will read them."""
+        """Keeps the memory of views of parameters that a module has returned, because other code will read them."""
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)
@@ -373,7 +376,7 @@ class ParameterGatherer:
             self._need_everywhere(found)
 
     def own(self, output: Tensor) -> Tensor:
-        """Return ``output``, which outlives the pass, in memory of its own if it lies in a bucket."""
+        """Returns ``output``, which outlives the pass, in memory of its own if its memory is part of a bucket."""
         index = self._whole.bucket_of(output)
         if index is None:
             return output
@@ -382,7 +385,7 @@ class ParameterGatherer:
         return output.clone()
 
     def retire(self) -> None:
-        """Mark the engine as closed; reads of sharded parameters then say so."""
+        """Marks the engine as closed, for the error of reads of sharded parameters."""
         self._closed = True
 
     # ------------------------------------------------------------------ full parameters between steps
@@ -393,7 +396,8 @@ class ParameterGatherer:
         return self._pass is not None
 
     def open(self, indices: Collection[int]) -> frozenset[int]:
-        """Gather buckets between steps; return those that were not open yet. All ranks of axis dp call it alike."""
+        """Gathers buckets between steps; returns buckets that were not open yet. Every rank of axis dp calls it
+        equally."""
         opened = frozenset(indices) - self._opened
         self._whole.free(opened & self._whole.encoded)  # what a pass has left is rounded, and this is written back
         self._whole.ask_alike(opened, exact=True)
@@ -403,28 +407,29 @@ class ParameterGatherer:
         return opened
 
     def close(self, indices: Collection[int]) -> None:
-        """Free the buckets that ``open`` has returned, except memory that the caller has kept a tensor of."""
+        """Frees the buckets that ``open`` has returned, except memory to which the caller still has a tensor."""
         self._openings -= 1
         self._opened -= set(indices)
         self._whole.free(frozenset(indices), leave=True)
         self._whole.drop_secondary(indices)
 
     def forget(self) -> None:
-        """Gather over all data ranks next, because the shards of the parameters have changed. All ranks call it."""
+        """Drops secondary shards, because the parameters have changed: the next gather reads all data ranks. All ranks
+        call it."""
         self._whole.drop_secondary()
 
     def settle(self) -> None:
-        """Return when the shards that lie on the host have been read, and may be written."""
+        """Waits until the shards on the host have been read, so that they may be written."""
         self._whole.settle()
 
     @property
     def secondary(self) -> tuple[Tensor, ...]:
-        """The memory of what the node keeps of gathered parameters."""
+        """Memory of the secondary shards on this node."""
         return self._whole.secondary.memory if self._whole.secondary is not None else ()
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Context for code that reads the shapes of parameters only, such as a trace: its calls gather nothing."""
+        """Opens code that reads only the shapes of parameters, such as a trace: its calls gather nothing."""
         self._reads_shapes = True
         try:
             with self._whole.without_content():
@@ -435,7 +440,7 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the order
 
     def _ask_up_to(self, count: int) -> None:
-        """Start the gathers of the first ``count`` groups in order, and free those that are only passed over."""
+        """Starts the gathers of the first ``count`` groups in order, and frees the groups that it passes over."""
         now = self._pass
         assert now is not None
         members, count = self._order.members, min(count, len(now.positions))

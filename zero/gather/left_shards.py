@@ -1,4 +1,4 @@
-"""Shards that a closed engine leaves on the parameters (ZeRO 3), until the next engine of the model asks for the whole.
+"""Shards that a closed engine leaves on the parameters (ZeRO 3), until the next engine of the model gathers them.
 
 close        each parameter knows its bucket, whose shard this rank keeps
 make_whole   all ranks give their shards, bucket by bucket, and parameters have their own memory again, on the host
@@ -19,7 +19,7 @@ _LEFT = "_left_shards"
 
 @dataclass(frozen=True, slots=True)
 class LeftBucket:
-    """A bucket of a closed engine."""
+    """Bucket of a closed engine."""
 
     flat: FlatBucket
     ranks: tuple[int, ...]
@@ -27,7 +27,7 @@ class LeftBucket:
 
 
 def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
-    """Let the parameters of ``buckets`` know where their shards are; not where these are parts of a tensor rank's part.
+    """Notes on the parameters of ``buckets`` where their shards are, except shards of a tensor rank's part.
 
     Parameters of other stages have no shards, so a model on tensor or pipeline ranks does not become whole again.
     """
@@ -40,7 +40,7 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
 
 @torch.no_grad()
 def make_whole(model: nn.Module, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Give parameters that a closed engine has left in shards their whole values; nothing without such parameters.
+    """Restores the full values of parameters that a closed engine has left in shards; nothing without such parameters.
 
     Collective: ``gather`` returns the given tensor of every rank of the job.
     """

@@ -1,7 +1,7 @@
-"""Calls of a model's modules while no pass runs: a forward that the user starts himself, or another of its methods.
+"""Calls of a model's modules while no pass runs: a forward that the user calls, or another method.
 
-Each module of a gather group gathers what it uses and frees it when it returns; nothing is gathered ahead, since nobody
-knows what comes next. Every data rank makes the same calls. A backward through them is a pass as any other.
+Each module of a gather group gathers its buckets and frees them when it returns; nothing is gathered ahead, because the
+next call is unknown. Every data rank makes the same calls. A backward through them is a pass as any other.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 
 class OutsideCalls:
-    """The calls that run at present, one inside the other."""
+    """Calls that run at present, one inside the other."""
 
     def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
         self._whole, self._comm = whole, comm
@@ -28,7 +28,7 @@ class OutsideCalls:
 
     @contextmanager
     def call(self, indices: frozenset[int]) -> Iterator[None]:
-        """Context of a call that uses these buckets."""
+        """Opens a call that uses these buckets."""
         if not self._depth:
             self._comm.join("a call of the model outside the engine")
         opened = indices - self._whole.live
@@ -45,7 +45,7 @@ class OutsideCalls:
             self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
 
     def read(self, index: int) -> None:
-        """Gather a bucket that code outside its modules reads; it stays until the outermost call ends."""
+        """Gathers a bucket that code outside its modules reads; it remains until the outermost call ends."""
         if index not in self._whole.live:
             self._read |= {index}
         with torch.no_grad():

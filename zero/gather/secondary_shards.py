@@ -1,4 +1,4 @@
-"""Secondary shards: what the data ranks of a node keep of parameters that they have gathered, for the next gathers.
+"""Secondary shards: parts of gathered parameters that the data ranks of a node store for the next gathers.
 
     node 0: ranks 0 1   node 1: ranks 2 3
     kept       [ 0 | 1 | 2 | 3 ]         each rank a quarter; the first gather of a step goes over all of dp
@@ -6,8 +6,8 @@
                  first   second     first   second half, in both nodes; all other gathers of the step stay in the node
 
 A secondary shard is taken when a full bucket is freed for the first time, and lasts to the end of the step or the
-evaluation, or until a user's write or a load. It holds the values that were computed with: those that codes decode to,
-if weights are gathered in fewer bits. (Wang et al. 2023, ZeRO++, hierarchical partitioning.)
+evaluation, or until a user's write or a load. It has the values of the computation: decoded ones, if weights are
+gathered in fewer bits. (Wang et al. 2023, ZeRO++, hierarchical partitioning.)
 """
 
 from collections.abc import Collection, Sequence
@@ -31,7 +31,7 @@ class SecondaryLayout:
     buckets: frozenset[int] = frozenset()
 
     def elements(self, bucket_elements: int) -> int:
-        """Elements of the shard of one bucket."""
+        """Returns elements of the shard of one bucket."""
         return bucket_elements // self.ranks
 
 
@@ -39,7 +39,7 @@ NO_SHARDS = SecondaryLayout()
 
 
 class SecondaryShards:
-    """The secondary shards of a rank; indices count ``buckets``.
+    """Secondary shards of a rank; indices count ``buckets``.
 
     Args:
         comm: communication; label "parameters within nodes" on axis dp, between the ranks of a node.
@@ -66,19 +66,19 @@ class SecondaryShards:
         return tuple(self._shards.values())
 
     def take(self, index: int) -> None:
-        """Keep this rank's part of a full bucket, which is about to be freed."""
+        """Keeps this rank's part of a full bucket before the bucket is freed."""
         shard = self._shards.get(index)
         if shard is not None and index not in self._valid:
             shard.copy_(self._own(self._buckets[index]))
             self._valid.add(index)
 
     def gather(self, indices: Sequence[int]) -> Pending:
-        """Start the gather of valid buckets from the ranks of the node, in one batch; their memory is reserved."""
+        """Starts the gather of valid buckets from the ranks of the node, in one batch; their memory is allocated."""
         pairs = [(self._buckets[index].params, self._shards[index]) for index in indices]
         return self._comm.gather_parameters(pairs, WITHIN, self._ranks)
 
     def drop(self, indices: Collection[int] | None = None) -> None:
-        """Forget the values of these buckets, or of all, because their parameters have changed or may change."""
+        """Forgets the values of these buckets, or of all, because their parameters have changed or may change."""
         self._valid.difference_update(self._shards if indices is None else indices)
 
     def _own(self, flat: FlatBucket) -> Tensor:

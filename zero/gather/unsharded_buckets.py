@@ -3,14 +3,14 @@
 FREE   --ask-->   UNDER_WAY           --show-->   SHOWN                --free-->   FREE
        allocate, start the gather      wait; parameters look as usual
 
-Brings shards of parameters that lie in host memory to the device, just before their buckets are gathered (ZeRO 3).
+Copies shards of parameters from host memory to the device, just before their buckets are gathered (ZeRO 3).
 
     compute       [ group k - 1 ]     [ group k          ]    [ group k + 1 ]
     link                              shard k + 1
     gather                                   k + 1 ------>
 
-A shard is copied into its own place in the full bucket, from where it is gathered, so that it takes no memory of the
-device besides. The copy goes beside the computation, on a stream of its own, one group ahead of it as gathers do, and
+A shard is copied into its own place in the full bucket, from where it is gathered, so that it needs no more memory of
+the device. The copy overlaps with the computation, on a stream of its own, one group ahead of it as gathers do, and
 ends with the bucket: weights are written by the host, or into its memory, and never back from a gathered bucket.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -33,13 +34,13 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, Seco
 
 
 class ShardArrival:
-    """The copies of one batch of gathers."""
+    """Copies of one batch of gathers."""
 
     def __init__(self, copied: torch.Event | None) -> None:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """``gather``, whose wait waits for the copies too where no collective has done so: with one data rank."""
+        """Returns ``gather``; with one data rank, where no collective waits for the copies, its wait does."""
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
 
@@ -55,10 +56,10 @@ class ShardSource:
         """After the newest copy that the host has not waited for."""
 
     def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
-        """Copy the shards of these buckets, whose memory is reserved; gathers are started inside.
+        """Copies the shards of these buckets to the device; their memory is allocated, and gathers start inside.
 
-        ``beside``: copies and gathers go beside the computation. Codes are made on its own stream instead, whose
-        memory they take.
+        ``beside``: copies and gathers overlap with the computation. Codes are computed on the stream of the
+        computation, because they use its memory.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -72,14 +73,14 @@ class ShardSource:
             yield ShardArrival(self._last)
 
     def settle(self) -> None:
-        """Return when the device has read the memory of the host, which may be written then."""
+        """Waits until the device has read the memory of the host, so that it may be written."""
         if self._last is not None:
             self._last.synchronize()
             self._last = None
 
     @staticmethod
     def of(flat: FlatBucket) -> Tensor:
-        """The shard [owned] of a bucket on the device, inside ``on_device``."""
+        """Returns the shard [owned] of a bucket on the device, inside ``on_device``."""
         return flat.params[flat.shard] if flat.kept_on_host else flat.kept
 
 
@@ -97,8 +98,8 @@ class BucketState(Enum):
 class UnshardedBuckets:
     """State of the buckets of a stage; indices count ``buckets``.
 
-    ``read(index, name)`` is called when code reads a parameter that is not gathered. ``within``: what nodes keep of
-    gathered buckets, by default nothing.
+    ``read(index, name)`` is called when code reads a parameter that is not gathered. ``within``: secondary shards of
+    gathered buckets, by default none.
     """
 
     def __init__(
@@ -106,7 +107,6 @@ class UnshardedBuckets:
         within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._buckets, self._comm = buckets, comm
-        self._ranks = comm.grid.size(comm.grid.sharding)
         self.secondary = SecondaryShards(buckets, within, comm) if within.buckets else None
         """Secondary shards of buckets that were gathered before; None without them."""
         self._resident = frozenset(index for index, flat in enumerate(buckets) if not flat.sharded)
@@ -138,12 +138,13 @@ class UnshardedBuckets:
         return frozenset(index for index, flat in enumerate(self._buckets) if flat.codec is not None)
 
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Allocate memory for the buckets and start their gather, in one batch; ``exact``: no weight is encoded.
+        """Allocates memory for the buckets and starts their gather, in one batch; ``exact``: no weight is encoded.
 
-        What the node has a secondary shard of is gathered in a batch of its own, within the node.
+        Buckets with a secondary shard are gathered in a batch of their own, within the node.
         """
         missing = sorted(indices - self.live)
         if self.secondary is not None and not exact:
+            # equal on all ranks of the node, because all of them have gathered the same buckets before
             near = [index for index in missing if index in self.secondary.valid]
             if near:
                 for index in near:
@@ -153,11 +154,11 @@ class UnshardedBuckets:
         if not missing:
             return
         for batch in self._by_axis(missing):
-            self._ask_over(self._buckets[batch[0]].bucket.spread.sharding, batch, exact)
+            self._ask_over(self._axis(batch[0]), batch, exact)
 
     def _by_axis(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Yields the indices of buckets that are sharded over one axis: of experts apart from others."""
-        axes = [self._buckets[index].bucket.spread.sharding for index in indices]
+        axes = [self._axis(index) for index in indices]
         for axis in dict.fromkeys(axes):
             yield [index for index, own in zip(indices, axes, strict=True) if own == axis]
 
@@ -166,6 +167,7 @@ class UnshardedBuckets:
         flats = [self._buckets[index] for index in indices]
         for flat in flats:
             flat.reserve()
+        # codes are computed on the stream of the computation, so a side stream serves exact gathers only
         hosted, beside = self._hosted, exact or all(flat.codec is None for flat in flats)
         with hosted.on_device(flats, beside) if hosted is not None else nullcontext(None) as arrival:
             pairs, encoded = [], []
@@ -195,9 +197,9 @@ class UnshardedBuckets:
         return frozenset(index for index in indices if self._states[index] is BucketState.SHOWN)
 
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
-        """Gather buckets, also those that are gathered here: all data ranks call it with equal ``indices``.
+        """Gathers buckets again, also ones that are gathered here: all data ranks call it with equal ``indices``.
 
-        Afterwards those are shown that were, and what is ``wanted`` here.
+        Afterwards the buckets shown before and the ``wanted`` ones are shown.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -207,7 +209,7 @@ class UnshardedBuckets:
         self.free(indices - live - wanted)
 
     def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Ask for buckets outside the common order, after comparing with all data ranks.
+        """Requests buckets outside the common order, after a comparison with all data ranks.
 
         The comparison is one gather of 8 bytes a rank, label "gather check"; it is left out if nothing is missing.
 
@@ -217,21 +219,31 @@ class UnshardedBuckets:
         missing = sorted(indices - self.live)
         if not missing:
             return
-        if self._ranks == 1:  # the shards come from the host, and there is nobody to compare with
-            return self.ask(frozenset(missing), exact)
-        mine = torch.tensor([hash(tuple(missing))], device=self._buckets[0].params.device)
-        table = torch.empty(self._ranks, dtype=mine.dtype, device=mine.device)
-        self._comm.gather_parameters([(table, mine)], "gather check").wait()
-        if bool((table != mine).any()):
-            name = self._buckets[missing[0]].bucket.slots[0].name
-            raise EngineError(
-                f"data ranks use sharded parameters (ZeRO 3) in different orders, here {name!r}: the model takes "
-                "different paths on them; let all ranks take the same path, or set zero_optimization.stage to 2."
-            )
+        for batch in self._by_axis(missing):
+            self._compare(batch)
         self.ask(frozenset(missing), exact)
 
+    def _compare(self, batch: Sequence[int]) -> None:
+        """Compare the buckets that are asked for with the ranks that share them; layouts of other ranks may differ."""
+        names, axis = [self._buckets[index].bucket.slots[0].name for index in batch], self._axis(batch[0])
+        ranks = self._comm.grid.size(axis)
+        if ranks == 1:  # the shards come from the host, and there is nobody to compare with
+            return
+        mine = torch.tensor([crc32("\n".join(names).encode())], device=self._buckets[0].params.device)
+        table = torch.empty(ranks, dtype=mine.dtype, device=mine.device)
+        apart = None if axis == self._comm.grid.sharding else axis
+        self._comm.gather_parameters([(table, mine)], "gather check", axis=apart).wait()
+        if bool((table != mine).any()):
+            raise EngineError(
+                f"data ranks use sharded parameters (ZeRO 3) in different orders, here {names[0]!r}: the model takes "
+                "different paths on them; let all ranks take the same path, or set zero_optimization.stage to 2."
+            )
+
+    def _axis(self, index: int) -> Axis:
+        return self._buckets[index].bucket.spread.sharding
+
     def show(self, indices: frozenset[int]) -> None:
-        """Wait for buckets that were asked for; their parameters can then be used."""
+        """Waits for requested buckets, and shows their parameters to the model."""
         for index in indices - self._shown(indices) - self._resident:
             self._gathers[index].wait()
             self._states[index] = BucketState.SHOWN
@@ -240,10 +252,10 @@ class UnshardedBuckets:
             self._versions[index] = _versions(self._buckets[index])
 
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
-        """Release the memory of the buckets.
+        """Releases the memory of the buckets.
 
-        ``leave``: memory that other tensors lie in is left to them, with its values. In a pass autograd has such
-        tensors, and the backward gathers their content again; between steps they are somebody's own.
+        ``leave``: memory that other tensors use is left to them, with its values. In a pass autograd has such
+        tensors, and the backward gathers their content again; between steps they belong to other code.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()
@@ -259,17 +271,17 @@ class UnshardedBuckets:
             self._index_of[_memory(flat.params)] = self._index_of.pop(before)
 
     def settle(self) -> None:
-        """Return when gathers have read the shards that lie on the host, which may be written then."""
+        """Waits until gathers have read the shards on the host, so that they may be written."""
         if self._hosted is not None:
             self._hosted.settle()
 
     def drop_secondary(self, indices: Collection[int] | None = None) -> None:
-        """Forget what the node keeps of these buckets, or of all: their parameters have changed or may change."""
+        """Forgets the secondary shards of these buckets, or of all: their parameters have changed or may change."""
         if self.secondary is not None:
             self.secondary.drop(indices)
 
     def refuse_written(self, indices: frozenset[int]) -> None:
-        """Refuse writes of the model into gathered parameters, which would be lost when the bucket is freed.
+        """Refuses writes of the model into gathered parameters, because freeing the bucket would lose them.
 
         Raises:
             EngineError: a parameter was written since it arrived; the message names the first one.
@@ -285,13 +297,13 @@ class UnshardedBuckets:
                     )
 
     def bucket_of(self, tensor: Tensor) -> int | None:
-        """Return the bucket whose memory the tensor lies in."""
+        """Returns the index of the bucket that contains the tensor's memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._index_of.get(_memory(tensor)) if _has_memory(tensor) else None
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Context in which all parameters look as usual, for code that reads shapes only."""
+        """Shows all parameters with their shapes inside this context, for code that reads shapes only."""
         states = enumerate(self._states)
         hidden = [index for index, each in states if each is not BucketState.SHOWN and index not in self._resident]
         for index in hidden:
@@ -314,7 +326,7 @@ def _decode(gathers: Sequence[EncodedGather]) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return the number of the tensor's storage, which stays the same when the storage is resized."""
+    """Returns the number of the tensor's storage, which does not change when the storage is resized."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -323,6 +335,6 @@ def _versions(flat: FlatBucket) -> tuple[int, ...]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether the tensor has a storage; sparse tensors and wrappers of torch.func have none."""
+    """Returns True if the tensor has a storage; sparse tensors and wrappers of torch.func have none."""
     wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return tensor.layout is torch.strided and not wrapped

@@ -1,1 +1,1 @@
-"""Optimizer state outside the device: buckets whose update the host makes, and the copies between the two memories."""
+"""Optimizer state outside the device: buckets that the host updates, and the copies between the two memories."""

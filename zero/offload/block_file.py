@@ -1,10 +1,10 @@
-"""A file of one size that is written and read as a whole, in blocks whose hashes stay in memory.
+"""File of one size that is written and read as a whole, in blocks with hashes in memory.
 
     file      | block 0 | block 1 | block 2 | ...        threads take one block each: ``DEPTH`` are under way
-    hashes         h0        h1        h2                of what was written last
+    hashes         h0        h1        h2                of the last write
 
 The process that wrote a block is the only one that reads it, so the hashes need no place on disk: a block that the disk
-has lost, changed or kept from an older write differs from what was written last. A block that fails is moved once more.
+has lost, changed or kept from an older write differs from the last write. A block that fails is moved once more.
 
 Calls of the system that move blocks past the page cache, and the memory that they move them from and to.
 
@@ -38,12 +38,12 @@ DEPTH = 8
 
 
 def whole_sectors(size: int) -> int:
-    """``size`` in bytes, rounded up to what a direct transfer can move."""
+    """Returns ``size`` in bytes, rounded up to a multiple that a direct transfer can move."""
     return -(-size // SECTOR) * SECTOR
 
 
 def sector_memory(size: int) -> Tensor:
-    """Zeros that begin on a sector, uint8 [size]; their memory goes back to the system with the last view of them."""
+    """Allocates zeros that begin on a sector, uint8 [size]; the last view of them frees their memory."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
@@ -56,10 +56,10 @@ def begins_on_sector(block: memoryview) -> bool:
 
 
 class DiskCalls:
-    """The calls of the system, each as a method; a test has calls in their place that fail."""
+    """Calls of the system, each as a method; a test has calls in their place that fail."""
 
     def open(self, path: Path) -> tuple[int, bool]:
-        """(descriptor of a new file, whether transfers are direct)."""
+        """Returns the descriptor of a new file, and True if its transfers are direct."""
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600), hasattr(os, "O_DIRECT")
@@ -69,19 +69,19 @@ class DiskCalls:
             return os.open(path, flags, 0o600), False
 
     def allocate(self, file: int, size: int) -> None:
-        """Take the space on the disk."""
+        """Reserves the space on the disk."""
         os.posix_fallocate(file, 0, size)
 
     def read(self, file: int, into: memoryview, start: int) -> int:
-        """Read at ``start``; returns the bytes read, which may be fewer."""
+        """Reads at ``start``; returns the bytes read, which may be fewer."""
         return os.preadv(file, [into], start)
 
     def write(self, file: int, data: memoryview, start: int) -> int:
-        """Write at ``start``; returns the bytes written, which may be fewer."""
+        """Writes at ``start``; returns the bytes written, which may be fewer."""
         return os.pwritev(file, [data], start)
 
     def leave_direct(self, file: int) -> None:
-        """Go through the page cache from now on."""
+        """Uses the page cache from now on."""
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
 
 
@@ -96,11 +96,11 @@ class BlocksUnderWay:
         self._futures = futures
 
     def joined(self, other: "BlocksUnderWay") -> "BlocksUnderWay":
-        """These and those."""
+        """Returns the blocks of both."""
         return BlocksUnderWay([*self._futures, *other._futures])
 
     def result(self) -> None:
-        """Wait for all of them, and raise the failure of the first one that has failed.
+        """Waits for all of them, and raises the failure of the first one that has failed.
 
         Raises:
             EngineError: the disk refuses, or a block is not the one that was written last.
@@ -111,7 +111,7 @@ class BlocksUnderWay:
 
 
 class BlockFile:
-    """One file of ``size`` bytes, whose space is taken when it is made.
+    """One file of ``size`` bytes, with its space reserved at its creation.
 
     Raises:
         EngineError: the file cannot be made, or the disk is full.
@@ -133,17 +133,17 @@ class BlockFile:
             raise _failure("made", path, error) from error
 
     def start_write(self, data: memoryview, threads: Executor) -> BlocksUnderWay:
-        """Start to write all of the file from ``data``, which is not to change until that has ended."""
+        """Starts to write all of the file from ``data``, which must not change before the write has ended."""
         jobs = self._blocks(data)
         return BlocksUnderWay([threads.submit(self._write_block, number, block) for number, block in jobs])
 
     def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
-        """Start to read all of the file; see ``read``."""
+        """Starts to read all of the file; see ``read``."""
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
 
     def write(self, data: memoryview) -> None:
-        """Write all of the file.
+        """Writes all of the file.
 
         Raises:
             EngineError: the disk is full or refuses.
@@ -152,9 +152,9 @@ class BlockFile:
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Read all of the file.
+        """Reads all of the file.
 
-        ``checked``: the file has to hold what ``write`` wrote last; else somebody has written to it by other ways.
+        ``checked``: the file must have the bytes of the last ``write``; else other code may have written to it.
 
         Raises:
             EngineError: the disk refuses, the file ends early, or a block is not the one that was written last.
@@ -163,7 +163,7 @@ class BlockFile:
             self._read_block(number, block, checked)
 
     def close(self) -> None:
-        """Close and delete the file."""
+        """Closes and deletes the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -199,7 +199,7 @@ class BlockFile:
             raise _failure("read", self.path, error) from error
 
     def _twice(self, move: Callable[[], None]) -> None:
-        """Move a block, and once more if that fails: a fault of the disk, or of what lies before it, may pass."""
+        """Moves a block, and once more if that fails, because a fault of the disk or its connection may pass."""
         try:
             move()
         except (OSError, EngineError) as error:
@@ -209,7 +209,7 @@ class BlockFile:
             move()
 
     def _transfer(self, call: Callable[[int, memoryview, int], int], block: memoryview, start: int) -> None:
-        """Read or write a block at ``start``, in as many calls as the system wants."""
+        """Reads or writes a block at ``start``, in as many calls as the system needs."""
         if not self.direct or begins_on_sector(block):
             self._call_until_done(call, block, start)
             return
@@ -241,7 +241,7 @@ class PageUse(Protocol):
     """Transfer that still needs a page."""
 
     def result(self) -> object:
-        """Wait until it has ended."""
+        """Waits until it has ended."""
 
 
 class MomentBuffers:
@@ -255,11 +255,11 @@ class MomentBuffers:
 
     @property
     def spare(self) -> bool:
-        """A page is free, or will be when a write ends."""
+        """True if a page is free, or will be when a write ends."""
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
-        """A page, uint8 [size]; waits for the oldest write if none is free, and raises its failure."""
+        """Returns a page, uint8 [size]; waits for the oldest write if none is free, and raises its failure."""
         if not self._free:
             page, write = self._busy.popleft()
             write.result()
@@ -267,10 +267,10 @@ class MomentBuffers:
         return self._free.pop()
 
     def give_back(self, page: Tensor, write: PageUse) -> None:
-        """Free a page when ``write`` has ended."""
+        """Frees a page when ``write`` has ended."""
         self._busy.append((page, write))
 
     def free_all(self) -> None:
-        """Take back every page; nothing is read or written any more."""
+        """Takes back every page, after all reads and writes."""
         self._busy.clear()
         self._free = list(self._pages)

@@ -5,11 +5,12 @@
 
 w(t) has the updates 0 to t-1. A step ends by bringing the weights of the update before it to the device, and then
 starts its own. So each gradient but the first is computed with weights that lack the newest update; nothing else
-changes: norm, clipping and the decision to skip are those of the step's own gradients, and every update is made, in
+changes: norm, clipping and the decision to skip follow from the step's own gradients, and every update is made, in
 order, on the newest weights. A step that is skipped starts no update, and brings the one before it all the same.
 
-What reads or writes state between steps (a save, a load, ``masters``, ``full_parameters``, a whole state dict) first
-finishes the update and brings it; the step after it has no delay. An evaluation uses the weights that the device has.
+A call that reads or writes state between steps (a save, a load, ``masters``, ``full_parameters``, a full state dict)
+first finishes the update and brings it; the step after it has no delay. An evaluation uses the weights that the device
+has.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +24,10 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class DelayedUpdate:
-    """The update of one rank that may be under way; it is pending until its weights are on the device.
+    """Update of one rank that may be under way; it is pending until its weights are on the device.
 
     Args:
-        buckets: those that are updated, all of them by the host.
+        buckets: updated buckets, all of them by the host.
         give: copies masters to the device and gathers them over dp. Collective over dp; the update has ended.
     """
 
@@ -39,27 +40,28 @@ class DelayedUpdate:
 
     @property
     def pending(self) -> bool:
-        """An update was started whose weights are not on the device."""
+        """True if the weights of a started update are not on the device."""
         return self._update is not None
 
     def launch(self, update: Callable[[], None]) -> None:
-        """Start ``update``, which reads and writes host memory only. No other one is pending."""
+        """Starts ``update``, which reads and writes host memory only. No other update is pending."""
         assert self._update is None
         self._given = self._sums()
         self._update = self._thread.submit(update)
 
     def join(self) -> None:
-        """Return when no update runs; it stays pending."""
+        """Waits for the running update; it remains pending."""
         if self._update is not None:
             self._update.exception()
 
     def problem(self) -> EngineError | None:
-        """Why the pending update cannot be brought: it has failed, or weights were written that it would overwrite."""
+        """Returns the reason why the pending update cannot be brought: it has failed, or it would overwrite weights
+        that were written."""
         if self._update is None or self._given is None:
             return None
         if (error := self._update.exception()) is not None:
             return EngineError(
-                f"the update on the host failed beside the step after it ({type(error).__name__}: {error}), so weights "
+                f"the update on the host failed during the next step ({type(error).__name__}: {error}), so weights "
                 "and moments are not those of any step; load the last checkpoint into a new engine."
             )
         changed = (self._sums() != self._given).tolist()
@@ -67,13 +69,14 @@ class DelayedUpdate:
             if written:
                 return EngineError(
                     f"weights of {flat.bucket.slots[0].name!r}, or of parameters in its bucket, were written while "
-                    "their update runs beside the step (offload_optimizer.delayed_update), which would overwrite them; "
-                    "write inside `with eng.masters(...):` or `with eng.full_parameters(...):`, which finish it first."
+                    "their update runs during the next step (offload_optimizer.delayed_update), which would "
+                    "overwrite them; write inside `with eng.masters(...):` or `with eng.full_parameters(...):`, "
+                    "which finish the update first."
                 )
         return None
 
     def finish(self) -> bool:
-        """Bring the pending update to the device; False if there is none. Collective over dp.
+        """Brings the pending update to the device; returns False if there is none. Collective over dp.
 
         Raises:
             EngineError: see ``problem``.
@@ -87,9 +90,9 @@ class DelayedUpdate:
         return True
 
     def close(self) -> None:
-        """Wait for the update and end its thread."""
+        """Waits for the update and ends its thread."""
         self._thread.shutdown(wait=True)
 
     def _sums(self) -> torch.Tensor:
-        """A sum over the bits of each bucket's owned weights on the device."""
+        """Returns a sum over the bits of each bucket's owned weights on the device."""
         return torch.stack([bit_sum(flat.kept) for flat in self._buckets]) if self._buckets else torch.zeros(0)

@@ -1,4 +1,4 @@
-"""Moments on disk: read into buffers of the host for the update of their bucket, and written back behind it.
+"""Moments on disk: read into buffers of the host for the update of their bucket, and written back afterwards.
 
     disk    | read 0 | read 1 | before 0 | read 2 | write 0 | before 1 ...      threads
     host             | update 0          | update 1         | update 2 ...
@@ -16,10 +16,10 @@ The files of one bucket: two slots of moments, of which one is valid while the o
 A step that fails on any rank leaves all ranks with the slots of the step before. Between updates the optimizer's state
 is a view of the valid slot, which is mapped, so that whoever reads it gets the values without a copy that would last.
 
-Whether all ranks have updated from their disks: an update of which one rank has lost a part is none on any rank.
+Agreement on updates from disk: an update that fails on one rank is undone on all ranks.
 
-The ranks ask each other once an update, when their last bucket on disk is written. Only where one has failed do they
-say more.
+The ranks ask each other once an update, when their last bucket on disk is written. Only after a failure do they
+exchange more.
 """
 
 import logging
@@ -47,7 +47,8 @@ class DiskAgreement:
         self._comm, self._device = comm, device
 
     def first(self, own: bool) -> int | None:
-        """The first rank whose ``own`` is true; None if there is none. One all-reduce of 8 bytes, none on one rank."""
+        """Returns the first rank with a true ``own``; None if there is none. One all-reduce of 8 bytes, none on one
+        rank."""
         if self._comm.grid.world_size == 1:
             return 0 if own else None
         return first_rank(own, self._comm, self._device, LABEL)
@@ -82,7 +83,7 @@ class MomentPlace(NamedTuple):
     start: int
 
     def of(self, memory: Tensor) -> Tensor:
-        """The moment in a copy of the slot, uint8 [bytes]."""
+        """Returns the moment in a copy of the slot, uint8 [bytes]."""
         size = self.weights.numel() * self.dtype.itemsize
         return memory[self.start : self.start + size].view(self.dtype).view(self.weights.shape)
 
@@ -131,18 +132,18 @@ class BucketFiles:
         )
 
     def start_read(self, page: Tensor, threads: Executor) -> BlocksUnderWay:
-        """Start to read the valid slot; its blocks are checked, unless the program has written into a view."""
+        """Starts to read the valid slot; its blocks are checked, unless the program has written into a view."""
         assert self.valid is not None
         checked = self._version == self._mapped[self.valid]._version
         return self.slots[self.valid].start_read(page.numpy().data[: self.size], threads, checked)
 
     def lend(self, page: Tensor, state: MomentState) -> None:
-        """Give the optimizer the moments in ``page``."""
+        """Gives the optimizer the moments in ``page``."""
         for place in self.places:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Bring the moments of ``state`` into ``page``, and start to write them into the slot that is not valid."""
+        """Copies the moments of ``state`` into ``page``, and starts to write them into the slot that is not valid."""
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]
         if any(moment.data_ptr() != place.data_ptr() for moment, place in zip(now, there, strict=True)):
@@ -153,16 +154,16 @@ class BucketFiles:
         return self.slots[self._fresh].start_write(page.numpy().data[: self.size], threads)
 
     def commit(self) -> None:
-        """The slot that was written is the valid one from now on."""
+        """Makes the written slot the valid one."""
         self.valid, self._version = self._fresh, self._mapped[self._fresh]._version
 
     def show(self, state: MomentState) -> None:
-        """Give the optimizer views of the valid slot."""
+        """Gives the optimizer views of the valid slot."""
         if self.valid is not None:
             self._show(state, self.valid)
 
     def close(self) -> None:
-        """Delete the files."""
+        """Deletes the files."""
         for slot in self.slots:
             slot.close()
 
@@ -175,7 +176,7 @@ logger = logging.getLogger("trine")
 
 
 class DiskMoments:
-    """The moments of the sets of an optimizer (``UpdateOrder``) that are kept on disk.
+    """Moments of the sets of an optimizer (``UpdateOrder``) that are kept on disk.
 
     Args:
         sets: the optimizer tensors of each bucket; empty for a bucket that is not on disk.
@@ -197,7 +198,7 @@ class DiskMoments:
         self._last = max((number for number, tensors in enumerate(sets) if tensors), default=-1)
         self._files: dict[int, BucketFiles] = {}
         self._replaced: dict[int, BucketFiles] = {}
-        """Files whose state no longer fits, until the update that has replaced them is agreed on."""
+        """Files with state that no longer fits, until all ranks agree on the update that has replaced them."""
         self._before: dict[int, BlockFile] = {}
         """The weights from before the last update of each bucket."""
         self._made = 0
@@ -219,10 +220,10 @@ class DiskMoments:
     # ------------------------------------------------------------------ an update of all ranks
 
     def update(self, attempt: Callable[[], None], put_back: Callable[[], None]) -> None:
-        """Make an update on all ranks or on none; one that fails is repeated once. Collective over the world.
+        """Makes an update on all ranks or on none; repeats a failed one once. Collective over the world.
 
         ``attempt`` updates bucket by bucket; ``put_back`` brings weights that were put back to where they are used,
-        and undoes what was counted.
+        and undoes the counts.
 
         Raises:
             EngineError: a disk has failed twice; the same on all ranks.
@@ -245,9 +246,9 @@ class DiskMoments:
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
-        """Give the optimizer the moments of a set in memory, and start to read those of the next one.
+        """Gives the optimizer the moments of a set in memory, and starts to read the moments of the next one.
 
-        False if the disk refuses or has not what was written last, so that the set is not to be updated.
+        Returns False if the disk fails or does not have the last write, so that the set is not to be updated.
         """
         if not self._sets[number] or not self._buffers.size:
             return True
@@ -261,7 +262,7 @@ class DiskMoments:
         return self._failure is None
 
     def end(self, number: int) -> None:
-        """Take the moments of a set, which are updated, and start to write them."""
+        """Takes the updated moments of a set, and starts to write them."""
         if number not in self._pages or self._failure is not None:
             return
         page, found, uses = self._pages.pop(number), self._found(number), self._kept[number][1]
@@ -278,7 +279,7 @@ class DiskMoments:
             self._failure = error
 
     def agree(self) -> int | None:
-        """Wait until everything is written; the first rank of the world that has failed. Collective, once an update."""
+        """Waits for all writes; returns the first rank of the world that has failed. Collective, once an update."""
         if self._agreed is None:
             reads = [read for _, read in self._reads.values()]
             for blocks in (*self._under_way, *reads):
@@ -291,7 +292,7 @@ class DiskMoments:
         return self._agreed[0]
 
     def put_back(self) -> None:
-        """Restore moments and weights of this rank as they were before the update."""
+        """Restores moments and weights of this rank as they were before the update."""
         for number in self._touched:
             replaced, files = self._replaced.pop(number, None), self._files.get(number)
             if files is not None and (replaced is not None or files.valid is None):
@@ -304,16 +305,19 @@ class DiskMoments:
         self._end_update()
 
     def refuse_failed(self) -> None:
-        """Refuse to go on, or to save, after optimizer state was lost: on all ranks, since all know of it.
+        """Refuses to continue, or to save, after optimizer state was lost: on all ranks, because all have learned of
+        it.
 
         Raises:
             EngineError: the disk has failed before.
         """
         if self._lost is not None:
-            raise EngineError(f"an update was broken off halfway: {self._lost}")
+            raise EngineError(
+                f"an update has failed midway, so load the last checkpoint into a new engine: {self._lost}"
+            )
 
     def close(self) -> None:
-        """End the threads and delete the files."""
+        """Ends the threads and deletes the files."""
         self._threads.shutdown(wait=True)
         for files in self._files.values():
             files.close()
@@ -350,7 +354,10 @@ class DiskMoments:
                 f"and all have the state before it; save a checkpoint on another disk: {says}"
             )
         self._lost = EngineError(says)
-        raise EngineError(f"rank {rank} has lost optimizer state, so no rank makes this step: {says}")
+        raise EngineError(
+            f"rank {rank} has lost optimizer state, so no rank makes this step; load the last checkpoint into a new "
+            f"engine: {says}"
+        )
 
     def _found(self, number: int) -> list[FoundMoment]:
         return [(weights, *each) for weights in self._sets[number] for each in self._state.get(weights, {}).items()]
@@ -359,7 +366,7 @@ class DiskMoments:
         return number in self._files and self._files[number].shown(self._state)
 
     def _take_moments(self, number: int) -> Tensor:
-        """The page of a set, with its moments if it has any."""
+        """Returns the page of a set, with its moments if it has any."""
         if self._on_disk(number):
             self._start_read(number)
             page, read = self._reads.pop(number)
@@ -376,7 +383,7 @@ class DiskMoments:
         return page
 
     def _write_loaded(self, number: int, page: Tensor, found: Sequence[FoundMoment]) -> None:
-        """Bring moments that are no view of a slot, because they were loaded, to disk; if it fails they stay."""
+        """Writes loaded moments, which are no view of a slot, to disk; if that fails they remain in memory."""
         if (before := self._files.pop(number, None)) is not None:
             before.close()
         files = self._make(number, found)
@@ -402,7 +409,7 @@ class DiskMoments:
             self._start_read(following)
 
     def _keep_weights(self, number: int, page: Tensor) -> None:
-        """Start to write the weights from before the update, which lie at the end of the page meanwhile."""
+        """Starts to write the weights from before the update, which are at the end of the page meanwhile."""
         tensors = self._sets[number]
         size = whole_sectors(sum(weights.nbytes for weights in tensors))
         if number not in self._before:
@@ -414,7 +421,7 @@ class DiskMoments:
         self._kept[number] = page, self._under_way[-1]
 
     def _restore_weights(self) -> None:
-        """Bring back the weights of the sets that were begun."""
+        """Restores the weights of the sets that the update has begun."""
         written = []
         for number, (page, write) in self._kept.items():
             try:
@@ -451,7 +458,7 @@ class DiskMoments:
 
 
 def _places(tensors: Sequence[Tensor], memory: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor with its place in ``memory``, uint8 [bytes]."""
+    """Returns each tensor with its place in ``memory``, uint8 [bytes]."""
     places, start = [], 0
     for weights in tensors:
         places.append((weights, memory[start : start + weights.nbytes].view(weights.dtype).view(weights.shape)))

@@ -1,4 +1,4 @@
-"""Buckets whose optimizer state lies in host memory, and what is copied between host and device in a step.
+"""Buckets with optimizer state in host memory, and the copies between host and device in a step.
 
     device   backward            | reduced 0 | reduced 1 | norm |        kept 0  gather 0 ------>
                                      |           |                         ^          kept 1  gather 1 ------>
@@ -7,8 +7,8 @@
     host                                 host_sums                 update 0 | update 1  |  update 2 ...
                                                                    master, moments
 
-Sums of gradients follow their reduction, on a stream of their own, so they travel while backward goes on. The norm is
-computed where the sums are. Each bucket is copied back and gathered while the host updates the next one.
+Sums of gradients follow their reduction, on a stream of their own, so they overlap with the backward. The norm is
+computed on the device of the sums. Each bucket is copied back and gathered while the host updates the next one.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Return the indices of the first buckets that have at least ``ratio`` of all trained elements; whole buckets only.
+    """Returns the indices of the first buckets that contain at least ``ratio`` of all trained elements; whole buckets
+    only.
 
     The first ones are reduced first, so their gradients have the most of the backward to travel in.
     """
@@ -39,8 +40,8 @@ def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
 class HostCopies:
     """Copies of one rank between the device and the host shards of its buckets; other buckets are passed over.
 
-    Whoever writes reduced sums on the device says so with ``changed``. ``wait`` copies what has changed since the last
-    copy, so a copy that began too early costs time and is never used.
+    A writer of reduced sums on the device calls ``changed``. ``wait`` copies the changed sums, so a copy that began too
+    early costs time and is never used.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
@@ -50,24 +51,24 @@ class HostCopies:
         self.any = bool(hosted) or any(flat.kept_on_host for flat in buckets)
         """The host updates some of the buckets, or has their parameters."""
         self.late = False
-        """Sums are copied by ``wait`` only, because an update may still read those of the step before."""
+        """Sums are copied by ``wait`` only, because an update may still read the sums of the step before."""
         self._device = hosted[0].grads.device if hosted else torch.device("cpu")
         self._side = SideStream(self._device)
         self._reduced: torch.Event | None = None
         """After the last reduction that the side stream waits for."""
         self._brought: dict[int, torch.Event | None] = {}
-        """Buckets whose sums are copied, or under way until the event."""
+        """Buckets with copied sums, or with sums on their way until the event."""
 
     def changed(self, flat: FlatBucket) -> None:
-        """The sums on the device, or the memory of their copy, were written: a copy from before is void."""
+        """Marks the copy as stale after a write to the sums on the device, or to the copy's memory."""
         self._brought.pop(flat.bucket.index, None)
 
     def forget(self) -> None:
-        """``changed`` for all buckets."""
+        """Marks the copies of all buckets as stale."""
         self._brought.clear()
 
     def follow(self, flat: FlatBucket, reduction: Pending) -> None:
-        """Copy the sums as soon as ``reduction`` is complete, if that can be done without holding up the backward.
+        """Copies the sums once ``reduction`` is complete, unless that would delay the backward.
 
         A side stream of the device waits for it. A host that computes itself would have to stop here, so there the copy
         is left to ``wait``.
@@ -81,7 +82,7 @@ class HostCopies:
 
     @torch.no_grad()
     def wait(self, flat: FlatBucket) -> None:
-        """Return when the host has the present sums of the bucket."""
+        """Waits until the host has the present sums of the bucket."""
         if flat.host_sums is None:
             return
         if flat.bucket.index not in self._brought:
@@ -92,14 +93,15 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """The current stream goes on when all reductions are complete, which were waited for beside it."""
+        """Makes the current stream wait for all reductions that a side stream has waited for."""
         if self._reduced is not None:
             self._reduced.wait()
             self._reduced = None
 
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
-        """Copy the master into ``kept``; the host rounds it into the memory of the gradients, which are used by now."""
+        """Copies the master into ``kept``; the host rounds it into the memory of the gradients, after their last
+        use."""
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here
             flat.kept.copy_(flat.master.to(flat.kept.dtype))

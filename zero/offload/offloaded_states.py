@@ -4,9 +4,9 @@
     device     all state         what was not offloaded                     all state
     host                         copies of the storages
 
-Only storages are emptied and filled again. The tensors that lie in them stay the same objects, so nothing that refers
-to them has to be told: optimizer, views of the model's parameters, digests, checkpoints. While parameters are away,
-code that reads them is told so. What the configuration keeps on the host or on disk is there already.
+Only storages are emptied and filled again. Their tensors remain the same objects, so that no reference to them changes:
+optimizer, views of the model's parameters, digests, checkpoints. While parameters are on the host, reading them raises.
+State that the configuration keeps on the host or on disk does not move.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from engine.zero.state_inventory import Home, StateInventory, StateTensor
 
 MOMENTS, MASTERS, PARAMETERS, GRADIENTS = "optim_states", "hp_params", "lp_params", "lp_grads"
 KINDS = (MOMENTS, MASTERS, PARAMETERS, GRADIENTS)
-"""DeepSpeed's names of what can be offloaded; its "contiguous_grad_buffer" is the memory of "lp_grads" here."""
+"""DeepSpeed's names of the kinds of state; its "contiguous_grad_buffer" is the memory of "lp_grads" here."""
 _SAME = MappingProxyType({"contiguous_grad_buffer": GRADIENTS})
 
 _FORWARD = frozenset({PARAMETERS})
@@ -38,12 +38,12 @@ _NEEDS: Mapping[str, frozenset[str]] = MappingProxyType({
     "timeline": frozenset(), "register_for_checkpointing": frozenset(), "offload_states": frozenset(),
     "reload_states": frozenset(),
 })  # fmt: skip
-"""What the calls of an engine read or write; those that are not listed: everything."""
+"""State that the calls of an engine read or write; unlisted calls: everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """A storage that is empty, and the copy of its content."""
+    """Storage that is empty, and the copy of its content."""
 
     whole: Tensor
     """A view of all of it."""
@@ -62,7 +62,7 @@ class OffloadedStates:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds that are away."""
+        """Kinds of state in host memory."""
         return frozenset(self._moved)
 
     @property
@@ -72,7 +72,7 @@ class OffloadedStates:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context of a block that reads or writes state in place, which stays where it is meanwhile."""
+        """Keeps state in place during a block that reads or writes it."""
         self._blocks += 1
         try:
             yield
@@ -80,7 +80,7 @@ class OffloadedStates:
             self._blocks -= 1
 
     def refuse_held(self) -> None:
-        """Refuse to move state to which an open block refers.
+        """Refuses to move state to which an open block refers.
 
         Raises:
             EngineError: there is one.
@@ -92,13 +92,15 @@ class OffloadedStates:
             )
 
     def expire(self, kinds: Collection[str]) -> None:
-        """End graphs that have saved parameters, if these are to be moved: a backward through them reads memory."""
+        """Ends graphs that have saved parameters before these are moved, because a backward through them reads their
+        memory."""
         if PARAMETERS in kinds and PARAMETERS not in self._moved:
             held = [each for each in self._inventory.model.parameters() if not isinstance(each, AbsentParameter)]
             torch.autograd.graph.increment_version(held)
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
-        """Move these kinds, unless they are away. All memory of the host is taken first, so that it is all or nothing.
+        """Moves these kinds, unless they are in host memory. It allocates all host memory first, so that it moves all
+        or nothing.
 
         ``blocking``: the device has let go of its memory when this returns; else copies may still run.
 
@@ -115,7 +117,7 @@ class OffloadedStates:
         except RuntimeError as error:
             size = sum(whole.nbytes for found in moved.values() for whole in found)
             raise EngineError(
-                f"offload_states: the host gives no {size} bytes of {'page-locked ' * pinned}memory "
+                f"offload_states: the host cannot allocate {size} bytes of {'page-locked ' * pinned}memory "
                 f"({str(error).splitlines()[0]}); {'pass pin_memory=False' if pinned else 'include fewer kinds'}."
             ) from error
         if PARAMETERS in moved:
@@ -131,7 +133,7 @@ class OffloadedStates:
             finish(self._device)
 
     def reload(self, kinds: Collection[str] = KINDS, blocking: bool = True) -> None:
-        """Bring these kinds back; those that are not away stay as they are."""
+        """Brings these kinds back; kinds on the device remain as they are."""
         for kind in [kind for kind in KINDS if kind in kinds and kind in self._moved]:
             for each in self._moved[kind]:
                 each.whole.untyped_storage().resize_(each.copy.nbytes)
@@ -145,10 +147,10 @@ class OffloadedStates:
             finish(self._device)
 
     def refuse(self, call: str) -> None:
-        """Refuse ``call`` if it needs something that is away.
+        """Refuses ``call`` if it needs state that is in host memory.
 
         Raises:
-            EngineError: it does; the message names what is missing.
+            EngineError: it does; the message names the missing state.
         """
         needs = _NEEDS.get(call, frozenset(KINDS))
         if call == "eng(batch)" and torch.is_grad_enabled():
@@ -161,10 +163,9 @@ class OffloadedStates:
             )
 
     def _wholes(self, kind: str) -> list[Tensor]:
-        """Views of the storages of a kind, each once.
+        """Returns views of the storages of a kind, each once.
 
-        Those whose size is fixed (of NumPy, of a mapped file) stay, and those over which entries of a state dict have
-        storages.
+        Storages of a fixed size (of NumPy, of a mapped file) remain, and storages under entries of a state dict.
         """
         taken = {_place(each.whole) for away in self._moved.values() for each in away}
         taken |= {_place(flat.params) for flat in self._inventory.buckets if flat.apart}
@@ -191,7 +192,7 @@ class OffloadedStates:
         return (held for held in found if held.home is Home.DEVICE)
 
     def _conceal(self, wholes: Sequence[Tensor]) -> None:
-        """Guard the parameters that lie in these storages."""
+        """Guards the parameters in these storages against reads."""
         away = {_place(whole) for whole in wholes}
         for name, parameter in self._inventory.model.named_parameters():
             if not isinstance(parameter, AbsentParameter) and _place(parameter) in away:
@@ -200,7 +201,7 @@ class OffloadedStates:
 
 
 def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
-    """The kinds that ``include`` names, strings or members of DeepSpeed's enumeration; None: all.
+    """Returns the kinds that ``include`` names, as strings or members of DeepSpeed's enumeration; None: all.
 
     Raises:
         EngineError: a name is none of DeepSpeed's.
@@ -211,7 +212,9 @@ def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
     for name in names:
         if name not in KINDS and name not in _SAME:
             known = ", ".join((*KINDS, *_SAME))
-            raise EngineError(f"offload_states was given {name!r}, but the kinds of state are {known}; pass these.")
+            raise EngineError(
+                f"offload_states was given {name!r}, but the kinds of state are {known}; pass some of these."
+            )
     return frozenset(_SAME.get(name, name) for name in names)
 
 
@@ -228,11 +231,11 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _place(tensor: Tensor) -> int:
-    """The number of a tensor's storage, which stays the same when the storage is resized."""
+    """Returns the number of a tensor's storage, which does not change when the storage is resized."""
     return int(_storage(tensor)._cdata)
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All elements of a tensor's storage, in its dtype, as a view whose writes autograd does not count."""
+    """Returns all elements of a tensor's storage, in its dtype, as a view with writes that autograd does not count."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.data.as_strided((_storage(tensor).nbytes() // tensor.element_size(),), (1,), 0)

@@ -5,9 +5,9 @@ killed.
                                        bucket-0 ...
 
 The files are of no use to another process, since weights and counters that belong to them are gone; runs go on from
-checkpoints. So what a killed run has left is removed, and never read.
+checkpoints. So files of a killed run are removed, and never read.
 
-Memory that lies in files beside them (``MappedMemory``) has no names there: the system keeps it in its page cache while
+Memory in files of the same folder (``MappedMemory``) has no names there: the system keeps it in its page cache while
 there is room, and writes it out when not.
 """
 
@@ -30,7 +30,7 @@ PREFIX = "trine-moments-"
 
 
 class ScratchFolder:
-    """A fresh folder in ``parent``, which is made if it does not exist.
+    """Fresh folder in ``parent``, which is made if it does not exist.
 
     Raises:
         EngineError: the folder cannot be made.
@@ -52,7 +52,7 @@ class ScratchFolder:
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())  # at the end of the process too
 
     def close(self) -> None:
-        """Delete the folder with all that is in it."""
+        """Deletes the folder and its contents."""
         self._end()
 
 
@@ -63,7 +63,7 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 def delete_left_behind(parent: Path) -> None:
-    """Delete the folders whose engine has ended without doing so; those of engines that live are left."""
+    """Deletes the folders of engines that have ended without deleting them; folders of live engines remain."""
     for folder in sorted(parent.glob(f"{PREFIX}*")):
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -90,7 +90,7 @@ class MappedMemory:
         self._folder = folder
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """``count`` zeros, whose space on the disk is taken.
+        """Returns ``count`` zeros, with their space on the disk reserved.
 
         Raises:
             EngineError: the folder cannot be made or written, or the disk is full.

@@ -31,12 +31,12 @@ FAMILY = "ema"
 
 
 def average_dtype(weights: torch.dtype) -> torch.dtype:
-    """The dtype of the average of weights: at least fp32, in which small steps are not lost."""
+    """Returns the dtype of the average of weights: at least fp32, so that small steps are not lost."""
     return torch.promote_types(weights, torch.float32)
 
 
 class WeightAverage:
-    """The averages of the weights that this rank updates."""
+    """Averages of the weights that this rank updates."""
 
     def __init__(self, places: Sequence[OptimizerTensor], decay: float) -> None:
         self._places, self._decay = places, decay
@@ -44,7 +44,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of an update in."""
+        """Adds the weights of an update to the average."""
         for place in self._places:
             weights = place.parameter.detach()
             weights = weights.to(average_dtype(weights.dtype))
@@ -55,15 +55,15 @@ class WeightAverage:
                 average.lerp_(weights, 1 - self._decay)
 
     def forget(self) -> None:
-        """Begin anew with the weights of the next update."""
+        """Begins anew with the weights of the next update."""
         self._values.clear()
 
     def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """The averages by updated parameter, as checkpoints store them; empty before the first update."""
+        """Returns the averages by updated parameter, as checkpoints store them; empty before the first update."""
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Make room for the averages that a checkpoint has by "ema/NAME"; the others begin anew."""
+        """Allocates the averages that a checkpoint has by "ema/NAME"; the others begin anew."""
         self.forget()
         for place in self._places:
             if all(f"{FAMILY}/{name}" in stored for name in place.names()):
@@ -73,7 +73,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """The averages [owned] of a bucket; the weights themselves where there is none yet."""
+        """Returns the averages [owned] of a bucket; the weights themselves before the first average."""
         own = [place for place in self._places if place.flat is flat]
         if not own:  # frozen
             return flat.weights
@@ -96,7 +96,7 @@ class Average(Protocol):
     """Gives the averages of the weights of a bucket."""
 
     def of(self, flat: FlatBucket) -> Tensor:
-        """The averages [owned]."""
+        """Returns the averages [owned]."""
 
 
 class AveragedWeights:
@@ -120,7 +120,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Put the average in place; a copy of this rank's weights waits. Gathers over dp, label "parameters"."""
+        """Copies this rank's weights, and puts the average in their place. Gathers over dp, label "parameters"."""
         self._before = []
         for flat in self._buckets:
             sync_masters(flat)
@@ -130,20 +130,20 @@ class AveragedWeights:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Put the weights back, and drop what was written meanwhile. Gathers over dp, label "parameters"."""
+        """Puts the weights back, and drops values that were written meanwhile. Gathers over dp, label "parameters"."""
         for flat, before in zip(self._buckets, self._before or (), strict=False):
             flat.weights.copy_(before)
         self._before = None
         self._optimizer.refresh(self._buckets)
 
     def refuse(self, call: str) -> None:
-        """Refuse calls that need the weights of training, or would write the average over them.
+        """Refuses calls that need the trained weights, or would write the average over them.
 
         Raises:
             EngineError: the model has the average.
         """
         if self.inside and call not in _READERS:
             raise EngineError(
-                f"{call} inside averaged_weights, where the model has the average and not the weights that are "
-                "trained; leave the block first."
+                f"{call} was called inside averaged_weights, where the model has the average and not the trained "
+                "weights; leave the `with` block first."
             )

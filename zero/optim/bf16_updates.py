@@ -5,7 +5,7 @@
 
 The random bits are keyed by (seed, update, rounded quantity, parameter) and by the element's index in the full
 parameter. So all ranks that hold an element (data ranks at ZeRO 0, tensor ranks with copies, stages that share a tied
-parameter) round it alike, and the result is independent of how parameters are sharded or cut.
+parameter) round it equally, and the result is independent of the sharding of parameters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding, round_to_bf16
-from engine.parallel.grid import Holder
+from engine.parallel.grid import ShardHolder
 from engine.parallel.model.rng_streams import derive_seed
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
@@ -45,16 +45,16 @@ class FullShapes:
     numbers: Mapping[str, int]
     """Parameter -> its number, the same on all ranks."""
     rows: Mapping[str, ShardRow]
-    holder: Holder
+    holder: ShardHolder
     """Coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return indices in the full parameter, int64 [stop - start], of elements ``start:stop`` of the local part."""
+        """Returns indices in the full parameter, int64 [stop - start], of elements ``start:stop`` of the local part."""
         own, lines = torch.arange(start, stop, device=device), self.lines(name, device)
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """Return the position of the local part in the full parameter; None where this rank holds all of it."""
+        """Returns the position of the local part in the full parameter; None if this rank has all of it."""
         row = self.rows[name]
         if row.dim is None:
             return None
@@ -78,7 +78,7 @@ class RoundedUpdates:
     _lines: dict[str, Lines | None] = field(default_factory=dict)
 
     def add(self, weights: Tensor, flat: FlatBucket, part: slice) -> None:
-        """Register ``weights`` as the elements ``part`` of a bucket, without the padding."""
+        """Registers ``weights`` as the elements ``part`` of a bucket, without the padding."""
         found = self._slots[weights] = []
         for slot in flat.bucket.slots:
             start, stop = max(slot.start, part.start), min(slot.stop, part.stop)
@@ -86,7 +86,7 @@ class RoundedUpdates:
                 found.append((slot, start - slot.start, stop - slot.start, start - part.start))
 
     def pieces(self, weights: Tensor) -> Iterator[UpdateRun]:
-        """Yield all elements of an optimizer tensor in pieces; one empty piece if the tensor is all padding."""
+        """Yields all elements of an optimizer tensor in pieces; one empty piece if the tensor is all padding."""
         if not self._slots[weights]:
             yield UpdateRun(slice(0, 0), 0, torch.empty(0, dtype=torch.int64, device=weights.device))
         for slot, begin, end, place in self._slots[weights]:
@@ -97,7 +97,7 @@ class RoundedUpdates:
                 yield UpdateRun(part, self.whole.numbers[slot.name], index)
 
     def runs(self, weights: Tensor, step: int) -> Iterator[tuple[slice, StochasticRounding]]:
-        """Yield the same elements one parameter at a time, with the rounding of Adam's update number ``step``."""
+        """Yields the same elements one parameter at a time, with the rounding of Adam's update number ``step``."""
         for slot, begin, end, place in self._slots[weights]:
             if slot.name not in self._lines:
                 self._lines[slot.name] = self.whole.lines(slot.name, weights.device)
@@ -107,7 +107,7 @@ class RoundedUpdates:
             yield slice(place, place + end - begin), how
 
     def store(self, target: Tensor, piece: UpdateRun, values: Tensor, step: int, kind: int) -> None:
-        """Write fp32 ``values`` of update ``step``; ``kind`` is 0 for weights, and one number for each moment."""
+        """Writes fp32 ``values`` of update ``step``; ``kind`` is 0 for weights, and one number for each moment."""
         # Every (update, quantity, parameter) has a key of its own, so no two roundings share random bits.
         if target.dtype == torch.bfloat16:
             values = round_to_bf16(values, piece.places, derive_seed(self.seed, step, kind, piece.number))

@@ -1,7 +1,7 @@
 """Several optimizers as one: each group of parameters is updated by the rule of its own optimizer.
 
-The groups and the state are those of the parts, so that schedules, checkpoints and the sharded update see one
-optimizer whose groups differ in more than their options.
+The groups and the state belong to the parts, so that schedules, checkpoints and the sharded update see one optimizer
+with groups that differ in more than their options.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ class CompositeOptimizer(FlatOptimizer):
     """Flat optimizers that update the groups named by ``group["entry"]``.
 
     Args:
-        groups: torch parameter groups; those of parameters that other ranks hold have none.
+        groups: torch parameter groups; groups of other ranks' parameters are empty.
         makers: makes the optimizer of each entry from its groups.
         kind: name for checkpoints and messages.
     """
@@ -49,20 +49,20 @@ class CompositeOptimizer(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Those of all entries, sorted."""
+        """Names of the moments of all entries, sorted."""
         return tuple(sorted({name for part in self.parts.values() for name in part.moment_names}))
 
     def moment_dtype(self, weight: Tensor) -> torch.dtype:
-        """The dtype of the moments of a tensor."""
+        """Returns the dtype of the moments of a tensor."""
         rounded = self.rounding is not None and weight.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weight.dtype
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Those of its own optimizer."""
+        """Returns the values of the tensor's own optimizer."""
         return self._part_of(weight).values(weight, device)
 
     def encoded(self, weight: Tensor) -> bool:
-        """As its own optimizer does."""
+        """Returns the answer of the tensor's own optimizer."""
         return self._part_of(weight).encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -70,7 +70,7 @@ class CompositeOptimizer(FlatOptimizer):
         self._part_of(weight).keep(weight, values)
 
     def count(self, group: dict[str, Any]) -> None:
-        """As its own optimizer does."""
+        """Counts in the tensor's own optimizer."""
         self.parts[group[ENTRY]].count(group)
 
     def _part_of(self, weight: Tensor) -> FlatOptimizer:
@@ -78,7 +78,7 @@ class CompositeOptimizer(FlatOptimizer):
         return self.parts[next(own)[ENTRY]]
 
     def keeps(self, name: str, group: int) -> bool:
-        """True if the parameters of a group have this moment."""
+        """Returns True if the parameters of a group have this moment."""
         return name in self.parts[self.param_groups[group][ENTRY]].moment_names
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class PlainComposite(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every group once."""
+        """Updates every group once."""
         for part in self.parts:
             part.step()
 

@@ -38,7 +38,7 @@ class UpdatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """The tensors of an optimizer in the sets in which they are updated, one set after another."""
+    """Tensors of an optimizer in the sets in which they are updated, one set after another."""
 
     sets: Sequence[Sequence[Tensor]]
     begins: Callable[[int], bool] | None
@@ -72,7 +72,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @property
     def kind(self) -> str:
-        """Name of the rule, by which checkpoints know it."""
+        """Name of the rule in checkpoints."""
         return type(self).__name__.removeprefix("Flat")
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
@@ -81,15 +81,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {name: kept for name, kept in own.items() if isinstance(kept, Tensor) and kept.shape == weight.shape}
 
     def encoded(self, weight: Tensor) -> bool:
-        """True if the values of a tensor are kept in another form."""
+        """Returns True if the values of a tensor are stored in another form."""
         return self.encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Keep values that were loaded or written."""
+        """Stores values that were loaded or written."""
         self.state[weight] = dict(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch does, but without its guard against torch.compile, whose import is half of the start of a rank."""
+        """Adds a group as torch does, but without its guard against torch.compile: the import takes half of the start
+        of a rank."""
         unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @overload
@@ -100,7 +101,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every group once."""
+        """Updates every group once."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             self.count(group)
@@ -115,7 +116,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def count(self, group: dict[str, Any]) -> None:
-        """Count an update of a group, before it is made."""
+        """Counts an update of a group, before it is made."""
         group["step"] = group.get("step", 0) + 1
 
     @torch.no_grad()
@@ -142,7 +143,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._update(weights, [weight.grad for weight in weights if weight.grad is not None], group)
 
     def _update_pieces(self, weight: Tensor, group: dict[str, Any]) -> None:
-        """Apply the update to each piece, with its own step count; state is keyed by tensor, so by the piece.
+        """Applies the update to each piece, with its own step count; the piece is also the key of its state.
 
         A tensor without a piece gets its moments all the same, because a checkpoint has them for every parameter.
         """
@@ -158,7 +159,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 known[name].view(-1)[part].copy_(moment)
 
     def _update_rounded(self, weight: Tensor, group: dict[str, Any], rounding: RoundedUpdates) -> None:
-        """Apply the same update to fp32 copies, one piece after another."""
+        """Applies the same update to fp32 copies, one piece after another."""
         known = dict(self.state[weight])
         # State is keyed by tensor, so the fp32 copy gets the piece's moments for the time of its update.
         of_weight = self.pieces.get(weight)
@@ -200,7 +201,7 @@ class FusedAdam:
     """Update rule for bf16 weights without masters, if there are any."""
 
     def moments(self, weights: Tensor) -> torch.dtype:
-        """Return the dtype of the moments of these weights."""
+        """Returns the dtype of the moments of these weights."""
         rounded = self.rounding is not None and weights.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weights.dtype
 
@@ -212,7 +213,7 @@ class FusedAdam:
         rule: AdamRule,
         pieces: Sequence[UpdatePiece] | None,
     ) -> None:
-        """Make update number ``step`` from ``weights.grad``: one launch, or one for each parameter with rounding.
+        """Makes update number ``step`` from ``weights.grad``: one launch, or one for each parameter with rounding.
 
         ``pieces``: the elements to update; None: all.
         """
@@ -236,7 +237,7 @@ class FusedAdam:
 
 
 def _missed_at(pieces: Sequence[UpdatePiece] | None, place: int) -> int | None:
-    """The updates that an element has missed; None if it is not updated now."""
+    """Returns the number of updates that an element has missed; None if it is not updated now."""
     if pieces is None:
         return 0
     return next((missed for part, missed in pieces if part.start <= place < part.stop), None)
@@ -282,7 +283,7 @@ class FlatAdam(FlatOptimizer):
 
 
 def adam_rule(group: Mapping[str, Any]) -> AdamRule:
-    """The rule of a group of the optimizer."""
+    """Returns the rule of a group of the optimizer."""
     return AdamRule(
         lr=float(group["lr"]),
         betas=tuple(group["betas"]),
@@ -358,7 +359,7 @@ class Bookkeeping:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> "Bookkeeping":
-        """Record the present counts of ``optimizer``."""
+        """Records the present counts of ``optimizer``."""
         groups = optimizer.param_groups
         return cls(
             tuple({key: group[key] for key in _COUNTED if key in group} for group in groups),
@@ -366,7 +367,7 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo the counts of a skipped update, and delete moments that were created for it."""
+        """Undoes the counts of a skipped update, and deletes moments that were created for it."""
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:
                 del group[key]

@@ -32,7 +32,7 @@ class GroupOptions:
     """Number of the optimizer that updates it, where a list has several; None: there is one."""
 
     def as_kwargs(self) -> dict[str, Any]:
-        """Return the overrides as keys of a torch parameter group."""
+        """Returns the overrides as keys of a torch parameter group."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay, "entry": self.entry}
         return {name: value for name, value in values.items() if value is not None} | dict(self.others)
 
@@ -40,12 +40,12 @@ class GroupOptions:
 def make_inner(
     factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """The optimizer that ``factory`` makes of the members of each group, by its index."""
+    """Returns the optimizer that ``factory`` creates from the members of each group, by its index."""
     return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """``inner``, which the setting ``key`` needs to have the ability of the built-in optimizers.
+    """Returns ``inner`` if it has the ability of the built-in optimizers that the setting ``key`` needs.
 
     Raises:
         ConfigError: it is the user's own.
@@ -53,30 +53,30 @@ def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimi
     if not isinstance(inner, FlatOptimizer):
         raise ConfigError(
             f"{key} was given optimizer {type(inner).__name__}, but only the built-in optimizers {ability}; choose "
-            "AdamW, Adam, SGD or Lion in the config, or leave it out."
+            f"AdamW, Adam, SGD or Lion in the config, or leave {key} out."
         )
     return inner
 
 
 def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group, without its parameters."""
+    """Returns the options of a group, without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
 def refuse_own_step(*_: object) -> None:
-    """Refuse a step that the user makes: its gradients are unreduced sums, and no parameter would be gathered.
+    """Refuses a step by the user: its gradients are unreduced sums, and no parameter would be gathered.
 
     Raises:
         EngineError: always.
     """
     raise EngineError(
-        "step() on the engine's optimizer, which would update from gradients that are not reduced and leave "
-        "the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
+        "step() was called on the engine's optimizer, which would update from gradients that are not reduced and "
+        "leave the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
     )
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
-    """Refuse an optimizer that is not elementwise, where ``by`` gives it parts of parameters.
+    """Refuses an optimizer that is not elementwise, if ``by`` gives it shards of parameters.
 
     Raises:
         ConfigError: the optimizer is neither a known one nor marked ``elementwise``.
@@ -85,7 +85,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
     if not known and not getattr(kind, "elementwise", False):
         raise ConfigError(
-            f"optimizer {kind.__name__} is given parts of parameters by {by}, which needs an optimizer that works "
-            "element by element: choose another optimizer, set `elementwise = True` on its class if it does, or "
+            f"optimizer {kind.__name__} is given shards of parameters by {by}, which needs an optimizer that updates "
+            "element by element; choose such an optimizer, set `elementwise = True` on its class if it does, or "
             "`whole_parameters = True` if it updates each parameter as a whole."
         )

@@ -22,8 +22,8 @@ _AT_ONCE = 1 << 15
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor for gradients of L2 norm ``norm`` (Pascanu et al. 2013); a ``max_norm`` of 0 switches clipping
-    off.
+    """Returns the factor for gradients of L2 norm ``norm`` (Pascanu et al. 2013); a ``max_norm`` of 0 disables
+    clipping.
 
     The small constant is torch's, so that a run equals ``torch.nn.utils.clip_grad_norm_``.
     """
@@ -31,14 +31,14 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Return the norm of the averaged gradient, from the sum of squares of the summed gradient and its weight."""
+    """Returns the norm of the averaged gradient, from the sum of squares of the summed gradient and its weight."""
     if weight == 0:
         raise EngineError("the weight of this step is 0 on all ranks: there is nothing to average; mask fewer labels.")
     return math.sqrt(sum_of_squares) / weight
 
 
 def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Return (norm, factor for the summed gradients) as fp64 scalars on the device, without host synchronization.
+    """Returns (norm, factor for the summed gradients) as fp64 scalars on the device, without host synchronization.
 
     Bitwise equal to ``gradient_norm``, and to ``clip_factor`` over ``weight``, on a GPU: a quotient of two tensors is
     rounded once there, while a quotient by a Python number is a product with its reciprocal. (On a CPU, torch's square
@@ -52,7 +52,8 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Copy written elements into the local part of the master. Waits for the device only if that lies on the host."""
+    """Copies written elements into the local part of the master. Waits for the device only if the master is on the
+    host."""
     if flat.master is None:
         return
     kept = flat.kept.to(flat.master.device)
@@ -75,7 +76,7 @@ def sync_masters(flat: FlatBucket) -> None:
 
 
 def _take_written(kept: Tensor, master: Tensor, among: Tensor | None = None) -> None:
-    """Copy the elements of ``kept`` that are not their rounded masters; of those that ``among`` allows."""
+    """Copies the elements of ``kept`` that differ from their rounded masters, within ``among``."""
     written = kept != master.to(kept.dtype)
     if among is not None:
         written &= among
@@ -86,7 +87,7 @@ def _take_written(kept: Tensor, master: Tensor, among: Tensor | None = None) -> 
 def full_weights(
     buckets: Sequence[FlatBucket], comm: Comm, average: Callable[[FlatBucket], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name of the parameter, its values over all of dp, in their widest dtype), bucket by bucket.
+    """Yields (name of the parameter, its values over all of dp, in their widest dtype), bucket by bucket.
 
     ``average``: gives values [owned] in place of the weights.
 
@@ -107,7 +108,7 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Take what the user has written where the kernel cannot tell it from what a gather has left."""
+    """Copies elements that the user has written, where the kernel cannot distinguish them from gathered values."""
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)
 

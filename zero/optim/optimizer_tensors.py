@@ -21,21 +21,21 @@ class OptimizerTensor:
     part: slice
 
     def narrow(self) -> Tensor | None:
-        """Return the narrow weights that receive its values; None if there are none, or a gather fills them."""
+        """Returns the narrow weights that receive these values; None if there are none, or a gather fills them."""
         if self.flat.master is None or self.flat.rounds_in_gathers:
             return None
         start = self.flat.owned.start
         return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
 
     def slots(self) -> Iterator[tuple[Slot, slice]]:
-        """Yield the parameters whose elements it contains, and which of its own elements those are."""
+        """Yields the parameters with elements in this tensor, and the slice of these elements."""
         for slot in self.flat.bucket.slots:
             start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
             if start < stop:
                 yield slot, slice(start - self.part.start, stop - self.part.start)
 
     def names(self) -> list[str]:
-        """Return the names of the parameters whose elements it contains."""
+        """Returns the names of the parameters with elements in this tensor."""
         return [slot.name for slot, _ in self.slots()]
 
 
@@ -69,28 +69,28 @@ class WholeUpdates(Protocol):
         """State on this rank; empty before the first update."""
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Make the updates, but for ``unused`` parameters, and yield the names of those that are made.
+        """Makes the updates, except of ``unused`` parameters, and yields the names of updated ones.
 
         ``missed``: updates that others have missed.
         """
 
     def forget(self) -> None:
-        """Begin anew at the next update."""
+        """Begins anew at the next update."""
 
     def prepare(self) -> WholeState:
-        """The state, of zeros where there is none yet."""
+        """Returns the state; zeros before the first update."""
 
 
 def families_of(whole: Iterable[WholeUpdates]) -> frozenset[str]:
-    """Names of the state that updates of parameters as a whole keep."""
+    """Returns names of the state that updates of full parameters keep."""
     return frozenset(family for each in whole for family in each.families)
 
 
 class LateBuckets:
-    """The buckets with parameters that are updated as a whole, each until all of those are made."""
+    """Buckets with parameters that are updated as a whole, each until all of these are updated."""
 
     def __init__(self, buckets: Sequence[FlatBucket], whole: Sequence[WholeUpdates]) -> None:
         names = {number: {n for each in whole for n in each.names(flat)} for number, flat in enumerate(buckets)}
@@ -100,7 +100,7 @@ class LateBuckets:
         return number in self._missing
 
     def complete(self, made: frozenset[str]) -> list[int]:
-        """The numbers of the buckets that these parameters complete; each is told once."""
+        """Returns the numbers of the buckets that these parameters complete, each once."""
         for own in self._missing.values():
             own -= made
         ready = [number for number, own in self._missing.items() if not own]
@@ -110,14 +110,14 @@ class LateBuckets:
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
-    """Return the gradients of elements ``part`` of a bucket that its update reads: on the device, or their copy."""
+    """Returns the gradients of elements ``part`` of a bucket that its update reads: on the device, or their copy."""
     if flat.host_sums is None:
         return flat.gradient(part)
     return flat.host_sums[part.start - flat.owned.start : part.stop - flat.owned.start]
 
 
 def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mapping[str, int]) -> Iterator[UpdatePiece]:
-    """Yield runs of parameters that are updated and have missed the same number of updates."""
+    """Yields runs of parameters that are updated and have missed the same number of updates."""
     run: UpdatePiece | None = None
     for slot, part in place.slots():
         behind = None if slot.name in unused else missed.get(slot.name, 0)
@@ -132,19 +132,19 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
 
 
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yield (group, elements, shape) of each run of one group, flat, so that an update is a few long kernels."""
+    """Yields (group, elements, shape) of each run of one group, flat, so that an update is a few long kernels."""
     for segment in flat.bucket.segments(flat.owned):
         yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
 
 
 def whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yield (group, elements, shape) of each parameter."""
+    """Yields (group, elements, shape) of each parameter."""
     for slot in flat.bucket.slots:
         yield slot.group, slice(slot.start, slot.stop), slot.shape
 
 
 def parameter_parts(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yield (group, elements, shape) of the owned elements of each parameter, flat; of the padding if there are none.
+    """Yields (group, elements, shape) of the owned elements of each parameter, flat; of the padding if there are none.
 
     So every rank has the state that others gather from it.
     """

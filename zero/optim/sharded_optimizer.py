@@ -96,7 +96,7 @@ class ShardedOptimizer:
         self.decides_on_device = False
         """``launch`` can be called: Adam or AdamW, a kernel fits some bucket, and the host updates none.
 
-        The same on all ranks of axis dp, whose shards have equal sizes.
+        The same on all ranks of axis dp, because their shards have equal sizes.
         """
         self.copies = HostCopies(buckets)
         """Copies to and from the buckets that the host updates."""
@@ -105,7 +105,7 @@ class ShardedOptimizer:
         self.whole: list[WholeUpdates] = []
         """Updates of parameters as a whole."""
         self.delayed: DelayedUpdate | None = None
-        """The update that runs beside the next step, if updates do."""
+        """The update that overlaps with the next step, if updates are delayed."""
         self._make = partial(make_inner, factory, groups, members)
         self.inner = self._make()
         self.configured = tuple(own_options(group) for group in self.inner.param_groups)
@@ -121,7 +121,7 @@ class ShardedOptimizer:
             check_elementwise(self.inner, "zero_optimization.stage 1 or more")
 
     def _place(self, groups: int, own: bool) -> dict[int, list[nn.Parameter]]:
-        """Make the tensors that the inner optimizer updates; return them by group."""
+        """Creates the tensors that the inner optimizer updates; returns them by group."""
         collect = group_segments if not own else parameter_parts if self._sharded else whole_parameters
         members: dict[int, list[nn.Parameter]] = {index: [] for index in range(groups)}
         for flat in self._buckets:
@@ -133,7 +133,7 @@ class ShardedOptimizer:
         return members
 
     def round(self, rounding: RoundedUpdates) -> None:
-        """Update bf16 weights without masters through ``rounding``.
+        """Updates bf16 weights without masters through ``rounding``.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -145,7 +145,7 @@ class ShardedOptimizer:
         self._rounding = inner.rounding = rounding
 
     def use_disk_moments(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
-        """Keep the moments of the buckets that the host updates on disk from now on.
+        """Stores the moments of the buckets that the host updates on disk from now on.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one, and updates all buckets at once.
@@ -162,7 +162,7 @@ class ShardedOptimizer:
         self.disk = DiskMoments(folder, sets, self.inner.state, buffers, DiskAgreement(self._comm, device))
 
     def delay(self) -> None:
-        """Make every update beside the next step from now on; the host updates all buckets.
+        """Makes every update overlap with the next step from now on; the host updates all buckets.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -172,12 +172,12 @@ class ShardedOptimizer:
         self.delayed = DelayedUpdate(self._buckets, partial(self.refresh, self._buckets))
 
     def join_delayed(self) -> None:
-        """Return when no update runs beside a step; its weights may still wait to be brought."""
+        """Waits for an update that overlaps with a step; its weights may still be on the host."""
         if self.delayed is not None:
             self.delayed.join()
 
     def end_delayed(self) -> None:
-        """Wait for the update beside a step; its weights are brought as far as that takes no other rank."""
+        """Waits for an overlapping update; its weights are brought as far as that needs no other rank."""
         if self.delayed is None:
             return
         self.delayed.close()
@@ -197,7 +197,7 @@ class ShardedOptimizer:
                 )
 
     def use(self, kernels: Kernels) -> None:
-        """Update with these kernels from now on, where they support the optimizer."""
+        """Uses these kernels from now on, where they support the optimizer."""
         self._kernels = kernels
         if isinstance(self.inner, FlatOptimizer):
             self.inner.kernels = kernels
@@ -208,12 +208,12 @@ class ShardedOptimizer:
         )
 
     def gradient_squared_norm(self) -> Tensor:
-        """This rank's share of the squared norm of the reduced gradients, fp64, where the sums are."""
+        """Returns this rank's share of the squared norm of the reduced gradients, fp64, on the device of the sums."""
         return squared_norm(self._norm_parts, self._kernels)
 
     @torch.no_grad()
     def launch(self, decision: DeviceDecision) -> None:
-        """Make a step on a decision that only the device knows yet. No host synchronization.
+        """Makes a step on a decision that only the device has. No host synchronization.
 
         Buckets are gathered over dp in either case; after a skipped update they bring the unchanged values. ``settle``
         ends an update that was made, and ``Bookkeeping`` restores the counts of one that was skipped. The inner
@@ -230,7 +230,7 @@ class ShardedOptimizer:
             self.inner.fused = None
 
     def forget(self) -> None:
-        """Reset the state to that of a new optimizer; some (Adagrad) create state in their constructor."""
+        """Resets the state to that of a new optimizer; some (Adagrad) create state in their constructor."""
         self.inner.state.clear()
         self.unused = frozenset()
         self.missed.clear()
@@ -242,12 +242,12 @@ class ShardedOptimizer:
                 group.pop(name, None)
 
     def first_state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """The state before the first update, by tensor: empty but for some optimizers, such as Adagrad."""
+        """Returns the state before the first update, by tensor: empty except for optimizers such as Adagrad."""
         return self._make().state if self._begins_with_state else {}
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp (not at ZeRO 3)."""
+        """Multiplies the reduced gradients by ``scale``, updates, and gathers every bucket over dp (not at ZeRO 3)."""
         if self._rounding is not None:
             self._rounding.scale = scale
         self._give_gradients()
@@ -259,14 +259,14 @@ class ShardedOptimizer:
         self.settle()
 
     def _put_back(self, counted: Bookkeeping) -> None:
-        """Undo an update in which a disk has failed: every rank gathers the weights from before it."""
+        """Undoes an update in which a disk has failed: every rank gathers the weights from before it."""
         assert self.disk is not None
         self.disk.put_back()
         counted.put_back(self.inner)
         self.refresh(self._buckets)
 
     def _prepare(self, number: int, scale: float) -> None:
-        """Make a bucket ready for its update: what was written is in the master, gradients are there and scaled."""
+        """Prepares a bucket for its update: copies written values into the master, and scales gradients."""
         flat = self._buckets[number]
         sync_masters(flat)
         if flat.host_sums is not None:
@@ -277,23 +277,24 @@ class ShardedOptimizer:
                 self.copies.changed(flat)
 
     def settle(self) -> None:
-        """Count the update for each parameter, and tell autograd that the parameters have changed."""
+        """Counts the update for each parameter, and informs autograd that the parameters have changed."""
         for name in self.unused:
             self.missed[name] = self.missed.get(name, 0) + 1
         tell_autograd(self._buckets)
 
     @torch.no_grad()
     def refresh(self, buckets: Sequence[FlatBucket]) -> None:
-        """Round written masters into the parameters of all data ranks, with the gathers that follow an update."""
+        """Rounds written masters into the parameters of all data ranks, with the gathers that follow an update."""
         _wait([self._start_gather(flat, rounded=False) for flat in buckets])
         tell_autograd(buckets)
 
     def scales_in_place(self, flat: FlatBucket) -> bool:
-        """True if ``step`` multiplies the gradients in the bucket by its factor; on the host it multiplies the copy."""
+        """Returns True if ``step`` multiplies the gradients in the bucket by its factor; on the host it multiplies the
+        copy."""
         return flat.host_sums is None and self._scales(flat)
 
     def _scales(self, flat: FlatBucket) -> bool:
-        """True if gradients are multiplied by the factor before the inner optimizer runs."""
+        """Returns True if gradients are multiplied by the factor before the inner optimizer runs."""
         return self._rounding is None or flat.grads.dtype != torch.bfloat16
 
     @property
@@ -302,11 +303,12 @@ class ShardedOptimizer:
         return {name: kept for each in self.whole for name, kept in each.state.items()}
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
-        """Count the parameters of this rank, ``among``, of which this step makes another use than the last one."""
+        """Counts the parameters of this rank, ``among``, that this step uses otherwise than the last one."""
         return len(unused ^ (self.unused & among))
 
     def _step_inner(self, rounded: bool, scale: float = 1.0) -> None:
-        """Step and gather; parameters without a gradient keep values and moments, and built-in optimizers their count.
+        """Updates and gathers; parameters without a gradient keep values and moments, and built-in optimizers their
+        count.
 
         ``rounded``: the step itself writes values of masters into the narrow weights, and reads gradients as they are.
         """
@@ -333,6 +335,7 @@ class ShardedOptimizer:
                 self.disk.end(number)
 
         def end_now(number: int) -> None:
+            # a late bucket has matrices that are updated below
             if late is None or number not in late:
                 end(number)
 
@@ -340,7 +343,7 @@ class ShardedOptimizer:
         try:
             self._call_step()
         finally:
-            self.inner.order = None
+            self.inner.order = None  # its callbacks refer to the gathers of this step
         for made in chain.from_iterable(each.run(self.unused, self.missed) for each in self.whole):
             for number in late.complete(made) if late is not None else ():
                 end(number)
@@ -352,7 +355,7 @@ class ShardedOptimizer:
         inner.pieces = {place.parameter: tuple(update_pieces(place, self.unused, self.missed)) for place in several}
 
     def _step_delayed(self, inner: FlatOptimizer, delayed: DelayedUpdate, scale: float) -> None:
-        """Start the update on copies of the gradients, which nobody writes while it runs."""
+        """Starts the update on copies of the gradients, which do not change while it runs."""
         for flat in self._buckets:
             sync_masters(flat)
             self.copies.wait(flat)
@@ -370,7 +373,7 @@ class ShardedOptimizer:
             inner.order = None
 
     def _step_other(self, scale: float) -> None:
-        """Step of an optimizer of the user's, which updates everything at once."""
+        """Updates everything at once with an optimizer of the user's."""
         for number in range(len(self._buckets)):
             self._prepare(number, scale)
         for place in self.places if self.unused else ():
@@ -396,7 +399,7 @@ class ShardedOptimizer:
             place.parameter.grad = place.grads
 
     def _start_gather(self, flat: FlatBucket, rounded: bool) -> Pending | None:
-        """Start the gather of a bucket, if it has one; ``rounded``: its master is in ``kept`` already."""
+        """Starts the gather of a bucket, if it has one; ``rounded``: its master is in ``kept`` already."""
         if flat.rounds_in_gathers:
             return gather_masters(flat, self._comm, "parameters")
         if flat.master is not None and not rounded:

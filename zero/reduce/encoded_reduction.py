@@ -6,9 +6,9 @@ On several nodes the sum is first made within the node, for all shards that rank
 encoded again and sent across (``zero/wire_formats``; Wang et al. 2023, ZeRO++). Every contribution is encoded, this
 rank's own too, so that the sum is the same whoever owns the shard.
 
-Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what an encoding leaves out, the residual, is added to what
-is encoded next. The sum over steps of what was sent then differs from that of the true gradients by one residual, at
-most half a scale, however many steps there are.
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the rounding error of an encoding, the residual, is added
+to the next gradients. The sum of the messages over steps then differs from the sum of the true gradients by one
+residual, at most half a scale, however many steps there are.
 """
 
 from collections.abc import Sequence
@@ -37,16 +37,16 @@ class EncodedReduction:
     def __init__(self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels) -> None:
         self._codec, self._comm, self._hops = BlockCodec(wire, kernels), comm, formats.hops
         self._ranks, self._size = formats.ranks, flat.bucket.elements // formats.ranks
-        self._line = comm.grid.shard_line
+        self._line = comm.grid.shard_line if formats.axis == comm.grid.sharding else formats.axis
         self._members = [formats.members(hop, comm.grid.index(self._line)) for hop in range(len(self._hops))]
         self.residuals: tuple[Tensor, ...] = ()
-        """What the last encoding of each hop has left out, fp32 [rows, s]; empty without error feedback."""
+        """Residuals of the last encoding of each hop, fp32 [rows, s]; empty without error feedback."""
         if formats.feedback:
             rows = [hop.ranks * hop.shards for hop in self._hops]
             self.residuals = tuple(torch.zeros(count, self._size, device=flat.params.device) for count in rows)
 
     def start(self, full: Tensor, out: Tensor) -> Pending:
-        """Start the sum of ``full`` [N*s], which may change at once; the wait leaves this rank's shard in ``out`` [s].
+        """Starts the sum of ``full`` [N*s], which may change at once; the wait leaves this rank's shard in ``out`` [s].
 
         Ranks wait for the sums of their buckets in one order, since the wait of the first hop sends the second one.
         """
@@ -60,7 +60,7 @@ class EncodedReduction:
         return pending.then(partial(self._cross, received_WAm, out))
 
     def _cross(self, received_WAm: Tensor, out: Tensor) -> None:
-        """Add what came from the node, and send it on to the owners on all nodes."""
+        """Adds the messages of the node, and sends the sum on to the owners on all nodes."""
         sums_As = out.new_empty((self._hops[0].shards, self._size), dtype=torch.float32)
         for sums_s, received_Wm in zip(sums_As, received_WAm.transpose(0, 1).contiguous(), strict=True):
             self._codec.add(received_Wm, sums_s)
@@ -79,17 +79,17 @@ class EncodedReduction:
 def encoded_reductions(
     buckets: Sequence[FlatBucket], formats: WireFormats, comm: Comm, kernels: Kernels
 ) -> dict[int, EncodedReduction]:
-    """The reductions of all buckets that are encoded, by index of the bucket."""
+    """Returns the reductions of all buckets that are encoded, by index of the bucket."""
     found: dict[int, EncodedReduction] = {}
     for flat in buckets:
         wire = formats.of_gradients(flat.bucket)
         if wire is not None:
-            found[flat.bucket.index] = EncodedReduction(flat, wire, formats, comm, kernels)
+            found[flat.bucket.index] = EncodedReduction(flat, wire, formats.over(flat.bucket.spread), comm, kernels)
     return found
 
 
 def connect_hops(formats: WireFormats, comm: Comm) -> None:
-    """Open the groups of all hops. Every rank of the world calls it."""
+    """Opens the groups of all hops. Every rank of the world calls it."""
     ranks = comm.grid.size(comm.grid.shard_line)
     if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == ranks):
         return

@@ -1,10 +1,10 @@
-"""Says where a gradient is to code that looks for it on its parameter.
+"""Guard of gradients: an error in place of None for code that reads a gradient on its parameter.
 
     forward            | backward                      | until step(), zero_grad() or the next forward
     plain parameters   | gradients move into buckets,  | guarded: to read, write or delete ``p.grad`` raises,
                        | p.grad is None again          | since None would let clipping find nothing
 
-A parameter whose values are elsewhere (a shard under ZeRO 3, another stage's) is guarded alike, so that every rank
+A parameter with values elsewhere (a shard under ZeRO 3, another stage's) is guarded too, so that every rank
 refuses the same code. The objects stay the user's; only their class changes and changes back, so that nothing stands
 between torch and a parameter while the model runs.
 
@@ -39,22 +39,22 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 
 
 class UserBackward:
-    """The backward of the user's own that runs at present."""
+    """Backward of the user's own that runs at present."""
 
     def __init__(self) -> None:
         self._enter: weakref.WeakMethod[Enter] | None = None
         self._context: AbstractContextManager[None] | None = None
 
     def serve(self, enter: Enter) -> None:
-        """Ask ``enter``, a method, for the context of every backward from now on, as long as its object lives.
+        """Calls ``enter``, a method, for the context of every backward from now on, as long as its object lives.
 
         Hooks on parameters refer to this object, and the garbage collector does not look into all of them: through a
-        strong reference they would keep a dropped engine alive, whose loss may refer to it.
+        strong reference they would keep a dropped engine alive if the loss refers to it.
         """
         self._enter = weakref.WeakMethod(enter)
 
     def start(self) -> None:
-        """A gradient has arrived, so a backward runs. Called by hooks of autograd while no backward is known."""
+        """Begins a backward when a gradient arrives. Hooks of autograd call it while no backward is known."""
         enter = self._enter() if self._enter is not None else None
         if enter is None or self._context is not None:
             return
@@ -66,7 +66,7 @@ class UserBackward:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def abandon(self) -> bool:
-        """Close the context of a backward that has raised; True if there was one."""
+        """Closes the context of a backward that has raised; returns True if there was one."""
         context = self._context
         if context is None or torch._C._current_graph_task_id() != -1:
             return False
@@ -85,19 +85,20 @@ _GRAD: Any = Tensor.grad
 
 
 def plain_grad(parameter: Tensor) -> Tensor | None:
-    """The ``grad`` of a parameter, guarded or not."""
+    """Returns the ``grad`` of a parameter, guarded or not."""
     return _GRAD.__get__(parameter)  # type: ignore[no-any-return]
 
 
 def set_plain_grad(parameter: Tensor, grad: Tensor | None) -> None:
-    """Set the ``grad`` of a parameter, guarded or not."""
+    """Sets the ``grad`` of a parameter, guarded or not."""
     _GRAD.__set__(parameter, grad)
 
 
 def _refuse(parameter: Tensor, *_: object) -> NoReturn:
     raise EngineError(
-        f"the gradient of this parameter (shape {list(parameter.shape)}) is with the engine, which sums and clips it; "
-        "read and write it with eng.gradients(), drop it with eng.zero_grad(), and clip with gradient_clipping."
+        f"param.grad was read or written (shape {list(parameter.shape)}), but the engine stores, sums and clips the "
+        "gradient; read and write it with eng.gradients(), drop it with eng.zero_grad(), and clip with "
+        "gradient_clipping."
     )
 
 
@@ -118,13 +119,13 @@ class _TakenGradient(nn.Parameter):
 
 
 class _TakenGradientElsewhere(AbsentParameter):
-    """Parameter whose gradient the engine has taken, and whose values this rank does not hold either."""
+    """Parameter with its gradient in the engine, and without values on this rank."""
 
     grad = property(_refuse, _refuse, _refuse)
 
 
 class _TakenPart(WholeSizes, _TakenGradient):
-    """Parameter whose gradient the engine has taken, and of which this rank holds a part."""
+    """Parameter with its gradient in the engine, and a part of its values on this rank."""
 
 
 _TAKEN: Mapping[type, type] = MappingProxyType(
@@ -137,14 +138,14 @@ class GradientGuard:
     """Guards the ``grad`` of parameters while their gradients wait for a step."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """``parameters``: all that are trained, of which those of other stages require no gradient here."""
+        """Takes ``parameters``: all trained ones; ones of other stages require no gradient here."""
         self._parameters = tuple(parameters)
         self._absent = {id(parameter) for parameter in self._parameters if not parameter.requires_grad}
         self._guarded: list[nn.Parameter] = []
         self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def set(self) -> None:
-        """Guard every trained parameter of torch's own class, and every one that is elsewhere."""
+        """Guards every trained parameter of torch's own class, and every one on another stage."""
         if not self._guarded:
             trained = (p for p in self._parameters if p.requires_grad or id(p) in self._absent)
             self._guarded = [p for p in trained if type(p) in _TAKEN]
@@ -152,11 +153,11 @@ class GradientGuard:
                 parameter.__class__ = _TAKEN[type(parameter)]
 
     def serve(self, drop: Callable[[], None]) -> None:
-        """Call ``drop``, a method, in ``zero_grad`` of the model from now on, as long as its object lives."""
+        """Calls ``drop``, a method, in ``zero_grad`` of the model from now on, as long as its object lives."""
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
-        """Let ``zero_grad`` of the model drop the engine's gradients too, until the returned function is called."""
+        """Makes ``zero_grad`` of the model drop the engine's gradients too, until the returned function is called."""
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             drop = self._drop() if self._drop is not None else None
@@ -174,7 +175,7 @@ class GradientGuard:
         return give_back
 
     def lift(self) -> None:
-        """Give the parameters their class back."""
+        """Restores the class of the parameters."""
         guarded, self._guarded = self._guarded, []
         for parameter in guarded:
             parameter.__class__ = _OWN.get(type(parameter), type(parameter))

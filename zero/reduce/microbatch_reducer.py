@@ -7,7 +7,7 @@
 
 A bucket borrows a buffer when its first gradient arrives and returns it when its sum has been added to the shard. Two
 buffers are enough while gradients arrive in the order of the buckets. Every backward reduces every bucket of its stage,
-in order, on every rank, whatever gradients it produced: (m + 1) Psi (N-1)/N elements a step, including the gather.
+in order, on every rank, with any gradients: (m + 1) Psi (N-1)/N elements a step, including the gather.
 Of a split backward (``pipeline/runtime/split_backward``) the second part reduces; gradients of the first part are kept
 until then.
 """
@@ -40,7 +40,7 @@ class _Filling:
     summed: set[str] = field(default_factory=set)
     """Parameters of which the buffer holds gradients."""
     arrived: set[str] = field(default_factory=set)
-    """Those to which the running backward adds nothing more."""
+    """Buckets to which the running backward adds nothing more."""
     reduced: bool = False
     repeats: bool = False
     """True once a parameter gave a gradient after its bucket was reduced (re-entrant checkpointing); from then on the
@@ -52,16 +52,16 @@ class _Filling:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A reduction under way."""
+    """Reduction under way."""
 
     filling: _Filling
     result: Tensor
     """The shard of this rank."""
     pending: Pending
     last: bool
-    """Of the last backward of the step, as far as that is known."""
+    """True in the last backward of the step, as far as that is known."""
     buffer: Tensor | None = None
-    """The full bucket that it lies in, to be used again."""
+    """The buffer of the full bucket, to be used again."""
 
 
 class MicrobatchReducer(SharedReduction):
@@ -97,7 +97,7 @@ class MicrobatchReducer(SharedReduction):
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Collect and reduce the gradients of one backward; the last one of a step is not special here."""
+        """Collects and reduces the gradients of one backward; the last one of a step is not special here."""
         self._settle()
         place = which.stage, which.microbatch
         if which.part == "input":
@@ -120,7 +120,7 @@ class MicrobatchReducer(SharedReduction):
             self._end_round(stage)
 
     def finish(self) -> None:
-        """Wait for all reductions, sum partial and tied gradients, and prepare for the next step.
+        """Waits for all reductions, sums partial and tied gradients, and prepares the next step.
 
         Afterwards each shard of ``grads`` holds the sum over microbatches and data ranks.
         """
@@ -145,7 +145,7 @@ class MicrobatchReducer(SharedReduction):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the gradients of an unfinished step; the next backward waits for the collectives under way."""
+        """Forgets the gradients of an unfinished step; the next backward waits for the running collectives."""
         self._abandoned += [flight.pending for flight in self._flights]
         self._flights.clear()
         self._kept.clear()
@@ -162,7 +162,7 @@ class MicrobatchReducer(SharedReduction):
         return flat.shard
 
     def _add(self, name: str, grad: Tensor) -> None:
-        """Add a gradient to its bucket, or keep it for the second part of its backward."""
+        """Adds a gradient to its bucket, or keeps it for the second part of its backward."""
         if self._keeping is not None:
             self._keeping.append((name, grad))
         else:
@@ -179,7 +179,7 @@ class MicrobatchReducer(SharedReduction):
             filling.repeats, filling.reduced = True, False  # reduced again in this round, on every rank alike
             filling.summed.clear()
             filling.arrived.clear()
-        if filling.buffer is None:
+        if filling.buffer is None:  # full gradients exist only between here and the reduction of the bucket
             filling.buffer = self._borrow(filling.flat)
         return OpenSum(slot_view(filling.buffer, slot), name in filling.summed)
 
@@ -187,7 +187,7 @@ class MicrobatchReducer(SharedReduction):
         self._places[name][0].summed.add(name)
 
     def complete(self, name: str) -> None:
-        """Reduce the buckets that are complete."""
+        """Reduces the buckets that are complete."""
         self._places[name][0].arrived.add(name)
         # Buckets are launched in order: data ranks must issue the same collectives, though their hooks may fire in
         # another order.
@@ -201,7 +201,7 @@ class MicrobatchReducer(SharedReduction):
         return len(filling.arrived) == len(filling.flat.bucket.slots) and not filling.repeats
 
     def _whole_sum(self, filling: _Filling, slot: Slot) -> Tensor:
-        """The sum of a partial gradient, which stays full until the end of the step."""
+        """Returns the sum of a partial gradient, which remains unsharded until the end of the step."""
         if not filling.touched:
             filling.flat.grads.zero_()
             filling.touched = True
@@ -212,7 +212,7 @@ class MicrobatchReducer(SharedReduction):
         self._next = 0
 
     def _end_round(self, stage: int | None) -> None:
-        """Reduce the remaining buckets in order, then those with gradients that arrived after their reduction."""
+        """Reduces the remaining buckets in order, then buckets with gradients that arrived after their reduction."""
         again = [f for f in self._round[: self._next] if not f.reduced and f.summed]
         for filling in (*self._round[self._next :], *again):
             self._launch(filling)
@@ -249,7 +249,7 @@ class MicrobatchReducer(SharedReduction):
         self._flights.append(_Flight(filling, wire[shard], pending, last, wire if wire.dtype == full.dtype else None))
 
     def _land(self) -> None:
-        """Add the result of the oldest reduction to its shard."""
+        """Adds the result of the oldest reduction to its shard."""
         flight = self._flights.popleft()
         flight.pending.wait()
         flat = flight.filling.flat
@@ -265,7 +265,7 @@ class MicrobatchReducer(SharedReduction):
             self._free.append(flight.buffer)
 
     def _borrow(self, flat: FlatBucket) -> Tensor:
-        """Return a buffer of the bucket's size, with undefined content."""
+        """Returns a buffer of the bucket's size, with undefined content."""
         while len(self._flights) >= BUFFERS:
             self._land()
         elements, dtype = flat.bucket.elements, flat.grads.dtype
@@ -276,7 +276,7 @@ class MicrobatchReducer(SharedReduction):
         return flat.grads.new_empty(elements)  # of shapes alone where these are
 
     def _add_replicas(self) -> None:
-        """Sum the shards over the shard groups, once a step; all of them are under way at a time."""
+        """Sums the shards over the shard groups, once a step; all of them run at a time."""
         flats = [filling.flat for filling in self._fillings]
         apart = [flat for flat in flats if self._comm.grid.size(flat.bucket.spread.groups) > 1]
         sums = [
@@ -292,7 +292,7 @@ class MicrobatchReducer(SharedReduction):
             self._changed(flat)
 
     def _add_parts(self) -> None:
-        """Sum the gradients that are partial over tensor ranks and reduce them, once a step."""
+        """Sums the gradients that are partial over tensor ranks and reduces them, once a step."""
         fillings = [filling for filling in self._fillings if filling.flat.bucket.partial]
         views = {}
         for filling in fillings:
@@ -319,7 +319,7 @@ class MicrobatchReducer(SharedReduction):
 
 
 def _blank(full: Tensor, filling: _Filling) -> None:
-    """Zero the slots without a gradient and the padding, because the norm runs over both."""
+    """Zeroes the slots without a gradient and the padding, because the norm reads both."""
     stop = 0
     for slot in filling.flat.bucket.slots:
         if slot.name in filling.summed:

@@ -32,7 +32,7 @@ class EngineHook(partial[None]):
 
 
 def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
-    """Refuse hooks that run after a gradient is accumulated, beyond those of the engine.
+    """Refuses hooks that run after a gradient is accumulated, except the engine's.
 
     Raises:
         EngineError: another engine trains the parameter; there are more than ``known``, and they would find no
@@ -54,12 +54,12 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
 
 
 class GradientHooks:
-    """Passes gradients to ``take`` while ``backward`` is open, so that none stays on a parameter.
+    """Passes gradients to ``take`` while ``backward`` is open, so that none remains on a parameter.
 
-    ``products`` hear of the nodes of their parameters, behind which nothing is added to their sums.
+    ``products`` receive the nodes of their parameters, after which nothing is added to the sums.
 
     A gradient that arrives at another time is announced by ``start``, which may open ``backward``. Else it changes no
-    weight; if ``warns``, the log says so once.
+    weight; if ``warns``, a warning is logged once.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GradientHooks:
         self._parameters, self._products = parameters, products
         self._take, self._start, self._warns = take, start, warns
         self.open = False
-        """True while a backward runs whose gradients are taken."""
+        """True during a backward with gradients for the engine."""
         self._told = not warns
         self._handles = []
         for name, parameter in parameters.items():
@@ -79,7 +79,7 @@ class GradientHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context of one backward. A ``grad`` that a backward of the user's own has left is set aside and restored."""
+        """Opens one backward. A ``grad`` that a backward of the user's own has left is set aside and restored."""
         with torch._C.DisableTorchFunctionSubclass():  # freed parameters would run code of their class
             for name, parameter in self._parameters.items():
                 check_own_hooks(name, parameter, 1)
@@ -101,7 +101,7 @@ class GradientHooks:
         return frozenset(name for name, parameter in self._parameters.items() if not parameter.requires_grad)
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Removes the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         for parameter in self._parameters.values():
@@ -163,7 +163,7 @@ class GradientHooks:
 
     @staticmethod
     def _begin(parameter: Tensor, start: Callable[[], None]) -> None:
-        """Let the backward begin to which the gradient of ``parameter`` belongs, and which does not set it aside."""
+        """Begins the backward of the gradient of ``parameter``, if none is open; it does not set ``grad`` aside."""
         grad = plain_grad(parameter)
         set_plain_grad(parameter, None)
         try:
@@ -173,7 +173,7 @@ class GradientHooks:
 
 
 def _check_gathered(name: str, parameter: Tensor) -> None:
-    """Refuse a gradient that was computed from freed memory.
+    """Refuses a gradient that was computed from freed memory.
 
     Raises:
         EngineError: the parameter is sharded and not gathered.
@@ -212,37 +212,37 @@ class Reducer(Protocol):
     """Takes the gradients of a step's backwards and leaves their sum over data ranks in the buckets."""
 
     def backward(self, which: Backward) -> AbstractContextManager[None]:
-        """Context of one backward."""
+        """Returns the context of one backward."""
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Add a gradient inside a backward that autograd itself did not deliver."""
+        """Adds a gradient inside a backward that autograd itself did not deliver."""
 
     def finish(self) -> None:
-        """Complete every sum; communicates."""
+        """Completes every sum. Collective."""
 
     def keep(self) -> None:
-        """Let further backwards add to the sums that ``finish`` has completed, and the next ``finish`` complete all."""
+        """Lets further backwards add to the sums that ``finish`` has completed; the next ``finish`` completes all."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the parameters of this rank whose gradients are reduced."""
+        """Names of this rank's parameters with reduced gradients."""
 
     @property
     def unused(self) -> frozenset[str]:
-        """Those without a gradient in the finished step."""
+        """Parameters without a gradient in the finished step."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Those that are frozen now: the user may freeze a trained parameter and thaw it again."""
+        """Parameters that are frozen now: the user may freeze a trained parameter and unfreeze it again."""
 
     def reset(self) -> None:
-        """Forget the gradients of an unfinished step."""
+        """Forgets the gradients of an unfinished step."""
 
     def watch(self, on: bool) -> None:
         """Turns on or off the check that each gradient of this rank is finite before data ranks sum it."""
 
     def observe(self, observer: Take | None) -> None:
-        """Passes each later gradient of this rank to ``observer`` before it is summed; None: to nobody."""
+        """Passes each later gradient of this rank to ``observer`` before it is summed; None: to no observer."""
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
@@ -252,7 +252,7 @@ class Reducer(Protocol):
         """Returns True if a watched gradient since the last call was not finite; waits for the device."""
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Removes the hooks from the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +272,9 @@ class ReducerSetup:
     start: Callable[[], None] | None = None
     """Function that is called when a gradient arrives while no backward is open, to open it; None: never."""
     main: MainGradients | None = None
-    """Where products of a backward find the sums that they add to; None: every gradient is made."""
+    """Registry from which products of a backward take their sums; None: every gradient is computed."""
     encoded: Mapping[int, EncodedReduction] = field(default_factory=dict)
-    """Reductions of the buckets whose gradients are sent in fewer bits, by index of the bucket."""
+    """Reductions of buckets in fewer bits, by index of the bucket."""
     copies: HostCopies = field(default_factory=lambda: HostCopies(()))
     """Copies of reduced sums to the host, for the buckets that it updates."""
 
@@ -310,7 +310,7 @@ class SharedReduction:
         self._hooks = GradientHooks(trained, self.take, setup.start, self._products, warns=told)
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Take the gradient of a parameter inside a backward."""
+        """Adds a gradient of the running backward to the sum of its parameter, which is reduced later."""
         self._seen.add(name)
         if self._watched is not None:
             self._watched.append(grad.isfinite().all())
@@ -320,11 +320,11 @@ class SharedReduction:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Those that are frozen now."""
+        """Parameters that are frozen now."""
         return self._hooks.frozen
 
     def _add(self, name: str, grad: Tensor) -> None:
-        """Add a gradient to its bucket."""
+        """Adds a gradient to its bucket."""
         opened = self._sum(name)
         assert opened is not None
         if opened.holds:
@@ -335,7 +335,7 @@ class SharedReduction:
         self.complete(name)
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """The sum of a parameter, for a product that adds to it; None if the gradient itself is needed.
+        """Returns the sum of a parameter, for a product that adds to it; None if the gradient itself is needed.
 
         It is needed where an observer or hooks of the user's see it.
         """
@@ -347,48 +347,48 @@ class SharedReduction:
         raise NotImplementedError
 
     def added(self, name: str) -> None:
-        """A product has been added to the sum of a parameter, which is watched as its gradient would be."""
+        """Notes that a product was added to the sum of a parameter, as a hook would note a gradient."""
         self._seen.add(name)
         self._note_sum(name)
         if self._watched is not None and (opened := self._sum(name)) is not None:
             self._watched.append(opened.into.isfinite().all())
 
     def _note_sum(self, name: str) -> None:
-        """The sum of a parameter has content."""
+        """Notes that the sum of a parameter has content."""
         raise NotImplementedError
 
     def complete(self, name: str) -> None:
-        """The running backward adds nothing more to the sum of a parameter."""
+        """Notes that the running backward adds nothing more to the sum of a parameter."""
         raise NotImplementedError
 
     def keep(self) -> None:
-        """Keep completed sums aside; see :class:`Reducer`."""
+        """Sets completed sums aside; see :class:`Reducer`."""
         self._kept_sums = [(flat, self._part(flat), flat.gradient(self._part(flat)).clone()) for flat in self._buckets]
         self._kept_names = self.names - self.unused
 
     def _part(self, flat: FlatBucket) -> slice:
-        """The elements whose completed sums this rank has."""
+        """Returns the elements with completed sums on this rank."""
         raise NotImplementedError
 
     def _add_kept(self) -> None:
-        """Add the sums that were completed before the end of the step."""
+        """Adds the sums that were completed before the end of the step."""
         for flat, part, sums in self._kept_sums:
             flat.gradient(part).add_(sums)
             self._changed(flat)
         self._join_copies()
 
     def _changed(self, flat: FlatBucket) -> None:
-        """Note that the sums of a bucket were written, of which the host may have a copy."""
+        """Notes that the sums of a bucket were written, so that a copy on the host is stale."""
         if self._copies is not None:
             self._copies.changed(flat)
 
     def _follow_copy(self, flat: FlatBucket, reduction: Pending) -> None:
-        """Copy the sums to a host that updates them as soon as they are reduced."""
+        """Copies the sums to a host that updates them, once they are reduced."""
         if self._copies is not None:
             self._copies.follow(flat, reduction)
 
     def _join_copies(self) -> None:
-        """Go on when all reductions are complete that copies have waited for."""
+        """Waits until all reductions are complete that copies have waited for."""
         if self._copies is not None:
             self._copies.join()
 
@@ -396,7 +396,7 @@ class SharedReduction:
         self._kept_sums, self._kept_names = [], frozenset()
 
     def _end_step(self) -> None:
-        """Note which parameters had no gradient."""
+        """Notes the parameters without a gradient."""
         self.unused = self.names - self._seen - self._kept_names
 
     def _forget_products(self) -> None:
@@ -404,7 +404,7 @@ class SharedReduction:
             product.forget()
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters; products make their gradients apart again."""
+        """Removes the hooks from the parameters; products return separate gradients again."""
         self._hooks.remove()
         self._forget_products()
         if self._main is not None:
@@ -433,16 +433,17 @@ class SharedReduction:
         return bool(watched) and not torch.stack(watched or []).all()
 
     def _on_wire(self, grads: Tensor) -> Tensor:
-        """Return ``grads`` as they are sent: themselves, or a copy in the dtype of the wire."""
+        """Returns ``grads`` as they are sent: themselves, or a copy in the dtype of the wire."""
         return grads if self._dtype is None else grads.to(self._dtype)
 
     def _settle(self) -> None:
-        """Wait for collectives that an unfinished step has left under way."""
+        """Waits for the running collectives of an unfinished step."""
         while self._abandoned:
             self._abandoned.pop().wait()
 
     def _add_ties(self, flat: FlatBucket, kept: slice) -> None:
-        """Sum the reduced gradients of tied parameters over the stages that own them; all of them update alike."""
+        """Sums the reduced gradients of tied parameters over the stages that own them; every owner makes the same
+        update."""
         if flat.bucket.ties:
             self._comm.sum_over_stages(flat.gradient(kept), flat.bucket.ties, "ties").wait()
             self._changed(flat)

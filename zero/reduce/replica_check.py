@@ -40,10 +40,11 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:
-        """Return the error found, the same on every tensor rank; ``sent`` gets the traffic, which the step leaves out.
+        """Returns the error found, the same on every tensor rank; the traffic, which the step leaves out, goes to
+        ``sent``.
 
         One all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes for each parameter and 8
-        more; every rank of a stage takes part, also one whose step has failed.
+        more; every rank of a stage takes part, also after a failed step.
         """
         places = self.places
         before = self._comm.tally.copy()
@@ -63,14 +64,14 @@ class ReplicaCheck:
         if not differing:
             return None
         return PlanError(
-            f"parameter {places[differing[0]][0]!r} is held by all tensor ranks, but its gradients differ between "
-            'them: the model uses it on cut activations; give its module the style "partial" in parallel.tensor_plan, '
-            'or the style "replicate" to the layers before it.'
+            f"parameter {places[differing[0]][0]!r} is on all tensor ranks, but its gradients differ between them, "
+            'because the model uses it on sharded activations; give its module the style "partial" in '
+            'parallel.tensor_plan, or the style "replicate" to the layers before it.'
         )
 
 
 def overlap(slot: Slot, shard: slice) -> slice:
-    """Return the elements of a slot that lie in ``shard``; an empty slice if none do."""
+    """Returns the elements of a slot that are in ``shard``; an empty slice if there are none."""
     start = max(slot.start, shard.start)
     return slice(start, max(start, min(slot.stop, shard.stop)))
 
@@ -83,19 +84,19 @@ class NonFiniteSource:
     """Source of a value that was not finite in a step; the same on every rank."""
 
     name: str
-    """"the loss", "the weight", the first parameter whose gradient is not finite, or "the gradient norm"."""
+    """"the loss", "the weight", the first parameter with a gradient that is not finite, or "the gradient norm"."""
     ranks: tuple[int, ...]
     """Ranks on which it arose; empty where the sum over data ranks has hidden them."""
 
     @property
     def subject(self) -> str:
-        """Subject of a sentence: what was not finite, and on which ranks."""
+        """Subject of a sentence: the source of the number, and its ranks."""
         what = self.name if self.name.startswith("the ") else f"the gradient of {self.name!r}"
         return f"{what} on rank{'s' * (len(self.ranks) > 1)} {_listed(self.ranks)}" if self.ranks else what
 
 
 class NonFinite:
-    """Finds what was not finite: the loss, or the first parameter in the order of the plan's table."""
+    """Finds the source of a non-finite number: the loss, or the first parameter in the order of the plan's table."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
         self._names = [row.name for row in table]
@@ -108,7 +109,7 @@ class NonFinite:
 
     @torch.no_grad()
     def find(self, loss: Tensor, weight: float, own: bool, sent: Tally) -> NonFiniteSource:
-        """Return the source of a skipped step, the same on every rank.
+        """Returns the source of a skipped step, the same on every rank.
 
         One all-gather of 24 bytes a rank over the world, label "non-finite". ``sent`` gets this traffic, which the step
         leaves out.

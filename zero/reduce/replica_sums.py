@@ -16,7 +16,7 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.grid import Axis
 
 OnWire = Callable[[Tensor], Tensor]
-"""Makes of gradients what is sent: themselves, or a copy in the dtype of the wire."""
+"""Function from gradients to their message: the gradients, or a copy in the dtype of the wire."""
 
 
 class ReplicaSum:
@@ -34,14 +34,14 @@ class ReplicaSum:
         self._sent = shard
 
     def cross(self) -> None:
-        """Wait for the sum within the group, and send it on. A second call does nothing."""
+        """Waits for the sum within the group, and sends it on. A second call does nothing."""
         if self._across is None:
             self._inside.wait()
             self._sent = self._on_wire(self._shard)
             self._across = self._comm.all_reduce(self._sent, self._axis, "gradients")
 
     def wait(self) -> None:
-        """Complete the sum."""
+        """Completes the sum."""
         self.cross()
         assert self._across is not None
         self._across.wait()
@@ -52,6 +52,6 @@ class ReplicaSum:
 def summed_over_replicas(
     inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
 ) -> tuple[Pending, ReplicaSum]:
-    """(the whole reduction, whose wait sends what was not sent before, and its second hop)."""
+    """Returns the whole reduction, which sends unsent messages in its wait, and its second hop."""
     across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across

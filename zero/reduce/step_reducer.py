@@ -5,8 +5,8 @@
     bucket 1 complete                                  | reduce-scatter 1 ------>
     finish                                                                  | the rest | wait
 
-Collectives are issued in the order of the buckets on every rank, whatever the order of the hooks, so that they match
-even on ranks whose backward differs (an unused parameter, another branch).
+Collectives are issued in the order of the buckets on every rank, independent of the order of the hooks, so that they
+match even on ranks with different backwards (an unused parameter, another branch).
 
 Deferred buckets come last and wait for ``finish``: gradients that are partial over tensor ranks are summed before their
 reduction, gradients of parameters tied over pipeline ranks after it, on the shard.
@@ -60,7 +60,7 @@ class _Progress:
     reduction: Pending | None = None
     received: Callable[[], object] | None = None
     sums: Tensor | None = None
-    """What the backwards before a further one have given, reduced already."""
+    """Reduced sums of the backwards before a further one."""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -88,7 +88,7 @@ class GradientReducer(SharedReduction):
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Collect the gradients of one backward; during the last ones of a step, reduce buckets as they complete.
+        """Collects the gradients of one backward; during the last ones of a step, reduces buckets as they complete.
 
         Raises:
             EngineError: a parameter gave a gradient after its bucket was reduced.
@@ -107,7 +107,7 @@ class GradientReducer(SharedReduction):
             self._last = self._eager = False
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, wait for all, and prepare for the next step.
+        """Reduces the remaining buckets, waits for all, and prepares the next step.
 
         Afterwards each shard (stage 0: each full bucket) of ``grads`` holds the sum over microbatches and data ranks;
         a parameter without a gradient in this step contributes zero.
@@ -122,7 +122,7 @@ class GradientReducer(SharedReduction):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the gradients of an unfinished step.
+        """Forgets the gradients of an unfinished step.
 
         A collective under way still writes into its bucket. The next backward waits for it. Waiting here could hide the
         error of this step, because a peer may never have joined the collective.
@@ -133,7 +133,7 @@ class GradientReducer(SharedReduction):
         self._empty()
 
     def _empty(self) -> None:
-        """Let the next gradient of each parameter be the first one; ``reset`` without the names that had one."""
+        """Marks the next gradient of each parameter as the first one; ``reset`` without the names that had one."""
         self._next, self._launched = 0, None
         for progress in self._progress:
             if progress.reduction is not None:
@@ -144,7 +144,7 @@ class GradientReducer(SharedReduction):
                 place.touched = place.arrived = False
 
     def _reduce_all(self) -> None:
-        """Reduce the buckets that are left, and wait for all."""
+        """Reduces the remaining buckets, and waits for all."""
         self._add_parts()
         while self._next < len(self._progress):
             self._launch()
@@ -161,7 +161,7 @@ class GradientReducer(SharedReduction):
         self._join_copies()
 
     def _reopen(self) -> None:
-        """Keep what is reduced aside, so that a further backward starts anew and all buckets are reduced once more.
+        """Sets reduced sums aside, so that a further backward starts anew and all buckets are reduced once more.
 
         Every rank reduces every bucket here, since which ones it has reduced already depends on its own hooks.
         """
@@ -184,7 +184,7 @@ class GradientReducer(SharedReduction):
         self._places[name].touched = True
 
     def complete(self, name: str) -> None:
-        """Reduce the buckets that are complete, if this backward is the last one."""
+        """Reduces the buckets that are complete, if this backward is the last one."""
         place = self._places[name]
         progress = place.progress
         if self._last:
@@ -200,7 +200,7 @@ class GradientReducer(SharedReduction):
         return progress.missing == 0 and not progress.repeats and not progress.late
 
     def _add_parts(self) -> None:
-        """Sum the gradients that are partial over tensor ranks, so that every holder has the full gradient."""
+        """Sums the gradients that are partial over tensor ranks, so that each of these ranks has the full gradient."""
         places = [place for progress in self._progress if progress.flat.bucket.partial for place in progress.places]
         if not places or self._sum_partial is None:
             return
@@ -216,7 +216,7 @@ class GradientReducer(SharedReduction):
     def _launch(self) -> None:
         progress = self._progress[self._next]
         self._next += 1
-        for place in progress.places:
+        for place in progress.places:  # a slot without a gradient has that of an earlier step
             if not place.touched:
                 place.view.zero_()
         grads, shard = progress.flat.grads, progress.flat.shard
@@ -242,7 +242,8 @@ class GradientReducer(SharedReduction):
             self._follow_copy(progress.flat, progress.reduction)
 
     def _follow(self, progress: _Progress, inside: Pending, shard: Tensor) -> None:
-        """Let the sum over shard groups follow that within one; buckets cross in their order, on all ranks alike."""
+        """Starts the sum over shard groups after the sum within one; buckets cross in their order, equal on all
+        ranks."""
         progress.reduction, self._launched = inside, None
         groups = progress.flat.bucket.spread.groups
         if self._comm.grid.size(groups) > 1:

@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class WeightCopies:
-    """The comparison of the weights in ``buckets``, of those that other ranks hold as well."""
+    """Comparison of the weights in ``buckets``, of those that other ranks hold as well."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._told = comm, False
@@ -62,14 +62,14 @@ class WeightCopies:
                 yield _Part(slot.name, flat, start, max(start, stop), factor % _PRIME)
 
     def _place(self, row: ShardRow) -> tuple[int, int]:
-        """This rank among those of its replica that hold the same elements, and their number."""
+        """Returns this rank's number among ranks of its replica with equal elements, and the number of these ranks."""
         coord, tp = self._comm.grid.coord(), self._comm.grid.tp
         owner, owners = row.owners.index(coord.pp), len(row.owners)
         return (owner * tp + coord.tp, owners * tp) if row.equal_on_tensor_ranks else (owner, owners)
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:
-        """This rank's summand of a comparison, fp64."""
+        """Returns this rank's summand of a comparison, fp64."""
         if not self._parts:
             return 0.0
         # factors are numbers of the host: a tensor of them would be copied to the device, for which the host waits
@@ -78,7 +78,7 @@ class WeightCopies:
 
     @torch.no_grad()
     def compare(self, total: float, sent: Tally) -> None:
-        """Say once which weight differs, if ``total``, the sum of all digests, tells that one does. All ranks call it.
+        """Logs once which weight differs, if ``total``, the sum of all digests, shows that one does. All ranks call it.
 
         At most 8 bytes a weight over tp and over the data ranks, and 16 bytes over the world, label "copies".
         """
@@ -111,7 +111,8 @@ class WeightCopies:
             )
 
     def _first_differing(self, axis: Axis, parts: Sequence[_Part], sharded: bool = False) -> int:
-        """Place of the first weight that differs along ``axis``, counted from the end of the table; 0: none does."""
+        """Returns the place of the first weight that differs along ``axis``, counted from the end of the table; 0: none
+        does."""
         if self._comm.grid.size(axis) == 1 or not parts:
             return 0
         parts = sorted(parts, key=lambda part: part.name)
@@ -125,17 +126,17 @@ class WeightCopies:
 
 
 def _factor(index: int, count: int) -> int:
-    """Factors of ``count`` copies, whose sum is 0; all are 0 for one copy."""
+    """Returns the factor of copy ``index`` of ``count``; the factors sum to 0, and one copy has the factor 0."""
     return 0 if count == 1 else 1 if index < count - 1 else 1 - count
 
 
 def _equal_over(flat: FlatBucket) -> Axis:
-    """The axis along which ranks hold what this rank holds of a bucket."""
+    """Returns the axis along which ranks have equal copies of this rank's part of a bucket."""
     return flat.bucket.spread.shard_copies if flat.sharded else flat.bucket.spread.copies
 
 
 def _memory(part: _Part) -> Tensor:
-    """The memory of a bucket in which this rank's part lies."""
+    """Returns the memory of this rank's part of a bucket."""
     return part.memory.kept if part.memory.sharded else part.memory.params
 
 

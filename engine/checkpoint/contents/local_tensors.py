@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.pieces import Part, Piece, runs
 from engine.checkpoint.format.safetensors_file import TensorKind, code_of
-from engine.parallel.grid import Coord, Grid, Holder
+from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.model.quantized_layers import quantize_part
 from engine.parallel.shard_table import ShardRow
 from engine.planning.plan import Plan
@@ -56,7 +56,7 @@ def local_region(row: ShardRow, part: int) -> Part:
     return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in row.ranges if part in r.holders))
 
 
-def stored_part(row: ShardRow, holder: Holder) -> Part | None:
+def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
     """Returns the part that a rank stores: the rows that it holds first; None if there are none."""
     first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == row.part(holder))
     if not first or (row.axis == "ep" and holder.tp):
@@ -71,7 +71,7 @@ class SaveOwnership:
     plan: Plan
 
     @cached_property
-    def slots(self) -> Mapping[Holder, Mapping[str, tuple[Bucket, Slot]]]:
+    def slots(self) -> Mapping[ShardHolder, Mapping[str, tuple[Bucket, Slot]]]:
         """Bucket and slot of each parameter, by holder and name."""
         return {
             where: {slot.name: (bucket, slot) for bucket in (*layout.buckets, *layout.frozen) for slot in bucket.slots}
@@ -223,7 +223,7 @@ class LocalTensors:
         return self._elements(self.inventory.element_state(tensors))
 
     def averages(self) -> Iterator[Held]:
-        """Moving averages of parameters."""
+        """Returns the moving averages of parameters."""
         return self._elements(self.inventory.averages())
 
     def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
@@ -246,8 +246,11 @@ class LocalTensors:
         kept: dict[str, list[StateTensor]] = {}
         for state in self.inventory.whole_state(updates):
             kept.setdefault(state.name, []).append(state)
-        first = grid.is_first(grid.copies if updates.on_all_data_ranks else grid.shard_copies, self.coord)
-        for row in self.ownership.plan.table.held_by(grid.holder(self.coord)):
+        holder = grid.holder(self.coord)
+        for row in self.ownership.plan.table.held_by(holder):
+            spread = grid.expert_spread if row.axis == "ep" else grid.spread
+            first = grid.is_first(spread.copies if updates.on_all_data_ranks else spread.shard_copies, self.coord)
+            first = first and (row.axis == "tp" or holder.ep in row.ranges[0].holders)
             # one tensor rank owns a sharded matrix; all tensor ranks have the state of other parameters
             stores = first and (self.coord.tp == 0 or (updates.by_owner and row.dim is not None))
             for state in kept.get(row.name, ()):
@@ -285,7 +288,7 @@ class LocalTensors:
 
 
 def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice, list[StateTensor]]]:
-    """Yield the state of each tensor that the optimizer updates, with its bucket and its elements of it."""
+    """Yields the state of each tensor that the optimizer updates, with its bucket and its elements of the bucket."""
     for _, group in groupby(states, key=lambda state: (id(state.flat), state.part.start)):
         held = list(group)
         if (flat := held[0].flat) is not None:

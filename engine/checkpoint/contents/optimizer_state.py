@@ -127,7 +127,7 @@ def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
                 if merged.setdefault(parameter, {}).setdefault(name, number) != number:
                     raise CheckpointError(
                         f"not saved: ranks disagree on {name!r} of parameter {parameter!r}, which must be equal on "
-                        "all; look for a step that one of them skipped."
+                        "all; look for a step that some ranks skipped."
                     )
     return merged
 
@@ -155,7 +155,7 @@ def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: obj
     if known and own not in known:
         raise CheckpointError(
             f"{step} has the optimizer state of {' or '.join(map(str, known))}, but this run's optimizer is {own}; "
-            "load it with load_optimizer_states=False, or configure the same optimizer."
+            "configure the same optimizer, or load the weights alone with load_optimizer_states=False."
         )
 
 
@@ -355,8 +355,8 @@ def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
         return [value, None]
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise CheckpointError(
-        f"optimizer {type(optimizer.inner).__name__} has {name!r}, {what}; a checkpoint stores state of the "
-        "parameter's shape and single numbers, so use an optimizer with such state only."
+        f"optimizer {type(optimizer.inner).__name__} has the state {name!r}, {what}, but a checkpoint stores state of "
+        "the parameter's shape and single numbers only; use an optimizer with such state."
     )
 
 

@@ -21,7 +21,7 @@ from engine.checkpoint.format.host_image import as_tensor
 from engine.checkpoint.format.step_reader import OpenCheckpoint
 from engine.checkpoint.format.strict_json import Fields
 from engine.config.wording import join_path, shown_value
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 from engine.parallel.grid import Grid, saved_order
 from engine.parallel.model.rng_streams import generators_of
 from engine.step.update import Update
@@ -86,8 +86,8 @@ class TrainerState:
         self.update.load_state_dict(_counters(manifest.progress["update"]))
         if self.update.made != manifest.step:
             raise CheckpointError(
-                f"{reader.step} is damaged: it is of step {manifest.step}, but its counters have "
-                f"{self.update.made} updates."
+                f"{reader.step} is damaged: it is of step {manifest.step}, but its counters have {self.update.made} "
+                f"updates; {COPY_AGAIN}"
             )
         stored = reader.manifest.progress["tracked"]
         for name, thing in self.tracked.items():
@@ -124,7 +124,7 @@ def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
     file = f"state/rank-{grid.rank:05d}.safetensors"
     found = reader.tensors_of(file)
     if not found:
-        raise CheckpointError(f"{reader.step / file} is damaged: it has no states of random generators.")
+        raise CheckpointError(f"{reader.step / file} is damaged: it has no states of random generators; {COPY_AGAIN}")
     return {key: as_tensor(data, kind) for key, (kind, data) in found.items()}
 
 

@@ -37,7 +37,7 @@ from engine.checkpoint.format.file_spans import SpannedTensor
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 _OWN = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -81,7 +81,10 @@ def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
     last, now = scaler.get("last_overflow_iter"), scaler.get("cur_iter")
     counts = (window, last, now, scaler.get("delayed_shift"), scaler.get("cur_hysteresis"))
     if not isinstance(value, int | float) or not all(isinstance(count, int) for count in counts) or not window:
-        raise CheckpointError("the loss scaler of the checkpoint has other values in place of its counters.")
+        raise CheckpointError(
+            "the state of the loss scaler has other values in place of its counters: the checkpoint is damaged; "
+            f"{COPY_AGAIN}"
+        )
     return {"value": float(value), "forgiven": max(0, counts[3] - counts[4]), "good": (now - last - 1) % window}
 
 

@@ -116,7 +116,10 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
         while flat < len(sizes) and place + share > sizes[flat]:
             flat, place = flat + 1, 0
         if flat == len(sizes):
-            raise CheckpointError(f"the flat tensors are too short for {name!r}: the folder mixes files of two saves.")
+            raise CheckpointError(
+                f"the flat tensors are too short for {name!r}: the folder mixes files of two saves; copy one save into "
+                "an empty folder."
+            )
         pieces = [
             Piece(part, min(index * share, part.elements), min((index + 1) * share, part.elements))
             for index in range(len(ranks))
@@ -139,7 +142,10 @@ def tensors_of_fragments(
             kind = TensorKind(parts[0][0].kind.dtype, shapes[name])
             spans = [flat.span(each.piece, each.start, name) for flat, each in parts if each.piece.elements]
             if prod(kind.shape) and any(flat.kind.dtype != kind.dtype for flat, _ in parts):
-                raise CheckpointError(f"{family}/{name} has several dtypes: the folder mixes files of two saves.")
+                raise CheckpointError(
+                    f"{family}/{name} has several dtypes: the folder mixes files of two saves; copy one save into an "
+                    "empty folder."
+                )
             tensors[f"{family}/{name}"] = spanned(kind, spans)
     return tensors
 

@@ -67,7 +67,10 @@ def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[F
     for stage in range(stages):
         models = [list(_models(ranks[stage, rank], str(folder))) for rank in range(width)]
         if len(models[0]) > 1:
-            raise CheckpointError(f"{folder} has several model chunks a stage (virtual stages), which are not read.")
+            raise CheckpointError(
+                f"{folder} has several model chunks on each stage (virtual stages), which are not read; save it "
+                "without virtual stages."
+            )
         held = [dict(model[0]) for model in models]
         for name in held[0]:
             parts = [part.get(name) for part in held]
@@ -120,11 +123,17 @@ def _joined(name: str, parts: Sequence[TorchTensor | None], gated: bool) -> Span
     dim = 0 if _FIRST.fullmatch(name) else 1 if _SECOND.fullmatch(name) else None
     first = parts[0]
     if first is None or any(part is None or part.kind != first.kind for part in parts):
-        raise CheckpointError(f"the tensor ranks have parts of {name!r} that do not match each other.")
+        raise CheckpointError(
+            f"the tensor ranks have shards of {name!r} with different shapes or dtypes: the folder mixes files of two "
+            "saves; copy one save into an empty folder."
+        )
     if dim is None or len(parts) == 1:
         return spanned(first.kind, [first.span(Part(first.kind.shape).whole(), 0, name)])
     if len(first.kind.shape) <= dim:
-        raise CheckpointError(f"{name!r} has shape {list(first.kind.shape)}, but it should be sharded along dim {dim}.")
+        raise CheckpointError(
+            f"{name!r} has shape {list(first.kind.shape)}, but Megatron shards a tensor of this name along dim {dim}; "
+            "convert the checkpoint to torch_dist with Megatron."
+        )
     shape = tuple(size * len(parts) if at == dim else size for at, size in enumerate(first.kind.shape))
     spans = []
     halves = 2 if gated and _GATED.fullmatch(name) else 1

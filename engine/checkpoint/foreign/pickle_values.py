@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 LIMIT = 1 << 28
 """Largest pickle in bytes; it describes about 1,000,000 tensors."""
@@ -65,13 +65,17 @@ def read_pickle(
         CheckpointError: the pickle is damaged, or has opcodes that torch does not write.
     """
     if len(data) > LIMIT:
-        raise CheckpointError(f"{what} is damaged: its pickle has {len(data):,} bytes, but at most {LIMIT:,} are read.")
+        raise CheckpointError(
+            f"{what} is damaged: its pickle has {len(data):,} bytes, but at most {LIMIT:,} are read; {COPY_AGAIN}"
+        )
     try:
         return _Machine(call, persistent).run(bytes(data))
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{what} is damaged: its pickle cannot be read ({type(error).__name__}).") from error
+        raise CheckpointError(
+            f"{what} is damaged: its pickle cannot be read ({type(error).__name__}); {COPY_AGAIN}"
+        ) from error
 
 
 def plain(value: Any, dropped: list[str], path: str = "") -> Any:
@@ -86,7 +90,7 @@ def plain(value: Any, dropped: list[str], path: str = "") -> Any:
         nonlocal count
         count += 1
         if count > NODES or depth > 100:
-            raise CheckpointError(f"{path[:60]!r} has too many values for a state; the file is damaged.")
+            raise CheckpointError(f"{path[:60]!r} has too many values for a state: the file is damaged; {COPY_AGAIN}")
         if isinstance(value, dict):
             found = {str(key): copy(item, f"{path}.{key}"[:200], depth + 1) for key, item in value.items()}
             return {key: item for key, item in found.items() if item is not _DROPPED}
@@ -142,7 +146,10 @@ class _Machine:
             elif name not in _NOTHING:
                 step = getattr(self, f"on_{name.lower()}", None)
                 if step is None:
-                    raise CheckpointError(f"its pickle has the opcode {name}, which torch does not write.")
+                    raise CheckpointError(
+                        f"its pickle has the opcode {name}, which torch.save does not write; save the checkpoint again "
+                        "with torch.save."
+                    )
                 step(argument)
         (value,) = self._stack
         return value

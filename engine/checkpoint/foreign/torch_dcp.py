@@ -33,7 +33,7 @@ from engine.checkpoint.foreign.torch_file import (
 from engine.checkpoint.format.file_spans import FileSpan, SpannedTensor, pieces_of_box
 from engine.checkpoint.format.filesystem import Files, read_all
 from engine.checkpoint.format.safetensors_file import TensorKind
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 METADATA, COMMON = ".metadata", "common.pt"
 _LIMIT = 1 << 28
@@ -80,7 +80,7 @@ def read_dcp(files: Files, folder: Path, optimizer: bool = True) -> tuple[Foreig
     parts, dropped = _Parts(), list[str]()
     for name, described in value_dict(state.get("state_dict_metadata"), what).items():
         if not isinstance(name, str) or not isinstance(described, PickledObject):
-            raise CheckpointError(f"{what} is damaged: it describes a value without a name.")
+            raise CheckpointError(f"{what} is damaged: it describes a value without a name; {COPY_AGAIN}")
         path = places.get(name)
         place = tuple(path) if isinstance(path, tuple | list) else _guessed(name)
         if optimizer or not _of_optimizer(place):
@@ -118,12 +118,14 @@ def _chunks(stored: Mapping[Any, Any], folder: Path, what: str) -> dict[str, lis
     found: dict[str, list[_Chunk]] = {}
     for index, info in stored.items():
         if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
-            raise CheckpointError(f"{what} is damaged: it stores a chunk without a name.")
+            raise CheckpointError(f"{what} is damaged: it stores a chunk without a name; {COPY_AGAIN}")
         if info.get("transform_descriptors"):
-            raise CheckpointError(f"{folder} has compressed chunks, which are not read; save it without extensions.")
+            raise CheckpointError(
+                f"{folder} has compressed chunks, which are not read; save it without _extensions of the writer."
+            )
         name, file = index.get("fqn"), info.get("relative_path")
         if not isinstance(name, str) or not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise CheckpointError(f"{what} is damaged: it names a file outside the folder.")
+            raise CheckpointError(f"{what} is damaged: it names a file outside the folder; {COPY_AGAIN}")
         start, length = numbers_of([info.get("offset"), info.get("length")], what)
         offset = shape_of(index.get("offset") or (), what)
         found.setdefault(name, []).append(_Chunk(offset, folder / file, start, length))
@@ -147,12 +149,14 @@ def _value(files: Files, described: PickledObject, chunks: Sequence[_Chunk], nam
     for each, held in saved:
         size = boxes.get(each.offset)
         if not isinstance(held, TorchTensor) or size is None or not len(size) == len(shape) == len(each.offset):
-            raise CheckpointError(f"{each.path} is damaged: a chunk of {name!r} does not match {METADATA}.")
+            raise CheckpointError(
+                f"{each.path} is damaged: a chunk of {name!r} does not match {METADATA}; {COPY_AGAIN}"
+            )
         if any(at + count > whole for at, count, whole in zip(each.offset, size, shape, strict=True)):
-            raise CheckpointError(f"{what} is damaged: a chunk of {name!r} reaches beyond its shape.")
+            raise CheckpointError(f"{what} is damaged: a chunk of {name!r} reaches beyond its shape; {COPY_AGAIN}")
         spans += [held.span(piece, first, name) for piece, first in pieces_of_box(shape, each.offset, size)]
     if len(dtypes) != 1:
-        raise CheckpointError(f"{what} is damaged: {name!r} has chunks of {len(dtypes)} dtypes.")
+        raise CheckpointError(f"{what} is damaged: {name!r} has chunks of {len(dtypes)} dtypes; {COPY_AGAIN}")
     return spanned(TensorKind(dtypes.pop(), shape), spans)
 
 

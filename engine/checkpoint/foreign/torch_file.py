@@ -23,7 +23,7 @@ from engine.checkpoint.format.file_spans import FileSpan
 from engine.checkpoint.format.filesystem import Files, opened
 from engine.checkpoint.format.pieces import Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 _STORAGES: Mapping[str, str] = MappingProxyType({
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -67,8 +67,8 @@ class TorchTensor:
         self.check_row(tensor)
         if not 0 <= first <= first + piece.elements <= self.kind.elements:
             raise CheckpointError(
-                f"{self.path}: {tensor} needs elements {first} to {first + piece.elements} of {self.kind.elements}; "
-                "the file is damaged."
+                f"{self.path}: {tensor} needs elements {first} to {first + piece.elements} of {self.kind.elements}: "
+                f"the file is damaged; {COPY_AGAIN}"
             )
         return FileSpan(self.path, self.start + first * self.kind.width, piece)
 
@@ -133,11 +133,14 @@ def read_torch_file(files: Files, path: Path, start: int = 0, size: int | None =
     with opened(files, path.parent, path.name) as file:
         size = files.size(file) - start if size is None else size
         if start < 0 or size < 0 or start + size > files.size(file):
-            raise CheckpointError(f"{path} is damaged: it has no bytes {start:,} to {start + size:,}.")
+            raise CheckpointError(f"{path} is damaged: it has no bytes {start:,} to {start + size:,}; {COPY_AGAIN}")
         with _entries(files, file, path, start, size) as entries:
             data = entries.read("data.pkl")
             if "byteorder" in entries.known and entries.read("byteorder") != b"little":
-                raise CheckpointError(f"{path} is of a big-endian machine; save it again on a little-endian one.")
+                raise CheckpointError(
+                    f"{path} was saved on a big-endian machine; load it there, and save it again on a little-endian "
+                    "machine."
+                )
             return read_pickle(data, str(path), call_of_torch, entries.storage)
 
 
@@ -148,7 +151,10 @@ class _Entries:
         self._files, self._file, self._path, self._start, self._archive = files, file, path, start, archive
         pickles = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise CheckpointError(f"{path} is no file of torch.save: it has {len(pickles)} entries data.pkl.")
+            raise CheckpointError(
+                f"{path} is no file of torch.save: it has {len(pickles)} entries data.pkl in place of 1; pass a file "
+                "that torch.save has written."
+            )
         folder = pickles[0].removesuffix("data.pkl")
         self.known = {i.filename.removeprefix(folder): i for i in archive.infolist() if i.filename.startswith(folder)}
 
@@ -156,24 +162,29 @@ class _Entries:
         """Returns the bytes of a small entry."""
         entry = self._entry(name)
         if entry.file_size > LIMIT:
-            raise CheckpointError(f"{self._path} is damaged: {name} has {entry.file_size:,} bytes.")
+            raise CheckpointError(f"{self._path} is damaged: {name} has {entry.file_size:,} bytes; {COPY_AGAIN}")
         return self._archive.read(entry)
 
     def storage(self, persistent: Any) -> _Storage:
         """Returns the storage of ("storage", class, key, device, elements)."""
         word, kind, key, *_ = persistent if isinstance(persistent, tuple) and len(persistent) == 5 else (None,) * 3
         if word != "storage" or not isinstance(kind, PickledName) or not isinstance(key, str):
-            raise CheckpointError("its pickle refers to an object that is no storage.")
+            raise CheckpointError(
+                "its pickle refers to an object that is not a tensor's storage; save the checkpoint again with "
+                "torch.save."
+            )
         code = _STORAGES.get(kind.attribute, "U8" if kind.attribute == "UntypedStorage" else None)
         if code is None:
-            raise CheckpointError(f"its storages of class {kind} are not read; save them in another dtype.")
+            raise CheckpointError(
+                f"it has tensors of the class {kind}, which are not read; save them in another dtype."
+            )
         entry = self._entry(f"data/{key}")
         return _Storage(code, self._path, self._start + self._first_byte(entry), entry.file_size)
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
         entry = self.known.get(name)
         if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            raise CheckpointError(f"{self._path} is damaged: it has no uncompressed entry {name[:80]!r}.")
+            raise CheckpointError(f"{self._path} is damaged: it has no uncompressed entry {name[:80]!r}; {COPY_AGAIN}")
         return entry
 
     def _first_byte(self, entry: zipfile.ZipInfo) -> int:
@@ -183,7 +194,9 @@ class _Entries:
             self._files.read_into(self._file, target, self._start + entry.header_offset)
         magic, name, extra = _LOCAL_HEADER.unpack(data)
         if magic != b"PK\3\4":
-            raise CheckpointError(f"{self._path} is damaged: its entries are not at the offsets in its directory.")
+            raise CheckpointError(
+                f"{self._path} is damaged: its entries are not at the offsets in its directory; {COPY_AGAIN}"
+            )
         return int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
 
 
@@ -196,7 +209,8 @@ def _entries(files: Files, file: int, path: Path, start: int, size: int) -> Iter
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{path} is no file of torch.save since version 1.6, or it is damaged; load and save it again with torch."
+            f"{path} is damaged, or was not saved with torch.save of torch 1.6 or later; load it with torch, and save "
+            "it again."
         ) from error
 
 
@@ -241,11 +255,15 @@ def _tensor(storage: _Storage, code: str, place: tuple[Any, ...]) -> TorchTensor
     first, shape, strides = place
     numbers = (first, *shape, *strides)
     if code == "?" or len(shape) != len(strides) or len(shape) > 64 or not all(map(_is_natural, numbers)):
-        raise CheckpointError("its pickle has a tensor of unknown dtype or shape.")
+        raise CheckpointError(
+            "its pickle has a tensor of an unknown dtype or shape; save the checkpoint again with torch.save."
+        )
     kind = TensorKind(code, shape)
     last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if prod(shape) else -1
     if (last + 1) * kind.width > storage.bytes:
-        raise CheckpointError(f"its tensor of shape {list(shape)[:8]} reaches beyond its storage.")
+        raise CheckpointError(
+            f"a tensor of shape {list(shape)[:8]} reaches beyond its storage: the file is damaged; {COPY_AGAIN}"
+        )
     return TorchTensor(kind, storage.path, storage.start + first * kind.width, strides)
 
 
@@ -260,14 +278,14 @@ def value_dict(value: Any, what: str) -> dict[Any, Any]:
         CheckpointError: it is something else.
     """
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} has a {type(value).__name__} in place of a dict; it is damaged.")
+        raise CheckpointError(f"{what} has a {type(value).__name__} in place of a dict: it is damaged; {COPY_AGAIN}")
     return value
 
 
 def value_list(value: Any, what: str) -> list[Any]:
     """Returns ``value`` as a list, if it is a list or a tuple."""
     if not isinstance(value, list | tuple):
-        raise CheckpointError(f"{what} has a {type(value).__name__} in place of a list; it is damaged.")
+        raise CheckpointError(f"{what} has a {type(value).__name__} in place of a list: it is damaged; {COPY_AGAIN}")
     return list(value)
 
 
@@ -275,7 +293,9 @@ def numbers_of(value: Any, what: str) -> tuple[int, ...]:
     """Returns ``value`` as a tuple, if it is a list of whole numbers, such as a shape."""
     found = value_list(value, what)
     if not all(map(_is_natural, found)):
-        raise CheckpointError(f"{what} has other values in place of whole numbers of 0 or more; it is damaged.")
+        raise CheckpointError(
+            f"{what} has other values in place of whole numbers of 0 or more: it is damaged; {COPY_AGAIN}"
+        )
     return tuple(found)
 
 
@@ -283,12 +303,14 @@ def shape_of(value: Any, what: str) -> tuple[int, ...]:
     """Returns ``value``, if it is the shape of a possible tensor."""
     found = numbers_of(value, what)
     if len(found) > 64 or prod(size or 1 for size in found) >= 2**62:
-        raise CheckpointError(f"{what} has a shape that is too large for any tensor; it is damaged.")
+        raise CheckpointError(f"{what} has a shape that is too large for any tensor: it is damaged; {COPY_AGAIN}")
     return found
 
 
 def tensor_of(value: Any, what: str) -> TorchTensor:
     """Returns ``value``, if it is a tensor."""
     if not isinstance(value, TorchTensor):
-        raise CheckpointError(f"{what} is a {type(value).__name__} in place of a tensor; the file is damaged.")
+        raise CheckpointError(
+            f"{what} is a {type(value).__name__} in place of a tensor: the file is damaged; {COPY_AGAIN}"
+        )
     return value

@@ -68,7 +68,7 @@ def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Itera
                         )
         if got != want.piece.elements:
             raise CheckpointError(
-                f"{want.tensor!r}: the files have {got} of {want.piece.elements} elements; copy the folder again."
+                f"{want.tensor!r} has {got} of its {want.piece.elements} elements in the files; copy the folder again."
             )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 PAGE = 4096
 """Alignment in bytes that O_DIRECT requires of addresses, offsets and lengths."""
@@ -97,7 +97,8 @@ class Files:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise CheckpointError(
-                    f"{root / name} is a link or its path contains one; copy the file itself there."
+                    f"{root / name} is a link, or its path contains one, which a checkpoint may not; copy the file "
+                    "itself there."
                 ) from error
             raise
         finally:
@@ -207,7 +208,7 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
         size = files.size(file)
         if size > limit:
             raise CheckpointError(
-                f"{root / name} is damaged: it has {size:,} bytes, but at most {limit:,} are allowed."
+                f"{root / name} is damaged: it has {size:,} bytes, but at most {limit:,} are allowed; {COPY_AGAIN}"
             )
         data = bytearray(size)
         with memoryview(data) as target:
@@ -245,7 +246,10 @@ def opened(files: Files, root: Path, name: str) -> Iterator[int]:
         finally:
             files.close(file)
     except OSError as error:
-        raise CheckpointError(f"{root / name} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{root / name} cannot be read ({error.strerror or error}); check its path and permissions, or load "
+            "another checkpoint."
+        ) from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from engine.checkpoint.format.checked_blocks import ALGORITHMS, BLOCK, DEFAULT_A
 from engine.checkpoint.format.pieces import Part, Piece, covers_once
 from engine.checkpoint.format.safetensors_file import TensorKind, lay_out, read_kind
 from engine.checkpoint.format.strict_json import Fields, dump, natural, naturals
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 FORMAT, MAJOR, MINOR = "trine-checkpoint", 1, 0
 INDEXED = 2
@@ -177,7 +177,9 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
     flat = naturals(fields.any("flat"), f"{what}: flat")
     piece = Piece(_part(fields.any("rows"), shape, what), *flat) if len(flat) == 2 else None
     if piece is None or not piece.start <= piece.stop <= piece.part.elements:
-        raise CheckpointError(f"{what}: elements {list(flat)[:4]} are outside the part; the file is damaged.")
+        raise CheckpointError(
+            f"{what}: elements {list(flat)[:4]} are outside the part: the file is damaged; {COPY_AGAIN}"
+        )
     return StoredPiece(file, fields.text("key"), piece)
 
 
@@ -212,7 +214,7 @@ def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[
         user=fields.any("user"),
     )
     if fields.text("signature") != manifest.signature:
-        raise CheckpointError(f"{what} is damaged: its signature does not match its tensors.")
+        raise CheckpointError(f"{what} is damaged: its signature does not match its tensors; {COPY_AGAIN}")
     return manifest
 
 
@@ -246,8 +248,8 @@ def check_file_name(name: Any, known: Container[str], what: str) -> None:
     """Refuses a name outside the folders of a checkpoint, and a name in ``known``."""
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name in known:
         raise CheckpointError(
-            f"{what} names file {str(name)[:80]!r}; files must be in model/, optim/ or state/ and be listed "
-            "once, so the manifest is damaged."
+            f"{what} names file {str(name)[:80]!r}; files must be in model/, optim/ or state/ and be listed once: the "
+            f"manifest is damaged; {COPY_AGAIN}"
         )
 
 
@@ -255,11 +257,13 @@ def _checksum(fields: Fields) -> Checksum:
     algorithm, block = fields.text("algorithm"), fields.count("block_bytes")
     if algorithm not in ALGORITHMS:
         raise CheckpointError(
-            f"{fields.what}: algorithm {algorithm[:40]!r} is unknown; this engine knows {', '.join(ALGORITHMS)}."
+            f"{fields.what}: algorithm {algorithm[:40]!r} is none of {', '.join(ALGORITHMS)}: the file is damaged or "
+            "of a later version; copy it again, or load it with that version."
         )
     if block not in (1 << power for power in range(12, 25)):
         raise CheckpointError(
-            f"{fields.what}: block_bytes is {block}, not a power of 2 from 4 KiB to 16 MiB; the file is damaged."
+            f"{fields.what}: block_bytes is {block}, not a power of 2 from 4 KiB to 16 MiB: the file is damaged; "
+            f"{COPY_AGAIN}"
         )
     return Checksum(algorithm, block, fields.text("sha256"), fields.count("bytes"))
 
@@ -289,7 +293,8 @@ class _Parts:
         part = _part(rows, self.shape, self.what)
         if len(self._known) == PARTS:
             raise CheckpointError(
-                f"{self.what} has more than {PARTS} parts, more than any number of tensor ranks; the file is damaged."
+                f"{self.what} has more than {PARTS} parts, more than any number of tensor ranks: the file is damaged; "
+                f"{COPY_AGAIN}"
             )
         return self._known.setdefault(_key(rows), part)
 
@@ -326,7 +331,9 @@ def _piece(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece:
     what, fields = parts.what, Fields(entry, parts.what)
     index = natural(fields.any("file"), f"{what}: file")
     if index >= len(files):
-        raise CheckpointError(f"{what}: file number {index} is not below {len(files)}; the file is damaged.")
+        raise CheckpointError(
+            f"{what}: file number {index} is not below {len(files)}: the file is damaged; {COPY_AGAIN}"
+        )
     stored = piece_from_json(entry, parts.shape, files[index], what)
     return replace(stored, piece=replace(stored.piece, part=parts.of(fields.any("rows"))))
 
@@ -336,7 +343,8 @@ def check_cover(what: str, shape: tuple[int, ...], pieces: Sequence[StoredPiece]
     if not covers_once(shape, [stored.piece for stored in pieces]):
         held = sum(stored.piece.elements for stored in pieces)
         raise CheckpointError(
-            f"{what}: its pieces have {held} elements and do not cover its {prod(shape)} exactly once."
+            f"{what}: its pieces have {held} elements and must cover its {prod(shape)} elements exactly once; "
+            f"{COPY_AGAIN}"
         )
 
 
@@ -344,7 +352,7 @@ def _part(rows: Any, shape: tuple[int, ...], what: str) -> Part:
     if rows is None:
         return Part(shape)
     if not isinstance(rows, list) or len(rows) != 2 or not isinstance(rows[1], list):
-        raise CheckpointError(f"{what}: rows are not [dim, [[start, stop], ...]]; the file is damaged.")
+        raise CheckpointError(f"{what}: rows are not [dim, [[start, stop], ...]]: the file is damaged; {COPY_AGAIN}")
     dim = natural(rows[0], f"{what}: dim")
     pairs = [naturals(pair, f"{what}: rows") for pair in rows[1]]
     end, right = 0, dim < len(shape)
@@ -353,12 +361,13 @@ def _part(rows: Any, shape: tuple[int, ...], what: str) -> Part:
         end = pair[-1] if pair else 0
     if not right or not pairs:
         raise CheckpointError(
-            f"{what}: rows {str(rows)[:60]} are not ascending ranges inside shape {list(shape)}; the file is damaged."
+            f"{what}: rows {str(rows)[:60]} are not ascending ranges inside shape {list(shape)}: the file is damaged; "
+            f"{COPY_AGAIN}"
         )
     return Part(shape, dim, tuple((start, stop) for start, stop in pairs))
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise CheckpointError(f"{what} is not a string; the file is damaged.")
+        raise CheckpointError(f"{what} is not a string: the file is damaged; {COPY_AGAIN}")
     return value

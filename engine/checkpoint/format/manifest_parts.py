@@ -36,7 +36,7 @@ from engine.checkpoint.format.manifest import (
 from engine.checkpoint.format.pieces import Part, Piece, PieceRun
 from engine.checkpoint.format.safetensors_file import read_kind
 from engine.checkpoint.format.strict_json import Fields, dump, natural, parse
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 FOLDER = "index"
 PIECES, FILES = 1 << 13, 1 << 11
@@ -143,11 +143,17 @@ def _run(value: Any, shape: tuple[int, ...], files: int, what: str) -> StoredRun
     step, count = (1, 1) if single else (fields.count("step"), fields.count("count"))
     run = PieceRun(stored.piece, count)
     if not single and (step < 1 or count < 2 or not stored.piece.elements):
-        raise CheckpointError(f"{what}: {count} pieces of every {step} files are no run; the file is damaged.")
+        raise CheckpointError(
+            f"{what}: {count} pieces of every {step} files are no run: the file is damaged; {COPY_AGAIN}"
+        )
     if file + (count - 1) * step >= files:
-        raise CheckpointError(f"{what}: file number {file + (count - 1) * step} is not below {files}; it is damaged.")
+        raise CheckpointError(
+            f"{what}: file number {file + (count - 1) * step} is not below {files}: it is damaged; {COPY_AGAIN}"
+        )
     if run.piece(count - 1).stop > stored.piece.part.elements:
-        raise CheckpointError(f"{what}: a run of {count} pieces ends outside the part; the file is damaged.")
+        raise CheckpointError(
+            f"{what}: a run of {count} pieces ends outside the part: the file is damaged; {COPY_AGAIN}"
+        )
     return StoredRun(run, stored.key, file, step)
 
 
@@ -254,7 +260,9 @@ class _Parts:
             size = entry.count("bytes")
             data = self._read(name, min(size, LIMIT))
             if len(data) != size or hashlib.sha256(data).hexdigest() != entry.text("sha256"):
-                raise CheckpointError(f"{name} is damaged: its length or sha256 differs from that in the manifest.")
+                raise CheckpointError(
+                    f"{name} is damaged: its length or sha256 differs from that in the manifest; {COPY_AGAIN}"
+                )
             self.read[number] = Fields(parse(data, name), name)
         return self.read[number]
 
@@ -269,7 +277,9 @@ class IndexedFiles(Mapping[str, int]):
         self._parts = _Parts(entries, _file_part, read, fields.what)
         self._rows: dict[int, dict[str, tuple[int, HashSlice]]] = {}
         if len(entries) != -(-self._count // FILES) or self._firsts != sorted(self._firsts):
-            raise CheckpointError(f"{fields.what} is damaged: its parts do not list its {self._count} files.")
+            raise CheckpointError(
+                f"{fields.what} is damaged: its parts do not list its {self._count} files; {COPY_AGAIN}"
+            )
 
     def __getitem__(self, name: str) -> int:
         return self._row(name)[0]
@@ -305,7 +315,9 @@ class IndexedFiles(Mapping[str, int]):
                 rows[name] = (natural(size, fields.what), place)
             wanted = min(FILES, self._count - number * FILES)
             if len(rows) != wanted or next(iter(rows)) != self._firsts[number] or list(rows) != sorted(rows):
-                raise CheckpointError(f"{fields.what} is damaged: it does not list the {wanted} files of its part.")
+                raise CheckpointError(
+                    f"{fields.what} is damaged: it does not list the {wanted} files of its part; {COPY_AGAIN}"
+                )
             self._rows[number] = rows
         return self._rows[number]
 
@@ -339,7 +351,9 @@ class IndexedTensors(Mapping[str, StoredTensor]):
         self._names = _Names(files)
         self._known: dict[str, StoredTensor] = {}
         if any(part >= len(self._parts) for part in self._part_of.values()):
-            raise CheckpointError(f"{fields.what} is damaged: a tensor is in a part that it does not have.")
+            raise CheckpointError(
+                f"{fields.what} is damaged: a tensor is in a part that it does not have; {COPY_AGAIN}"
+            )
 
     def __getitem__(self, name: str) -> StoredTensor:
         if name not in self._known:
@@ -347,7 +361,9 @@ class IndexedTensors(Mapping[str, StoredTensor]):
             where = f"{fields.what}: {name}"
             told, kind = Fields(fields.object("tensors").get(name), where), self.kinds[name]
             if read_kind(told) != kind:
-                raise CheckpointError(f"{where} is {read_kind(told)}, but {kind} in the index; the file is damaged.")
+                raise CheckpointError(
+                    f"{where} is {read_kind(told)}, but {kind} in the index: the file is damaged; {COPY_AGAIN}"
+                )
             pieces = runs_from_json(told.list("pieces"), kind.shape, self._names, where)
             self._known[name] = StoredTensor(kind, pieces)
         return self._known[name]

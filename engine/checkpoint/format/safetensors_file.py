@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from engine.checkpoint.format.filesystem import PAGE, Files
 from engine.checkpoint.format.strict_json import Fields, dump, naturals, parse
-from engine.errors import CheckpointError, EngineError
+from engine.errors import COPY_AGAIN, CheckpointError, EngineError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """Names of the files in a folder of several files, and of one."""
@@ -117,7 +117,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict
     """
     length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
     if length > min(size - 8, HEADER_LIMIT):
-        raise CheckpointError(f"{what} is damaged: a header of {length:,} bytes in a file of {size:,}.")
+        raise CheckpointError(f"{what} is damaged: a header of {length:,} bytes in a file of {size:,}; {COPY_AGAIN}")
     entries = parse(read(8, 8 + length), f"the header of {what}")
     entries.pop(_METADATA, None)
     places = {key: _place(entry, f"the header of {what}: {key!r}") for key, entry in entries.items()}
@@ -125,11 +125,14 @@ def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict
     for key, (kind, start) in sorted(places.items(), key=lambda item: (item[1][1], item[1][0].bytes)):
         if start != end:
             raise CheckpointError(
-                f"{what} is damaged: tensor {key!r} begins at byte {start}, but the one before it ends at {end}."
+                f"{what} is damaged: tensor {key!r} begins at byte {start}, but the one before it ends at {end}; "
+                f"{COPY_AGAIN}"
             )
         end += kind.bytes
     if 8 + length + end != size:
-        raise CheckpointError(f"{what} is damaged: it has {size:,} bytes, but its tensors end at {8 + length + end:,}.")
+        raise CheckpointError(
+            f"{what} is damaged: it has {size:,} bytes, but its tensors end at {8 + length + end:,}; {COPY_AGAIN}"
+        )
     return {key: (kind, 8 + length + start) for key, (kind, start) in places.items()}
 
 
@@ -138,7 +141,10 @@ def _place(entry: object, what: str) -> tuple[TensorKind, int]:
     kind = read_kind(fields)
     offsets = naturals(fields.any("data_offsets"), f"{what}: data_offsets")
     if len(offsets) != 2 or offsets[1] - offsets[0] != kind.bytes:
-        raise CheckpointError(f"{what}: data_offsets {list(offsets)} do not match {kind.dtype} {list(kind.shape)}.")
+        raise CheckpointError(
+            f"{what}: data_offsets {list(offsets)} do not match {kind.dtype} {list(kind.shape)}: the file is damaged; "
+            f"{COPY_AGAIN}"
+        )
     return kind, offsets[0]
 
 
@@ -146,11 +152,13 @@ def read_kind(fields: Fields) -> TensorKind:
     """Returns the kind in the fields "dtype" and "shape"."""
     dtype = fields.text("dtype")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{fields.what}: dtype {dtype!r} is unknown; this engine knows {', '.join(DTYPES)}.")
+        raise CheckpointError(
+            f"{fields.what}: dtype {dtype!r} is none of {', '.join(DTYPES)}; save the tensor in one of these."
+        )
     shape = naturals(fields.any("shape"), f"{fields.what}: shape")
     if len(shape) > 64 or prod(size or 1 for size in shape) >= 2**63:
         raise CheckpointError(
-            f"{fields.what}: shape {list(shape)[:8]} is too large for any tensor; the file is damaged."
+            f"{fields.what}: shape {list(shape)[:8]} is too large for any tensor: the file is damaged; {COPY_AGAIN}"
         )
     return TensorKind(dtype, shape)
 

@@ -39,7 +39,7 @@ from engine.checkpoint.format.filesystem import Files, read_all, remove_tree, wr
 from engine.checkpoint.format.manifest import COMMIT, LIMIT, NAME, Manifest, from_fields, to_json
 from engine.checkpoint.format.manifest_parts import FOLDER, from_index, is_indexed, to_parts
 from engine.checkpoint.format.strict_json import Fields, dump, parse
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 logger = logging.getLogger("trine")
 
@@ -104,17 +104,20 @@ def read_manifest(files: Files, step: Path) -> Manifest:
     size, digest = commit.count("manifest_bytes"), commit.text("manifest_sha256")
     if text != _commit_text(size, digest):
         raise CheckpointError(
-            f"{step / COMMIT} is damaged: it must contain the length and sha256 of {NAME} and nothing else."
+            f"{step / COMMIT} is damaged: it must contain the length and sha256 of {NAME} and nothing else; "
+            f"{COPY_AGAIN}"
         )
     data = read_all(files, step, NAME, min(size, LIMIT))
     if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
-        raise CheckpointError(f"{step / NAME} is damaged: its length or sha256 differs from that in {COMMIT}.")
+        raise CheckpointError(
+            f"{step / NAME} is damaged: its length or sha256 differs from that in {COMMIT}; {COPY_AGAIN}"
+        )
     fields = Fields(parse(data, str(step / NAME)), str(step / NAME))
     manifest = from_index(fields, partial(read_all, files, step)) if is_indexed(fields) else from_fields(fields)
     named_step = step_of(step.name)
     if named_step is not None and named_step[0] != manifest.step:
         raise CheckpointError(
-            f"{step / NAME} is of step {manifest.step}; the folder was renamed or mixed with another, so restore its "
+            f"{step / NAME} is of step {manifest.step}; the folder was renamed, or mixed with another; restore its "
             "name and files."
         )
     return manifest
@@ -165,7 +168,8 @@ def commit(files: Files, written: Path, step: int) -> Path:
         files.sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
-            f"{target} is committed, but a power failure may still lose it: {error.strerror or error}."
+            f"{target} is committed, but a power failure may still lose it ({error.strerror or error}); check the "
+            "disk, and save again."
         ) from error
     return target
 
@@ -228,7 +232,10 @@ class FolderLocks:
             CheckpointError: another engine holds the lock; the message names its process and machine.
         """
         if self._closed:
-            raise CheckpointError(f"{folder} cannot be locked after close(): the engine has ended; make a new one.")
+            raise CheckpointError(
+                f"{folder} cannot be locked after close(), which ends the engine; build a new engine with "
+                "engine.initialize."
+            )
         if not self._held:
             self._forget_in_children()
         file = self._held.get(folder)

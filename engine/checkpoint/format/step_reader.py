@@ -24,7 +24,7 @@ from engine.checkpoint.format.manifest_parts import IndexedFiles, sharing
 from engine.checkpoint.format.pieces import Piece, Runs, runs
 from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, TensorKind, read_header
 from engine.checkpoint.format.step_folders import read_manifest
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 BUFFER = 1 << 22
 """Largest extent in bytes that is read into a buffer and copied out."""
@@ -146,7 +146,9 @@ class StepReader:
             CheckpointError: the checkpoint has no such file.
         """
         if file not in self.manifest.files:
-            raise CheckpointError(f"{self.step} has no file {file}: it was saved by fewer ranks or is damaged.")
+            raise CheckpointError(
+                f"{self.step} has no file {file}: it was saved by fewer ranks or is damaged; {COPY_AGAIN}"
+            )
         data = np.empty(self.manifest.files[file], dtype=np.uint8)
         with self._open(file) as opened_file:
             self._fill(file, opened_file, data, 0)
@@ -181,9 +183,11 @@ class StepReader:
                     begin = self._place(stored.file, stored.key, tensor.kind, stored.piece)
                     found.setdefault(stored.file, []).extend(copies(shared, begin, tensor.kind.width, want))
                     got += int(shared.length.sum())
+            # pieces cover a tensor once, so a number of elements proves that no element of the request is missing
             if got != want.piece.elements or got * tensor.kind.width != len(want.target):
                 raise CheckpointError(
-                    f"{self.step}: {want.tensor!r} is {tensor.kind}, but {want.piece} is not a piece of it."
+                    f"{self.step}: {want.tensor!r} is stored as {tensor.kind}, of which {want.piece} is no piece; "
+                    "load a checkpoint of the same model."
                 )
         return {file: sorted(members, key=lambda copy: copy.start) for file, members in sorted(found.items())}
 
@@ -192,7 +196,8 @@ class StepReader:
         held = self._header(file).get(key)
         if held is None or held[0].dtype != kind.dtype or held[0].bytes != piece.elements * kind.width:
             raise CheckpointError(
-                f"{self.step / file} is damaged: tensor {key!r} differs from its description in the manifest."
+                f"{self.step / file} is damaged: tensor {key!r} differs from its description in the manifest; "
+                f"{COPY_AGAIN}"
             )
         return held[1]
 
@@ -244,7 +249,7 @@ class StepReader:
             index = damage.byte // size
             where = f"block {index} (bytes {damage.byte}...)"
             raise CheckpointError(
-                f"{self.step / file} is damaged in {where}{self._whose(file, index, tensor)}."
+                f"{self.step / file} is damaged in {where}{self._whose(file, index, tensor)}; {COPY_AGAIN}"
             ) from None
 
     def _whose(self, file: str, block: int, tensor: str) -> str:
@@ -297,7 +302,9 @@ class StepReader:
     def _check_size(self, file: str, found: int) -> None:
         size = self.manifest.files[file]
         if found != size:
-            raise CheckpointError(f"{self.step / file} is damaged: it has {found:,} bytes, but {size:,} were saved.")
+            raise CheckpointError(
+                f"{self.step / file} is damaged: it has {found:,} bytes, but {size:,} were saved; {COPY_AGAIN}"
+            )
         self._sized.add(file)
 
     def _held_in(self, file: str) -> str:
@@ -313,7 +320,7 @@ class StepReader:
             with opened(self._files, self.step, CHECKSUMS) as hashes, memoryview(data) as target:
                 count = self._files.read_into(hashes, target, place.start)
             if count != len(data) or hashlib.sha256(data).hexdigest() != place.sha256:
-                raise CheckpointError(f"{self.step / CHECKSUMS} is damaged in the hashes of {file}.")
+                raise CheckpointError(f"{self.step / CHECKSUMS} is damaged in the hashes of {file}; {COPY_AGAIN}")
             self._hashes[file] = np.frombuffer(data, dtype="<u8")
         return self._hashes[file]
 
@@ -323,13 +330,17 @@ class StepReader:
         limit = min(checksum.bytes, 8 * sum(blocks.values()) + HEADER_LIMIT)
         data = read_all(self._files, self.step, CHECKSUMS, limit)
         if len(data) != checksum.bytes or hashlib.sha256(data).hexdigest() != checksum.sha256:
-            raise CheckpointError(f"{what} is damaged: its length or sha256 differs from that in the manifest.")
+            raise CheckpointError(
+                f"{what} is damaged: its length or sha256 differs from that in the manifest; {COPY_AGAIN}"
+            )
         header = read_header(lambda start, stop: bytes(data[start:stop]), len(data), str(what))
         hashes: dict[str, Hashes] = {}
         for file, count in blocks.items():
             kind, start = header.get(file, (TensorKind("U8", ()), 0))
             if kind != TensorKind("U64", (count,)):
-                raise CheckpointError(f"{what} is damaged: it lacks the hashes of the {count} blocks of {file}.")
+                raise CheckpointError(
+                    f"{what} is damaged: it lacks the hashes of the {count} blocks of {file}; {COPY_AGAIN}"
+                )
             hashes[file] = np.frombuffer(data, dtype="<u8", count=count, offset=start)
         return hashes
 

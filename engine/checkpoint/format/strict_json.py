@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from engine.errors import CheckpointError
+from engine.errors import COPY_AGAIN, CheckpointError
 
 _Value = TypeVar("_Value")
 
@@ -19,9 +19,9 @@ def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is damaged: {type(error).__name__}, {error}.") from error
+        raise CheckpointError(f"{what} is damaged: {type(error).__name__}, {error}; {COPY_AGAIN}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is damaged: it is not a JSON object.")
+        raise CheckpointError(f"{what} is damaged: it is not a JSON object; {COPY_AGAIN}")
     return value
 
 
@@ -49,7 +49,9 @@ class Fields:
         """Returns the finite number ``name``, above 0."""
         value = self._value.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise CheckpointError(f"{self.what}: {name} is {_named(value)}, not a number above 0.")
+            raise CheckpointError(
+                f"{self.what}: {name} is {_named(value)}, not a number above 0: the file is damaged; {COPY_AGAIN}"
+            )
         return float(value)
 
     def object(self, name: str) -> dict[str, Any]:
@@ -71,21 +73,25 @@ class Fields:
     def _must(self, value: Any, kind: type[_Value], name: str = "") -> _Value:
         if not isinstance(value, kind):
             where = f"{self.what}: {name}" if name else self.what
-            raise CheckpointError(f"{where} is {_named(value)}, not a {kind.__name__}; the file is damaged.")
+            raise CheckpointError(
+                f"{where} is {_named(value)}, not a {kind.__name__}: the file is damaged; {COPY_AGAIN}"
+            )
         return value
 
 
 def natural(value: Any, what: str) -> int:
     """Returns ``value``, if it is an integer of at least 0 within 64 bits."""
     if type(value) is not int or not 0 <= value < 2**63:
-        raise CheckpointError(f"{what} is {_named(value)}, not a whole number of 0 or more; the file is damaged.")
+        raise CheckpointError(
+            f"{what} is {_named(value)}, not a whole number of 0 or more: the file is damaged; {COPY_AGAIN}"
+        )
     return value
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
     """Returns ``value`` as a tuple, if it is a list of integers of at least 0 within 64 bits."""
     if not isinstance(value, list):
-        raise CheckpointError(f"{what} is {_named(value)}, not a list; the file is damaged.")
+        raise CheckpointError(f"{what} is {_named(value)}, not a list: the file is damaged; {COPY_AGAIN}")
     return tuple(natural(item, what) for item in value)
 
 

@@ -78,7 +78,7 @@ def _accelerate(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
         if key in _UNREAD:
             notes.append(f"deepspeed_config.{key}: accepted, changes nothing here; only Accelerate reads it.")
         elif key == "deepspeed_config_file":
-            problems.add(f"deepspeed_config.{key}", "names another file; give that file as the configuration.")
+            problems.add(f"deepspeed_config.{key}", "another file is named here; give that file as the configuration.")
         elif key in _PLUGIN:
             put_at(raw, _PLUGIN[key], value)
         else:
@@ -99,7 +99,7 @@ def _zero_as_flag(raw: dict[str, Any], problems: Problems, notes: Notes) -> None
 def _bfloat16(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     if "bfloat16" in raw:
         if "bf16" in raw:
-            problems.add("bfloat16", "the older name of bf16, which is given too; keep bf16.")
+            problems.add("bfloat16", "this is the older name of bf16, which is given too; remove bfloat16.")
         raw["bf16"] = raw.pop("bfloat16")
 
 
@@ -108,7 +108,7 @@ def _amp(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     if not _switched_on(given, "amp", problems):
         return
     if "torch_autocast" in raw:
-        problems.add("amp", "given with torch_autocast, which it acts as here; keep torch_autocast.")
+        problems.add("amp", "given together with torch_autocast, which has the same effect here; remove amp.")
     raw["torch_autocast"] = {"enabled": True}
     notes.append("amp: acts as torch_autocast in bfloat16, which needs no loss scale; Apex is not used.")
 
@@ -155,7 +155,10 @@ def _elasticity(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     ignored = given.get("ignore_non_elastic_batch_info") is True
     for key, value in (("train_batch_size", found.rows), ("train_micro_batch_size_per_gpu", found.micro)):
         if raw.get(key, value) != value and not ignored:
-            problems.add(key, f"{shown_value(raw[key])} with elasticity, which asks for {value}; keep one of them.")
+            problems.add(
+                key,
+                f"{shown_value(raw[key])} with elasticity, which sets it to {value}; remove {key}, or elasticity.",
+            )
         raw[key] = value
     raw.pop("gradient_accumulation_steps", None)
     notes.append(
@@ -169,7 +172,7 @@ def _switched_on(section: object, at: str, problems: Problems) -> bool:
         return False
     if not isinstance(section, Mapping):
         problems.add(
-            at, f"{shown_value(section)} is not an object; give DeepSpeed's section as an object, or leave it out."
+            at, f"{shown_value(section)} is not an object; give DeepSpeed's section as an object, or leave {at} out."
         )
         return False
     return Flag().read(section.get("enabled", False), f"{at}.enabled", problems) is True
@@ -223,11 +226,17 @@ def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatc
     low, high = (_read(_SIZE, section, *part, problems) for part in (("min_gpus", 1), ("max_gpus", 10000)))
     larger = _read(Flag(), section, "prefer_larger_batch", True, problems)
     if micros is not None and not micros:
-        problems.add("elasticity.micro_batch_sizes", "an empty list; give the rows that a microbatch may have.")
+        problems.add(
+            "elasticity.micro_batch_sizes",
+            "[] is empty; list the numbers of rows that a microbatch may have, such as [2, 4].",
+        )
     if most is None or not micros or low is None or high is None or larger is None:
         return None
     if min(micros) > most:
-        problems.add("elasticity.max_train_batch_size", f"{most} is less than all of micro_batch_sizes; give more.")
+        problems.add(
+            "elasticity.max_train_batch_size",
+            f"{most} is below every one of micro_batch_sizes; give at least {min(micros)}.",
+        )
         return None
     candidates = {_multiple(base, most) for base in (*micros, math.lcm(*micros)) if base <= most}
     counted = {rows: len(set(_worlds(rows, micros, low, high))) for rows in candidates}
@@ -353,11 +362,15 @@ def _check(given: Curriculum, problems: Problems) -> None:
     }[given.schedule_type]
     for key in needed:
         if getattr(schedule, key) is None:
-            problems.add(f"{at}.{key}", f"missing; schedule_type {given.schedule_type} takes {' and '.join(needed)}.")
+            problems.add(
+                f"{at}.{key}",
+                f"missing; schedule_type {given.schedule_type} takes {' and '.join(needed)}, so give {key}.",
+            )
     if given.max_difficulty < given.min_difficulty:
         problems.add(
             "curriculum_learning.max_difficulty",
-            f"{given.max_difficulty} is below min_difficulty {given.min_difficulty}; give at least that, as it rises.",
+            f"{given.max_difficulty} is below min_difficulty {given.min_difficulty}; give at least "
+            f"{given.min_difficulty}, because the difficulty rises.",
         )
     if given.schedule_type != "fixed_discrete" or problems.touch(at):
         return
@@ -365,7 +378,8 @@ def _check(given: Curriculum, problems: Problems) -> None:
     if not ends or len(levels) != len(ends) + 1:
         problems.add(
             f"{at}.difficulty",
-            f"has {len(levels)} entries for {len(ends)} of max_step; give one more, for the steps after the last.",
+            f"{len(levels)} entries for {len(ends)} entries of max_step; give one entry more than max_step has, for "
+            "the steps after its last.",
         )
     elif list(levels) != sorted(levels) or list(ends) != sorted(ends):
-        problems.add(f"{at}.difficulty", "is not in rising order, or max_step is not; sort both.")
+        problems.add(f"{at}.difficulty", "difficulty or max_step is not in rising order; sort both.")

@@ -55,6 +55,8 @@ class Feature:
     """Training is the same without it: a note names the replacement."""
     passed: bool = False
     """``engine.deepspeed`` acts on it (``read_keywords``); a note explains it."""
+    keys: Mapping[str, "Treatment"] = field(default_factory=FrozenMap)
+    """Treatments of its keys while the switch is on; ``reason`` is the note of each other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ _CURRICULUM = "Trine does not change the data; order or cut it in your data load
 _SCRIPT = "as in DeepSpeed, only a call in the script applies it; make that call before engine.initialize"
 _LOGGERS = "Trine writes monitor.jsonl, csv, tensorboard, wandb and mlflow; use those"
 _GRID = "parallel.tensor sets the number of ranks that shard a layer; remove it"
-_EXPERTS = "there is no expert axis: tensor ranks and ZeRO shard the experts, with the same training result"
+_EXPERTS = "parallel.expert shares experts among data ranks; without it each holds all, with equal results"
 _OTHER_ADAM = "AdamW and Adam here are torch's; pass optimizer=... to engine.initialize"
 
 _TECHNIQUES = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
@@ -181,12 +183,18 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "fp32_allreduce": Moved("communication_data_type", Flag(), _OFF, MappingProxyType({True: "fp32"})),
         "data_parallel_size": Moved("parallel.data", Int(low=1)),
         "sparse_gradients": Only(_OFF, "gradients are dense here; remove it"),
-        "use_data_before_expert_parallelism": Only(_OFF, "Trine has no expert axis; remove it"),
+        "use_data_before_expert_parallelism": Only(_OFF, "ranks that share experts are neighbors; remove it"),
         "comet": Feature(_LOGGERS, noted=True),
         "autotuning": Feature("nothing is tuned by trial runs; `trine plan --search` ranks layouts", noted=True),
         "nebula": Feature("checkpoints are written in the background anyway", noted=True),
         "hybrid_engine": Feature("eng.generate uses the weights that are trained", noted=True),
-        "expert_parallel": Feature(_EXPERTS, noted=True),
+        "expert_parallel": Feature(
+            "Trine finds the experts of the model by their structure, and its own forward computes them",
+            keys=MappingProxyType({
+                "autoep_size": Moved("parallel.expert", Int(low=1)),
+                "expert_tensor_parallel_size": Only((1, None), "tensor ranks divide the rows of experts; remove it"),
+            }),
+        ),
         "moe": Feature(_EXPERTS, noted=True),
         "curriculum_learning": Feature("curriculum_seqlen", passed=True),
         "data_efficiency": Feature(_CURRICULUM),

@@ -112,6 +112,10 @@ class _Walk:
         if _among(value.get(feature.switch), (*feature.off, None)):
             return
         at, given = join_path(path, feature.switch), value[feature.switch]
+        if feature.keys and given is True:
+            for key in [key for key in value if key != feature.switch]:
+                self._treat(join_path(path, key), value[key], feature.keys.get(key, Noted(feature.reason)), value)
+            return None
         if feature.passed and given is True:
             self.notes.append(
                 f"{at}: accepted; engine.deepspeed passes {feature.reason} to the model's forward in training; "
@@ -131,7 +135,7 @@ class _Walk:
         hint = f" Did you mean {' or '.join(sorted(same))}?" if same else f" As a size, {elsewhere}." * bool(elsewhere)
         self._problems.add(
             path,
-            f"{shown_value(value)} is {kind(value)}; give DeepSpeed's section as an object, or leave it out.{hint}",
+            f"{shown_value(value)} is {kind(value)}; give DeepSpeed's section as an object, or leave {path} out.{hint}",
         )
 
     def _log(self, path: str, value: object) -> None:
@@ -147,7 +151,7 @@ class _Walk:
         if not read.get("enabled"):
             return None
         if "output_path" not in value:
-            self._problems.add(f"{path}.output_path", "missing; give a folder.")
+            self._problems.add(f"{path}.output_path", "missing; give the folder of the log.")
         target, ending = LOGS[path]
         parts = [str(read[key]).rstrip("/") for key in ("output_path", "job_name") if read.get(key)]
         parts += ["steps"] * bool(ending and not read.get("job_name"))

@@ -21,7 +21,7 @@ class FusedAdam(torch.optim.Adam):
         if not bias_correction:
             raise ConfigError(
                 f"{type(self).__name__}(bias_correction=False): moments are always corrected for their start at zero; "
-                "leave it out."
+                "leave bias_correction out."
             )
         super().__init__(
             params, lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,

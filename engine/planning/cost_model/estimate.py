@@ -75,8 +75,31 @@ class RankMemory:
         return sum(float(getattr(self, entry.name)) for entry in fields(self))
 
 
+class StageParameters(NamedTuple):
+    """Parameters of the fullest stage on one rank, by the ranks that shard their state."""
+
+    dense: float
+    """Parameters outside experts, and of experts that tensor ranks cut."""
+    experts: float
+    """Parameters of experts that data ranks share."""
+
+    def over(self, layout: TrainingLayout, sharded: bool) -> float:
+        """Returns the parameters of a rank; ``sharded``: ranks that hold equal parameters store a part each."""
+        ranks = layout.dp * layout.cp
+        return self.dense / ranks + self.experts / (ranks // layout.ep) if sharded else self.dense + self.experts
+
+
+def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) -> StageParameters:
+    """Returns the parameters that a rank of ``stage`` computes with. Tensor ranks hold whole shared experts."""
+    whole = stage.blocks * work.block_parameters + stage.outer_parameters
+    if work.experts is None or layout.ep == 1:
+        return StageParameters(whole / layout.tp, 0.0)
+    experts = stage.blocks * work.experts.parameters
+    return StageParameters((whole - experts) / layout.tp, experts / layout.ep)
+
+
 def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) -> tuple[float, float, float]:
-    """Bytes that one microbatch keeps in one block, of the logits, and of one block while it is recomputed.
+    """Returns bytes that one microbatch keeps in one block, of the logits, and of one recomputed block.
 
     ``again``: part of the products that selective recomputation repeats, so that it does not keep them.
     """
@@ -89,19 +112,19 @@ def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) ->
 
 
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
-    """Bytes of the fullest rank."""
-    share = layout.dp * layout.cp
-    held = (stage.blocks * work.block_parameters + stage.outer_parameters) / layout.tp
+    """Returns bytes of the fullest rank."""
+    share, held = layout.dp * layout.cp, stage_parameters(work, layout, stage)
     kept, logits, again = working_bytes(work, layout, traits.products_again)
-    gathered = 2 * 2 * work.block_parameters / layout.tp if layout.stage == 3 and share > 1 else 0.0
+    block = stage_parameters(work, layout, replace(stage, blocks=1, outer_parameters=0.0)).over(layout, sharded=False)
+    gathered = 2 * 2 * block if layout.stage == 3 and share > 1 else 0.0
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)
     activations = kept * stage.blocks * microbatches_held(layout)
     buffers = max(last, again) + gathered
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
-        parameters=2 * held / (share if layout.stage == 3 else 1),
-        gradients=traits.gradient_bytes * held / (share if layout.keeps_gradient_shards else 1),
-        optimizer=12 * held / (share if layout.stage else 1),
+        parameters=2 * held.over(layout, layout.stage == 3),
+        gradients=traits.gradient_bytes * held.over(layout, layout.keeps_gradient_shards),
+        optimizer=12 * held.over(layout, layout.stage > 0),
         activations=activations,
         buffers=buffers,
         communication=axes * CHANNEL_BYTES,
@@ -110,7 +133,7 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
 
 
 BUCKETS = 8.0
-"""Collectives of a step over data ranks whose latency counts (more hide behind each other)."""
+"""Collectives of a step over data ranks with a latency that counts (more of them overlap with each other)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,18 +180,19 @@ class LayoutEstimate:
 
 
 class StepModel:
-    """A workload on GPUs of a kind in nodes of a size: what any layout of it would cost."""
+    """Workload on GPUs of a kind in nodes of a size, with the costs of any layout."""
 
     def __init__(self, work: Workload, gpu: GpuSpec, node: int, traits: EngineTraits | None = None) -> None:
         self._work, self._gpu, self._node, self._traits = work, gpu, node, traits or EngineTraits()
 
     def estimate(self, layout: TrainingLayout) -> LayoutEstimate:
-        """The costs of ``layout``."""
+        """Returns the costs of ``layout``."""
         work, traits = self._work, self._traits
         roofline, links = Roofline(work, layout, self._gpu, traits), Links(layout, self._gpu, self._node)
         block, head, m = roofline.block(), roofline.head(), layout.microbatches
         again = roofline.recomputed(block)
-        sums, rings = self._tensor_sums(layout, links), self._context_ring(layout, block, links)
+        sums = self._tensor_sums(layout, links) + self._dispatch(layout, links)
+        rings = self._context_ring(layout, block, links)
         one = block.forward + block.backward + again + sums + rings
         share = slowest(work, layout.pp, one, head, traits.balanced)
         mean = (work.blocks * one + head) / layout.pp
@@ -182,8 +206,8 @@ class StepModel:
             context=m * share.blocks * rings,
             bubble=bubble,
             pipeline=self._messages(layout, links),
-            data=self._data(layout, links, share.blocks * work.block_parameters + share.outer_parameters, window),
-            update=self._update(layout, share.blocks * work.block_parameters + share.outer_parameters),
+            data=self._data(layout, links, stage_parameters(work, layout, share), window),
+            update=self._update(layout, stage_parameters(work, layout, share)),
             besides=0.0,
         )
         return LayoutEstimate(
@@ -209,6 +233,17 @@ class StepModel:
         beside = self._traits.tensor_overlap * whole
         return whole - beside + (1 - self._gpu.reached.overlap) * beside
 
+    def _dispatch(self, layout: TrainingLayout, links: Links) -> float:
+        """Returns the seconds that a block and microbatch waits for rows of experts: there and back, twice.
+
+        A token of the stream has two bytes an element; recomputation sends the rows of a forward again.
+        """
+        if layout.ep == 1 or self._work.experts is None:
+            return 0.0
+        ways = 4 * (1.5 if layout.recomputation == "full" else 1.0)
+        rows = self._tokens(layout) / layout.tp * self._work.experts.other_ranks(layout.ep)
+        return links.experts().seconds(ways * (layout.ep - 1), ways * rows * 2 * self._work.width)
+
     def _context_ring(self, layout: TrainingLayout, block: BlockSeconds, links: Links) -> float:
         """Returns the seconds that a block and microbatch waits for the ring of keys and values during attention."""
         c = layout.cp
@@ -230,13 +265,13 @@ class StepModel:
         steady = 2 * layout.microbatches * layout.virtual * one * (1 - self._gpu.reached.overlap)
         return ways + steady
 
-    def _data(self, layout: TrainingLayout, links: Links, parameters: float, window: float) -> float:
+    def _data(self, layout: TrainingLayout, links: Links, parameters: StageParameters, window: float) -> float:
         """Returns the exposed seconds of gradients and parameters; ``window``: seconds that can hide them."""
         n, m = layout.dp * layout.cp, layout.microbatches
         if n == 1:
             return 0.0
-        ring, held = links.ring("dp"), parameters / layout.tp
-        one = held * (n - 1) / n / ring.rate
+        ring, alike = links.ring("dp"), n // layout.ep
+        one = (parameters.dense * (n - 1) / n + parameters.experts * (alike - 1) / alike) / ring.rate
         latency = ring.latency * (n - 1) * BUCKETS
         rounds = m if layout.keeps_gradient_shards else 1
         gradients, gathers = rounds * self._traits.gradient_bytes * one, 2 * one
@@ -252,6 +287,6 @@ class StepModel:
         hidden = min(gradients, rounds * window * 2 / 3)
         return gradients - hidden + lost * hidden + gathers + latency
 
-    def _update(self, layout: TrainingLayout, parameters: float) -> float:
-        owned = parameters / layout.tp / (layout.dp * layout.cp if layout.stage else 1)
+    def _update(self, layout: TrainingLayout, parameters: StageParameters) -> float:
+        owned = parameters.over(layout, layout.stage > 0)
         return owned * UPDATE_BYTES / (self._gpu.memory_rate * self._gpu.reached.memory)

@@ -1,7 +1,7 @@
 """GPUs as data: rates, memory and links of a kind of GPU, and the shares of them that training reaches.
 
 A file is a JSON object; each entry is ``{"value": number, "source": "where it is from"}``. The files of this package
-lie in ``gpus``; any other one is given by its path.
+are in ``gpus``; any other one is given by its path.
 """
 
 import json
@@ -41,7 +41,7 @@ class ReachedShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """A kind of GPU in its usual node."""
+    """Kind of GPU in its usual node."""
 
     name: str
     memory_bytes: float
@@ -66,12 +66,12 @@ class GpuSpec:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Names of the files of this package."""
+    """Returns names of the files of this package."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def load_gpu(name: str) -> GpuSpec:
-    """Read a kind of GPU by its name or the path of a file.
+    """Reads a kind of GPU by its name or the path of a file.
 
     Raises:
         ConfigError: there is no such kind or file, or the file lacks a value.
@@ -94,7 +94,7 @@ def load_gpu(name: str) -> GpuSpec:
 
 
 def spec_of(raw: Any, name: str) -> GpuSpec:
-    """A kind of GPU from the content of a file."""
+    """Returns a kind of GPU from the content of a file."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"--gpu {name} holds no JSON object; give a file like {FOLDER.name}/h100.json.")
     shares = raw.get("reached")

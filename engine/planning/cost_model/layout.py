@@ -1,6 +1,6 @@
-"""One way to train: the grid, what is sharded, the schedule, the batch and what is recomputed. Pure data, no torch.
+"""Layout of a training: grid, sharded state, schedule, batch and recomputation. Pure data, no torch.
 
-How blocks are shared among pipeline stages, what a rank holds meanwhile, and how long it waits. Closed forms.
+Distribution of blocks to pipeline stages, the memory of a rank meanwhile, and its idle time. Closed forms.
 
 p ranks, m microbatches, v stages a rank; the bubbles are those of ``engine.parallel.pipeline.schedule.kinds``.
 """
@@ -17,13 +17,15 @@ Reduction = Literal["step", "microbatch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLayout:
-    """A layout of a training step."""
+    """Layout of a training step."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     cp: int = 1
     """Ranks that share the tokens of a row. The engine has none; published runs do."""
+    ep: int = 1
+    """Data ranks that share the experts of a layer."""
     stage: int = 0
     """Stage of ZeRO."""
     schedule: str = "1f1b"
@@ -37,7 +39,7 @@ class TrainingLayout:
     order: Order = "tp-dp-pp"
     """Order of the axes, from neighbours to the farthest ranks."""
     sequence: bool = True
-    """Tensor ranks share what is between their products along the sequence."""
+    """Tensor ranks share activations between their products along the sequence."""
 
     @property
     def world(self) -> int:
@@ -58,6 +60,7 @@ class TrainingLayout:
         sizes = (("dp", self.dp), ("tp", self.tp), ("pp", self.pp), ("cp", self.cp))
         reduced = " of every microbatch" * self.keeps_gradient_shards
         grid = " x ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
+        grid += f" (ep{self.ep})" * (self.ep > 1)
         grid += f" in the order {self.order}" * (self.order != "tp-dp-pp")
         virtual = f" of {self.virtual} stages a rank" if self.virtual > 1 else ""
         parts = [grid, f"ZeRO {self.stage}{reduced}"] + [f"{self.schedule}{virtual}"] * (self.pp > 1)
@@ -74,11 +77,12 @@ class EngineTraits:
     fp8: bool = False
     """Products of blocks run in fp8."""
     tensor_overlap: float = 0.5
-    """Part of the traffic of tensor ranks that runs beside products; here those of column inputs, half of it."""
+    """Part of the traffic of tensor ranks that overlaps with products; here the traffic of column inputs, half of
+    it."""
     gradient_bytes: int = 4
     """Bytes of an element on the wire and in memory."""
     gathers_hidden: bool = False
-    """Parameters of ZeRO 1 and 2 are gathered beside the next forward."""
+    """True if gathers of ZeRO 1 and 2 overlap with the next forward."""
     regathers: bool = True
     """ZeRO 3 gathers again for the backward, in every microbatch."""
     balanced: bool = True
@@ -107,7 +111,7 @@ class StageShare:
 
 
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
-    """The share of the slowest pipeline rank, for seconds of a block and of the head."""
+    """Returns the share of the slowest pipeline rank, for seconds of a block and of the head."""
     outer = work.outer_parameters
     if pp == 1:
         return StageShare(blocks=work.blocks, heads=1.0, outer_parameters=outer)
@@ -129,7 +133,7 @@ def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool =
 
 
 def idle_over_useful(layout: TrainingLayout) -> float:
-    """Idle time of the pipeline for each second that a rank computes."""
+    """Returns the idle time of the pipeline for each second that a rank computes."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if p == 1:
         return 0.0

@@ -27,12 +27,12 @@ from engine.planning.cost_model.workload import Product, Workload
 
 
 def tensor_groups_cross(tp: int, node: int) -> bool:
-    """A tensor group lies on several nodes of ``node`` GPUs."""
+    """Returns True if a tensor group is on several nodes of ``node`` GPUs."""
     return tp > node or node % tp != 0
 
 
 def placement_picture(grid: Grid, node: int) -> str:
-    """The nodes of a grid, one a line: its ranks, and the stage, data and tensor coordinates that they have."""
+    """Returns the nodes of a grid, one a line: ranks, and their stage, data and tensor coordinates."""
     lines = list(_lines(grid, node))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
@@ -50,7 +50,7 @@ def _lines(grid: Grid, node: int) -> Iterator[tuple[str, ...]]:
 
 
 def _span(values: list[int]) -> str:
-    """As 3, or 0-3; the values of a node are consecutive."""
+    """Returns the values of a node, which are consecutive, as 3 or 0-3."""
     return str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}"
 
 
@@ -69,7 +69,7 @@ class LinkSpeed:
 
 
 class Links:
-    """The links of a layout on nodes of ``node`` GPUs."""
+    """Links of a layout on nodes of ``node`` GPUs."""
 
     def __init__(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> None:
         self._layout, self._gpu, self._node = layout, gpu, node
@@ -86,8 +86,14 @@ class Links:
         rate = min(self._inside.rate, self._node * self._out / groups)
         return LinkSpeed(self._gpu.network_latency, rate)
 
+    def experts(self) -> LinkSpeed:
+        """Returns the link of a rank to the ranks that share experts with it, which are neighbours on the data axis."""
+        if self._grid.stride("dp") * self._layout.ep <= self._node:
+            return self._inside
+        return LinkSpeed(self._gpu.network_latency, min(self._inside.rate, self._out))
+
     def hop(self) -> LinkSpeed:
-        """Link from a stage to the next one."""
+        """Returns the link from a stage to the next one."""
         layout = self._layout
         if layout.order == "tp-pp-dp":
             if self._grid.stride("dp") <= self._node:
@@ -127,14 +133,14 @@ class BlockSeconds:
 
 
 class Roofline:
-    """A workload in a layout on a GPU."""
+    """Workload in a layout on a GPU."""
 
     def __init__(self, workload: Workload, layout: TrainingLayout, gpu: GpuSpec, traits: EngineTraits) -> None:
         self._workload, self._layout, self._gpu, self._traits = workload, layout, gpu, traits
         self._tokens = layout.micro * workload.context / layout.cp
 
     def block(self) -> BlockSeconds:
-        """The forward of a block."""
+        """Returns the forward of a block."""
         work, layout, gpu = self._workload, self._layout, self._gpu
         flash = self._traits.flash
         executed = 4 * work.attention * work.context * (0.5 if work.causal and flash else 1.0)
@@ -147,7 +153,7 @@ class Roofline:
         )
 
     def product(self, product: Product, fp8: bool = False) -> float:
-        """Forward of a product."""
+        """Returns the forward of a product."""
         gpu, tp = self._gpu, self._layout.tp if product.cut != "none" else 1
         width = product.narrow(tp)
         reached = width / (width + gpu.reached.product_half)
@@ -157,7 +163,7 @@ class Roofline:
         return max(flops / (rate * reached), moved / self.memory_rate)
 
     def head(self) -> float:
-        """Head and loss, forward and backward."""
+        """Returns the head and loss, forward and backward."""
         work = self._workload
         logits = self._tokens * work.vocabulary / self._layout.tp * LOGIT_BYTES
         return 3 * sum(self.product(product) for product in work.head) + logits / self.memory_rate

@@ -17,7 +17,7 @@ RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2))
 """Kinds and stages a rank that are tried; gpipe and looped-bfs hold more, dualpipe-v waits as long as zb-v."""
 USABLE = 0.94
-"""Part of a GPU's memory that a plan may fill; the rest is for what is not planned."""
+"""Part of a GPU's memory that a plan may fill; the rest is for unplanned memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,22 @@ class Wish:
 
 
 def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
-    """Every layout that the engine can run: tensor groups within a node, stages of at least one block."""
+    """Yields every layout that the engine can run: tensor groups within a node, stages of at least one block."""
     sizes = [size for size in range(1, wish.world + 1) if wish.world % size == 0]
     for tp, pp in product(sizes, sizes):
         if wish.world % (tp * pp) or pp > work.blocks or tp > wish.node or work.heads % tp or wish.node % tp:
             continue
         dp = wish.world // (tp * pp)
         if wish.rows % dp == 0:
-            yield from _of_grid(work, TrainingLayout(dp=dp, tp=tp, pp=pp), wish.rows // dp)
+            for ep in _expert_sizes(work, dp):
+                yield from _of_grid(work, TrainingLayout(dp=dp, tp=tp, pp=pp, ep=ep), wish.rows // dp)
+
+
+def _expert_sizes(work: Workload, dp: int) -> list[int]:
+    """Returns the numbers of data ranks that may share the experts of a layer, evenly."""
+    if work.experts is None:
+        return [1]
+    return [size for size in range(1, dp + 1) if dp % size == 0 and work.experts.experts % size == 0]
 
 
 def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[TrainingLayout]:
@@ -57,7 +65,7 @@ def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[Traini
 
 
 def _zero(dp: int) -> tuple[tuple[int, Reduction], ...]:
-    """ZeRO 2 that reduces once a step is ZeRO 1."""
+    """Returns the pairs of stage and reduction; ZeRO 2 that reduces once a step is ZeRO 1."""
     return ((0, "step"), (1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch")) if dp > 1 else ((0, "step"),)
 
 
@@ -80,7 +88,7 @@ class SearchResult:
 
 
 def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult:
-    """Rank all layouts by their closed forms.
+    """Ranks all layouts by their closed forms.
 
     Raises:
         PlanError: no grid of so many ranks can run the model with so many rows.
@@ -110,7 +118,7 @@ def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | No
 
 SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "grid": ("dp", "tp", "pp"),
+        "grid": ("dp", "tp", "pp", "ep"),
         "microbatches": ("micro", "microbatches"),
         "schedule": ("schedule", "virtual"),
         "zero": ("stage", "reduction"),
@@ -118,11 +126,11 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sequence": ("sequence",),
     }
 )
-"""What a person changes at once: setting -> fields of a layout."""
+"""Settings that a user changes at once: setting -> fields of a layout."""
 
 
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
-    """Settings that differ, each with its values before and after.
+    """Returns the settings that differ, each with its values before and after.
 
     Another number of data ranks means another number of microbatches, which is no setting of its own.
     """
@@ -135,7 +143,7 @@ def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[ob
 
 
 MOST_COUNTED = 6
-"""Layouts whose plans are made and counted, until one fits."""
+"""Layouts that are planned and counted, until one fits."""
 
 
 Working = Callable[[LayoutEstimate, bool], float | None]
@@ -144,9 +152,9 @@ None: nothing is known but the closed form."""
 
 
 class LayoutChoice:
-    """The fastest layouts in turn, passing over those that cannot fit by what was counted of others.
+    """Fastest layouts in turn, without layouts that cannot fit by the counts of others.
 
-    Samples of blocks take the place of closed forms where there are some. What remains has a factor for each mode of
+    Samples of blocks take the place of closed forms where there are some. The rest has a factor for each mode of
     recomputation, with and without backwards in two parts, which hold more: bytes of activations and buffers that were
     counted of a whole plan, over those by samples or in closed form, of the layout that was counted last; 1 before.
 
@@ -172,27 +180,27 @@ class LayoutChoice:
         return self
 
     def learn(self, estimate: LayoutEstimate, counted: RankMemory) -> None:
-        """Note what was counted of the layout of ``estimate``."""
+        """Notes the counts of the layout of ``estimate``."""
         self._tried.add(estimate.layout)
         before = self._known(estimate, False)
         if before > 0:
             self._factors[_held_alike(estimate.layout)] = (counted.activations + counted.buffers) / before
 
     def pass_over(self, layout: TrainingLayout) -> None:
-        """Do not give ``layout``, which has been planned."""
+        """Excludes ``layout``, which has been planned."""
         self._tried.add(layout)
 
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
-        """Bytes of a rank, as far as they are known; ``fresh``: with a sample that is taken now, if need be."""
+        """Returns bytes of a rank, as far as they are known; ``fresh``: takes a new sample if needed."""
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 
     def likely(self) -> tuple[LayoutEstimate, ...]:
-        """Layouts that were not tried and fit as far as is known, the fastest first."""
+        """Returns layouts that were not tried and fit as far as is known, the fastest first."""
         return tuple(one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit)
 
     def _known(self, one: LayoutEstimate, fresh: bool) -> float:
-        """Activations and buffers before the factor."""
+        """Returns activations and buffers before the factor."""
         sampled = self._working(one, fresh)
         return one.memory.activations + one.memory.buffers if sampled is None else sampled
 

@@ -1,7 +1,7 @@
 """Work of training a model, as data: products, attention, passes over memory, and bytes kept for the backward.
 
     product    a matrix product of each token: inner x outer, and which side tensor ranks cut
-    pass       elementwise code and norms: bytes that a token moves; those of a cut part are shared by tensor ranks
+    pass       elementwise code and norms: bytes that a token moves; tensor ranks share the bytes of a sharded part
     kept       bytes that a token leaves for the backward, by what is recomputed
 
 Widths in bytes are those of a 16-bit model; elements of logits are fp32. Attention counts all pairs of tokens, as torch
@@ -12,6 +12,7 @@ Sizes of a decoder, given or read from a Hugging Face configuration, and the wor
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import comb
 from typing import Any, Literal, NamedTuple
 
 Recomputation = Literal["none", "selective", "full"]
@@ -32,14 +33,14 @@ class Product(NamedTuple):
         return self.inner * self.outer * self.times
 
     def narrow(self, tp: int) -> float:
-        """The narrower side of what a tensor rank multiplies."""
+        """Returns the narrower side of a tensor rank's product."""
         inner = self.inner / tp if self.cut == "inner" else self.inner
         outer = self.outer / tp if self.cut == "outer" else self.outer
         return min(inner, outer)
 
 
 class CutAmount(NamedTuple):
-    """A number with a part that tensor ranks share, and a part that each has whole (or shares along the sequence)."""
+    """Number with a part that tensor ranks share, and a part that each has in full (or shares along the sequence)."""
 
     cut: float
     whole: float
@@ -49,9 +50,29 @@ class CutAmount(NamedTuple):
         return self.cut / tp + self.whole / (tp if sequence else 1)
 
 
+class ExpertWork(NamedTuple):
+    """Experts of an average block."""
+
+    parameters: float
+    """Parameters of all experts of a block."""
+    experts: int
+    """Number of experts."""
+    chosen: int
+    """Number of experts of a token."""
+
+    def other_ranks(self, ranks: int) -> float:
+        """Returns the number of other ranks that a token is sent to if ``ranks`` share the experts, on average.
+
+        Each set of experts is equally likely: (ranks - 1) (1 - C(E - E/ranks, k) / C(E, k)) for E experts of which k
+        are chosen.
+        """
+        away = comb(self.experts - self.experts // ranks, self.chosen) / comb(self.experts, self.chosen)
+        return (ranks - 1) * (1 - away)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model of equal blocks between an embedding and a head."""
+    """Model of equal blocks between an embedding and a head."""
 
     blocks: int
     context: int
@@ -76,6 +97,8 @@ class Workload:
     """Parameters of one block, all of them cut by tensor ranks (norms are neglected)."""
     outer_parameters: float
     """Parameters of embedding and head; tied ones count once."""
+    experts: ExpertWork | None = None
+    """Experts, which are among the parameters of a block; None: there are none."""
 
     @property
     def parameters(self) -> float:
@@ -83,17 +106,17 @@ class Workload:
         return self.blocks * self.block_parameters + self.outer_parameters
 
     def flops_of_token(self) -> float:
-        """Model FLOPs of training one token: three times the forward; attention counts all pairs."""
+        """Returns the model FLOPs of training one token: three times the forward; attention counts all pairs."""
         block = sum(2 * product.weights for product in self.products) + 4 * self.attention * self.context
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
 
     def keeps(self, recomputation: Recomputation) -> CutAmount:
-        """Bytes a token and block."""
+        """Returns the bytes of activations that a token leaves in a block for the backward."""
         return self.kept[("none", "selective", "full").index(recomputation)]
 
 
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "smollm3", "granite", "stablelm")
-"""Model types whose MLP has a gate."""
+"""Model types with a gate in their MLP."""
 PLAIN = ("gpt2", "gpt_neox", "opt", "gpt_neo", "bloom", "gptj", "phi", "starcoder2")
 SIZES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -102,7 +125,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "vocabulary": ("vocab_size",),
     "context": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
 }
-"""Our names -> those of the families."""
+"""Our names -> names of the families."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +146,7 @@ class DecoderShape:
     tied: bool = False
 
     def workload(self) -> Workload:
-        """The workload of training it on full rows."""
+        """Returns the workload of training it on full rows."""
         h = self.width
         head = self.head_width or h // self.heads
         q, kv = self.heads * head, (self.kv_heads or self.heads) * head
@@ -161,12 +184,12 @@ class DecoderShape:
 
 
 def is_model_config(raw: object) -> bool:
-    """A JSON object that describes a model, not a run of this engine."""
+    """Returns True if a JSON object describes a model, not a run of this engine."""
     return isinstance(raw, Mapping) and any(key in raw for key in ("model_type", "architectures", *SIZES["width"]))
 
 
 def decoder_shape_of(raw: Mapping[str, Any]) -> DecoderShape | None:
-    """The decoder that a configuration describes; None for families whose blocks are of other kinds."""
+    """Returns the decoder that a configuration describes; None for families with other kinds of blocks."""
     family = raw.get("model_type")
     found = {name: next((raw[key] for key in keys if raw.get(key)), None) for name, keys in SIZES.items()}
     found["context"] = found["context"] or 2048

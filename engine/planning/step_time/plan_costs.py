@@ -1,7 +1,7 @@
 """Costs of a plan on GPUs that are not here: memory of every pipeline rank by kind, and the seconds of a step.
 
-State, gathers, schedule and traffic are the plan's own. What it does not know comes from the cost model: the seconds of
-operators, what a block keeps for its backward, and the speed of links.
+State, gathers, schedule and traffic are the plan's own. The cost model adds the seconds of operators, the bytes that a
+block keeps for its backward, and the speed of links.
 """
 
 from collections.abc import Mapping
@@ -60,13 +60,14 @@ class PlanCosts:
 
 
 def planned_layout(plan: Plan) -> TrainingLayout:
-    """The layout that a plan carries out."""
+    """Returns the layout that a plan executes."""
     config = plan.config
     recomputation = config.activation_checkpointing.mode
     return TrainingLayout(
         dp=config.dp,
         tp=config.tp,
         pp=config.pp,
+        ep=config.parallel.expert,
         order=config.parallel.order,
         stage=config.zero_optimization.stage,
         reduction=config.zero_optimization.reduce,
@@ -80,7 +81,8 @@ def planned_layout(plan: Plan) -> TrainingLayout:
 
 
 def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: BlockSample | None = None) -> PlanCosts:
-    """The costs of ``plan`` on nodes of ``node`` GPUs; ``sample``: what its blocks keep, where that was counted."""
+    """Returns the costs of ``plan`` on nodes of ``node`` GPUs; ``sample``: counted bytes that its blocks keep, if there
+    are any."""
     layout, traits = planned_layout(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))
     crossing = 0.0
@@ -99,7 +101,7 @@ def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: Bloc
 
 
 def host_links(gpu: GpuSpec, node: int) -> HostLinks:
-    """The links of a cluster of such nodes, as rings use them."""
+    """Returns the links of a cluster of such nodes, as rings use them."""
     return HostLinks(
         within=LinkSpeed(gpu.link_latency, gpu.link_rate * gpu.reached.link),
         between=LinkSpeed(gpu.network_latency, node * gpu.network_rate * gpu.reached.network),
@@ -145,7 +147,7 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample:
 
 
 def _blocks(plan: Plan, work: Workload, pp: int) -> float:
-    """Blocks of a pipeline rank, by its share of the calls that begin one."""
+    """Returns blocks of a pipeline rank, by its share of the calls that begin one."""
     if plan.partition is None or plan.trace is None:
         return work.blocks
     here = set(plan.stages(pp))
@@ -156,7 +158,7 @@ def _blocks(plan: Plan, work: Workload, pp: int) -> float:
 
 
 def _gathered(plan: Plan, coord: Coord) -> float:
-    """Parameters of ZeRO 3 that are whole at a time: a group, and the one that is gathered ahead."""
+    """Returns parameters of ZeRO 3 that are gathered at a time: a group, and the next one."""
     gathers = plan.gathers(coord)
     if gathers is None:
         return 0.0

@@ -82,7 +82,7 @@ class HostLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLinks:
-    """The links of one grid."""
+    """Links of one grid."""
 
     collectives: Mapping[tuple[Axis, Pattern], LinkSpeed]
     """By axis, for axes of several ranks: seconds of a call, bytes a second of a rank."""
@@ -91,7 +91,7 @@ class AxisLinks:
 
 
 def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
-    """The links of ``grid`` where rank r runs on ``hosts[r]``.
+    """Returns the links of ``grid`` with rank r on ``hosts[r]``.
 
     Raises:
         GridError: there are more or fewer hosts than ranks.
@@ -127,7 +127,7 @@ def _collective(groups: Sequence[Sequence[int]], pattern: Pattern, hosts: Sequen
 
 
 def _leaving(flows: Iterable[tuple[int, int]], hosts: Sequence[str]) -> dict[str, int]:
-    """Bytes that leave each host for each byte that a rank sends, from (sender, receiver) of all messages."""
+    """Returns bytes that leave each host for each byte that a rank sends, from (sender, receiver) of all messages."""
     found: dict[str, int] = {}
     for here, there in flows:
         if hosts[here] != hosts[there]:
@@ -158,7 +158,7 @@ class Computation:
     backward: float
     """Seconds of a microbatch; with split backwards half of it is W."""
     fixed: float = 0.0
-    """Part of both, from 0 to 1, that stays whatever part of each layer a rank holds: what tensor ranks repeat."""
+    """Part of both, from 0 to 1, that does not depend on a rank's part of each layer: work that tensor ranks repeat."""
     update: float = 0.0
     """Seconds of all that a step computes once: norm, clipping, optimizer."""
 
@@ -181,14 +181,14 @@ class StepTime:
 
 
 def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> StepTime:
-    """The time of a training step, once the first two are over, by the rule above."""
+    """Returns the time of a training step, after the first two, by the rule above."""
     return _Prediction(plan, computation, links).step()
 
 
 def play_schedule(
     schedule: Schedule, seconds: Mapping[tuple[Op, int], float], hop: Hop = lambda action, target: (0.0, 0.0)
 ) -> StepTimeline:
-    """Start every action as soon as its rank is free and its need has arrived; messages leave a rank one by one.
+    """Starts every action as soon as its rank is free and its input has arrived; messages leave a rank one by one.
 
     Without messages that take time this is :func:`~engine.parallel.pipeline.schedule.simulate.simulate`.
 
@@ -261,7 +261,7 @@ class _Prediction:
         return [count / sum(flops) for count in flops]
 
     def _seconds_by_action(self) -> dict[_Key, float]:
-        """The computation of every action, without what it waits for."""
+        """Returns the computation of every action, without waiting."""
         one, found = self._computation, {}
         left = one.fixed + (1 - one.fixed) / self._grid.tp
         for stage, share in enumerate(self._shares()):
@@ -271,7 +271,7 @@ class _Prediction:
         return found
 
     def _update(self) -> float:
-        """Every rank at once; of sharded states each has its part."""
+        """Returns the update: every rank runs at once; each has its part of sharded states."""
         whole = max(1, sum(row.elements for row in self._plan.table))
         parts = self._config.shards if self._config.zero_optimization.stage else 1
         held = max(sum(bucket.elements for bucket in self._layout(pp)) for pp in range(self._grid.pp))
@@ -283,7 +283,7 @@ class _Prediction:
         return self._links.collectives[row.axis, pattern].seconds(row.calls, row.bytes)
 
     def _sums(self, row: Traffic) -> Pattern:
-        """The collective of tensor ranks: what is in fewer bits goes by exchanges and gathers."""
+        """Returns the collective of tensor ranks: messages in fewer bits use exchanges and gathers."""
         form = tensor_format(self._config)
         return "all_gather" if form is not None and row.label in form.labels else "all_reduce"
 
@@ -302,7 +302,8 @@ class _Prediction:
         return waits
 
     def _gather_waits(self, computed: Mapping[_Key, float]) -> dict[_Key, float]:
-        """ZeRO 3: of each pass, what prefetching one group ahead does not hide; the passes of a rank share alike."""
+        """Returns the part of each pass's ZeRO 3 gathers that prefetching one group ahead does not hide; the passes of
+        a rank share it equally."""
         waits: dict[_Key, float] = {}
         for pp in range(self._grid.pp) if shards_parameters(self._config) else ():
             passes = self._plan.schedule.passes(pp)
@@ -315,7 +316,7 @@ class _Prediction:
         return waits
 
     def _hop(self, action: Action, target: int) -> tuple[float, float]:
-        """A stage's messages to the next rank: (seconds on the way out, latency)."""
+        """Returns (seconds to send, latency) of a stage's messages to the next rank."""
         source = self._plan.schedule.rank_of_stage[action.stage]
         link = self._links.hops[source, target]
         flow = "forward" if action.op is Op.FORWARD else "backward"
@@ -365,7 +366,7 @@ class _Prediction:
         return max(free, last.end)
 
     def _replica_sums(self, pp: int) -> float:
-        """Sums of the shards over shard groups; that those before the last one may run beside backward is left out."""
+        """Sums of the shards over shard groups; the overlap of all but the last one with backward is left out."""
         return sum(self._seconds(row, "all_reduce") for row in self._rows(pp, "dp_replicate", "gradients"))
 
     def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:
@@ -390,7 +391,7 @@ class _Prediction:
         return sum(hops[0].seconds(2 * row.calls, row.bytes) for row in self._rows(pp, "pp", "ties")) if hops else 0.0
 
     def _gathered(self) -> float:
-        """Parameters after the update of ZeRO 1 and 2."""
+        """Returns parameters after the update of ZeRO 1 and 2."""
         if shards_parameters(self._config):
             return 0.0
         found = [

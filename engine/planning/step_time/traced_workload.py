@@ -1,4 +1,5 @@
-"""The workload of any model, from one forward and its saved tensors on the meta device: FLOPs, bytes, what is kept."""
+"""The workload of any model, from one forward and its saved tensors on the meta device: FLOPs, moved bytes, kept
+bytes."""
 
 from collections.abc import Iterator
 from statistics import median_low
@@ -13,13 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from engine.errors import EngineError, PlanError, first_line
+from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.cost_model import flops_of_calls
-from engine.planning.cost_model.workload import CutAmount, Product, Workload
+from engine.planning.cost_model.workload import CutAmount, ExpertWork, Product, Workload
 from engine.planning.example_trace import run_dtypes, trace_example
 from engine.planning.tensor_plan_search import CalledModules, calls_of_modules
 from engine.program.batch import Batch
+from engine.program.expert_load import find_experts
 from engine.program.program import Program
 
 MANY_HEADS = 1 << 20
@@ -36,10 +38,10 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.attention_flops = 0
         self.pass_bytes = 0
         self.product_bytes = 0
-        """Of the results of products and attention."""
+        """Bytes of the results of products and attention."""
 
     def usual_width(self) -> int:
-        """The inner width of most products: that of a token between blocks."""
+        """Returns the inner width of most products: the width of a token between blocks."""
         widths: dict[int, float] = {}
         for (inner, _), count in self.products.items():
             widths[inner] = widths.get(inner, 0.0) + count
@@ -87,7 +89,7 @@ class _AttentionByBlocks(TorchFunctionMode):
 
 
 def traced_workload(program: Program, row: Batch) -> Workload:
-    """The workload of a model on rows like ``row``.
+    """Returns the workload of a model on rows like ``row``.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -122,11 +124,29 @@ def traced_workload(program: Program, row: Batch) -> Workload:
         vocabulary=0,
         block_parameters=inside / blocks,
         outer_parameters=parameters - inside,
+        experts=_experts(model, blocks),
     )
 
 
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "num_selected_experts")
+"""Names of the number of experts of a token in configurations of models."""
+
+
+def _experts(model: nn.Module, blocks: int) -> ExpertWork | None:
+    """Returns the experts of an average block; None if the model has none."""
+    try:
+        found = find_experts(model)
+    except ConfigError:
+        return None
+    owned = sum(parameter.numel() for each in found for parameter in model.get_submodule(each.name).parameters())
+    config = getattr(model, "config", None)
+    given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
+    experts = max(each.experts for each in found)
+    return ExpertWork(owned / blocks, experts, min(given, experts))
+
+
 def _counted(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:
-    """The operators of a forward on shapes, and what it keeps; coarser where a forward needs values."""
+    """Returns the operators of a forward on shapes, and the bytes that it keeps; coarser if a forward needs values."""
     counts, kept = OperatorCounts(), _Kept(program.model)
     try:
         with (
@@ -149,7 +169,8 @@ BYTES_OF_A_WIDTH = 34
 
 
 def _coarse(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:
-    """The same from the engine's own trace, which also follows code that reads values; bytes by a rule of thumb.
+    """Returns the same from the engine's own trace, which also follows code that reads values; bytes by a rule of
+    thumb.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -185,7 +206,7 @@ class _Kept:
         self._seen = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that is saved."""
+        """Counts a saved tensor, and returns it."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
@@ -199,7 +220,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _blocks(model: nn.Module, called: CalledModules) -> tuple[int, int]:
-    """The longest run of equal modules that the forward has called: how many, and the elements of their parameters."""
+    """Returns the longest run of equal modules that the forward has called: their number, and the elements of their
+    parameters."""
     runs = (run for run in _runs(model) if any(id(part) in called.all for block in run for part in block.modules()))
     longest = max(runs, key=len, default=[model])
     return len(longest), sum(parameter.numel() for block in longest for parameter in block.parameters())

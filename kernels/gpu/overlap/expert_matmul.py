@@ -1,16 +1,16 @@
-"""All-to-all and the products of experts, in one kernel there and in two back.
+"""All-to-all and products of experts, in one kernel for the dispatch and two for the return.
 
-    there   push rows to 1, 2, 3, own │ own rows x B │ rows of 3 x B │ of 2 │ of 1       a tile when its rows have come
-    back    tiles of 1 │ of 2 │ of 3 │ own │ collect rows from own, 3, 2, 1              a tile leaves when it is done
+    dispatch   push rows to 1, 2, 3, own │ own x B │ 3 x B │ of 2 │ of 1              a tile after its rows have arrived
+    return     tiles of 1 │ of 2 │ of 3 │ own │ collect rows from own, 3, 2, 1          a finished tile is sent at once
 
-Each expert has a matrix; a tile lies within the rows that one rank sends to one expert, so it waits for one signal, and
-its sums are those of ``kernels/gpu/matmul``, which these kernels call. Which tiles there are is a table of
-:class:`ExpertRows`. Two ranks that have no rows for each other still give each other a signal, of a tile without rows:
-that every rank waits for all others in each call is what lets slots be written again (:mod:`engine.kernels.overlap`).
-Numbers that change from call to call are not specialised, since others wait while a rank compiles.
+Each expert has a matrix. A tile is within the rows of one rank for one expert, so it waits for one signal, and these
+kernels call the products of ``kernels/gpu/matmul``. :class:`ExpertRows` makes the table of tiles. Two ranks without
+rows for each other still exchange a signal of an empty tile: slots may be overwritten only because every rank waits for
+all others in each call (:mod:`engine.kernels.overlap`). Numbers that change from call to call are not specialised,
+because other ranks wait while a rank compiles.
 
-Shape suffixes: T rows of a rank, R rows that its experts get, X experts of a rank, K the dim that is summed over, N
-columns. See ``launches`` for what holds for all kernels that communicate.
+Shape suffixes: T rows of a rank, R rows for the experts of a rank, X experts of a rank, K the dim that is summed over,
+N columns. ``launches`` describes the rules for all kernels that communicate.
 """
 
 import torch
@@ -28,7 +28,8 @@ from engine.kernels.overlap import ExpertRows
 
 @triton.jit
 def _fields(tiles, index):
-    """The rank at the other end, number of the tile, expert, first row in the slot, rows, first row of this rank."""
+    """Loads a row of the table: other rank, tile number, expert, first row in the slot, rows, first row of this
+    rank."""
     place = tiles + index * 6
     return (
         tl.load(place), tl.load(place + 1), tl.load(place + 2),
@@ -41,7 +42,7 @@ def _push_rows(
     tokens, sent, tiles, slots, arrivals, rank, epoch, capacity, most, K,
     RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write the ``tiles`` tiles of ``tokens`` [T, K] that the table ``sent`` names into this rank's slots."""
+    """Writes the ``tiles`` tiles of ``tokens`` [T, K] in the table ``sent`` into this rank's slots."""
     for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
         target, tile, _, there, rows, here = _fields(sent, index)
         slot = slot_of(slots, target, rank, epoch, capacity, RANKS, tokens) + there * K
@@ -59,7 +60,7 @@ def dispatch_product_kernel(
     RANKS: tl.constexpr, PUSHES: tl.constexpr, MULTIPLIES: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Push ``tokens`` [T, K] to the ranks of their experts; out [R, N] = what comes times ``matrices`` [X, K, N]."""
+    """Pushes ``tokens`` [T, K] to the experts' ranks; out [R, N] = received rows times ``matrices`` [X, K, N]."""
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
     if MULTIPLIES:
@@ -88,9 +89,9 @@ def product_return_kernel(
     RANKS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ``whole`` [R, K] with ``matrices`` [X, K, N], and send each row to the rank that it has come from.
+    """Multiplies ``whole`` [R, K] with ``matrices`` [X, K, N], and returns each row to its rank.
 
-    ``out`` tells the dtype that travels.
+    ``out`` defines the dtype of sent rows.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
@@ -113,7 +114,7 @@ def collect_rows_kernel(
     out, sent, sent_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out [T, N] = the rows of this rank that the owners of their experts have sent back."""
+    """Copies this rank's rows, returned by the owners of the experts, to out [T, N]."""
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), sent_tiles * columns, tl.num_programs(0)):
         owner, tile, _, there, rows, here = _fields(sent, index // columns)
@@ -129,10 +130,10 @@ def collect_rows_kernel(
 def launch_dispatch_product(
     tokens_TK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """out [R, N]: the rows of all ranks for this rank's experts times their matrices.
+    """Returns out [R, N]: the rows of all ranks for this rank's experts times the experts' matrices.
 
-    ``tokens_TK`` is contiguous, sorted by expert, of the dtype of the matrices. ``half``: "push" leaves the result
-    empty, "multiply" pushes nothing.
+    ``tokens_TK`` is contiguous, sorted by expert, of the dtype of the matrices. ``half``: "push" computes no result,
+    "multiply" pushes nothing.
     """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
@@ -150,7 +151,7 @@ def launch_dispatch_product(
 
 
 def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall) -> None:
-    """Multiply ``rows_RK``, contiguous, with their experts' matrices, and send each to the rank that it came from."""
+    """Multiplies ``rows_RK``, contiguous, with the experts' matrices, and returns each row to its rank."""
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
     shape, mailbox = call.shape(matrices.dtype), call.mailbox
@@ -163,7 +164,7 @@ def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRow
 
 
 def launch_collect_rows(columns: int, rows: ExpertRows, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """out [T, N]: this rank's rows, as the owners of their experts have sent them back, in the order of its tokens."""
+    """Returns out [T, N]: this rank's rows, returned by the owners of the experts, in the order of the tokens."""
     shape, mailbox = call.shape(dtype), call.mailbox
     device = mailbox.status.device
     out = torch.empty((rows.own, columns), dtype=dtype, device=device)

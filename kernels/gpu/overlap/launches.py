@@ -1,7 +1,8 @@
-"""Launches of the kernels that communicate. They reach the ranks through a :class:`Mailbox`; nothing here knows how
-its memory came to be shared. All ranks make the same calls, with equal shapes, and count their epochs alike.
+"""Launches of kernels that communicate through the memory of a :class:`Mailbox`.
 
-Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim that is summed over, N columns.
+All ranks make the same calls with equal shapes, and count epochs equally.
+
+Shape suffixes: B sequences of L rows each on a rank, W ranks, K the dim that is summed over, N columns.
 
 All-gather and matrix product in one kernel: a tile is multiplied when its rows have arrived.
 
@@ -9,41 +10,40 @@ All-gather and matrix product in one kernel: a tile is multiplied when its rows 
     rank 1   push a1 to 2, 3, 0 │ a1 x B │ a0 x B │ a3 x B │ a2 x B      others send them: the neighbour below is the
     rank 2   push a2 to 3, 0, 1 │ a2 x B │ a1 x B │ a0 x B │ a3 x B      first to send to this rank
 
-Rows travel once, by writes: a rank that read from its peers would wait for every cache line. A program pushes all of
-its share before it waits for rows, so no wait depends on a program that waits; on a GPU all programs run at once. The
-two halves can also run one after the other (PUSHES, MULTIPLIES), as where ranks of one process take turns.
+Ranks write rows once to their peers: a rank that read from peers would wait for every cache line. A program pushes all
+its rows before it waits for rows, so no wait depends on a waiting program; on a GPU all programs run at once. The two
+halves can also run one after the other (PUSHES, MULTIPLIES), for ranks of one process.
 
-A tile of rows lies within one sequence of the batch, so that the products are those of ``kernels/gpu/matmul``, which
-this kernel calls.
+A tile of rows is within one sequence of the batch, so that this kernel can call the products of ``kernels/gpu/matmul``.
 
-Shape suffixes: B sequences of L rows each that a rank holds, W ranks; rows of the result are [B, W, L].
+Shape suffixes: B sequences of L rows each on a rank, W ranks; rows of the result are [B, W, L].
 
-Matrix product and reduce-scatter in two kernels: a tile goes to the rank that owns its rows when it is done.
+Matrix product and reduce-scatter in two kernels: a finished tile is sent to the rank that owns the rows.
 
-    rank 0   tiles of 1 │ of 2 │ of 3 │ own     farthest first: what has to travel leaves first
+    rank 0   tiles of 1 │ of 2 │ of 3 │ own     tiles of other ranks first
              └─ slot 0 at rank 1 ..             every rank has a slot for each other rank
-    then     sum slots 0, 1, 2, 3 of own tiles  each when all of its parts have come, always in this order
+    then     sum slots 0, 1, 2, 3 of own tiles  each tile after all slots have arrived, always in this order
 
-The sum is in fp32 and in the order of ranks, so equal inputs give equal bits on any machine.
+The sum is in fp32 and in the order of ranks, so equal inputs have equal bits on any machine.
 
-Without sequence parallelism the sum has to be whole on all ranks. With EVERYWHERE each rank sends its product to all
-ranks and all of them sum (one-shot: one journey, W - 1 times the bytes, which for two ranks is what a ring sends).
-Otherwise each rank sums its part and sends it on (two-shot): ``forward_slots_kernel``, then ``collect_slots_kernel``.
+Without sequence parallelism all ranks need the full sum. With EVERYWHERE each rank sends its product to all ranks and
+all of them sum (one-shot: one transfer of W - 1 times the bytes, which for two ranks equals a ring). Otherwise each
+rank sums its own rows and sends the sum to all (two-shot): ``forward_slots_kernel``, then ``collect_slots_kernel``.
 
-Shape suffixes: B sequences of L rows each that a rank owns, W ranks; rows of the product are [B, W, L].
+Shape suffixes: B sequences of L rows each owned by a rank, W ranks; rows of the product are [B, W, L].
 
-The sum of a product over the ranks by the switch between them (NVLink SHARP), where its memory is one address.
+The switch (NVLink SHARP) sums a product over the ranks if it maps the memory of all ranks to one address:
 
     epoch e       product, each tile into this rank's own memory │ signal to its owner
-    epoch e + 1   owner: one load adds the tiles of all ranks, one store gives the sum to all │ signal to all │ collect
+    epoch e + 1   owner: one load adds the tiles of all ranks, one store writes the sum to all │ signal to all │ collect
 
-Without the switch an owner takes in a tile of each other rank, and sends its sum to each; here one sum comes and one
-leaves. An address of the switch and one of a rank's memory are aliases, which a fence puts in order. The switch adds in
-fp32 in an order of its own: all ranks get the same bits, but no other machine need.
+Without the switch an owner receives a tile from each other rank, and sends the sum to each; with the switch it receives
+one sum and sends one. The switch's address and the address in a rank's memory are aliases, so accesses need a fence.
+The switch adds in fp32 in its own order: all ranks get equal bits, but other machines may get other bits.
 
-Where kernels are interpreted the two instructions, and nothing else, are emulated: each rank is read, and written.
+Interpreted kernels emulate only these two instructions, by reads from and writes to each rank.
 
-Shape suffixes: L rows that a rank owns, N columns.
+Shape suffixes: L rows owned by a rank, N columns.
 """
 
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def _push(
     part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K,
     RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of ``part`` [B, L, K] into this rank's slot at every rank, the next rank first, itself last."""
+    """Writes the tiles of ``part`` [B, L, K] into this rank's slot on every rank, the next rank first, itself last."""
     each = tl.cdiv(L, BM)
     tiles = B * each
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -96,11 +96,11 @@ def gather_product_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Push ``part`` [B, L, K] to all ranks; out [B, W, L, N] = rows of all ranks times ``matrix`` [K, N] + ``bias``.
+    """Pushes ``part`` [B, L, K] to all ranks; out [B, W, L, N] = rows of all ranks times ``matrix`` [K, N] + ``bias``.
 
     Args:
         capacity: bytes of a slot.
-        most: signals that a rank has for each other rank.
+        most: signals of a rank for each other rank.
     """
     if PUSHES:
         _push(part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K, RANKS, BM, BK)
@@ -132,10 +132,10 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ``whole`` [B, W, L, K] with ``matrix`` [K, N], add ``plus``, and send rows [B, w, L, N] to rank w.
+    """Multiplies ``whole`` [B, W, L, K] with ``matrix`` [K, N], adds ``plus``, and sends rows [B, w, L, N] to rank w.
 
     With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. With STAYS a tile stays in the memory of this
-    rank, where its owner looks for it. ``out`` tells the dtype that travels.
+    rank, and its owner reads it there. ``out`` defines the dtype of sent rows.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -171,7 +171,7 @@ def sum_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out [B, L, N] = the sum of what all ranks have sent."""
+    """Computes out [B, L, N], the sum of the rows from all ranks."""
     each = tl.cdiv(L, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), B * each * columns, tl.num_programs(0)):
@@ -191,7 +191,7 @@ def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Write ``part`` [L, N] into this rank's slot at every rank, the next rank first, itself last."""
+    """Writes ``part`` [L, N] into this rank's slot on every rank, the next rank first, itself last."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -210,7 +210,7 @@ def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out [W, L, N] = what all ranks have sent."""
+    """Copies the rows from all ranks to out [W, L, N]."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -229,7 +229,7 @@ _FENCE: tl.constexpr = tl.constexpr("fence.proxy.alias; mov.u32 $0, $1;")
 
 @triton.jit
 def _by_switch(multicast, source, target, inside, tile, INSTRUCTIONS: tl.constexpr):
-    """Add what all ranks have at bytes ``source``, and give all of them the sum at ``target``, 16 bytes an element."""
+    """Adds the 16-byte words of all ranks at bytes ``source``, and writes the sums to all ranks at bytes ``target``."""
     places = [multicast + source, multicast + target, inside.to(tl.int32)]
     tl.inline_asm_elementwise(_FENCE, "=r,r", [tile], dtype=tl.int32, is_pure=False, pack=1)
     tl.inline_asm_elementwise(INSTRUCTIONS, "=r,l,l,r", places, dtype=tl.int32, is_pure=False, pack=1)
@@ -238,7 +238,7 @@ def _by_switch(multicast, source, target, inside, tile, INSTRUCTIONS: tl.constex
 
 @triton.jit
 def _one_by_one(like, slots, source, target, inside, RANKS: tl.constexpr, WIDE: tl.constexpr):
-    """The same, from the memory of each rank and to the memory of each rank."""
+    """Emulates :func:`_by_switch` by reads from and writes to the memory of each rank."""
     elements = tl.arange(0, WIDE)[None, None, :]
     there = inside[:, :, None]
     sums = tl.zeros((source.shape[0], source.shape[1], WIDE), tl.float32)
@@ -255,9 +255,9 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles [L, N] of this rank's rows that all ranks keep, and send the sums to all of them in ``epoch`` + 1.
+    """Adds all ranks' tiles [L, N] of this rank's rows, and sends the sums to all ranks in ``epoch`` + 1.
 
-    A tile that some rank has not written is not sent. ``like`` tells the dtype, of BYTES an element; without
+    A tile that some rank has not written is not sent. ``like`` defines the dtype, with BYTES per element; without
     INSTRUCTIONS the switch is emulated.
     """
     columns = tl.cdiv(N, BN)
@@ -289,27 +289,29 @@ Half = Literal["push", "multiply", "both"]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of all ranks."""
+    """Call of communicating kernels on all ranks."""
 
     mailbox: Mailbox
     epoch: int
     tile: Tile | None = None
-    """Of its products; None: the one that ships for their dtype."""
+    """The tile of the products; None: the default tile of the dtype."""
     programs: int | None = None
-    """Of each kernel, all of which run at once; None: one on each processor. Ranks on one GPU take a share each."""
+    """Programs of each kernel, which run at once; None: one per processor. Ranks on one GPU divide the processors."""
 
     def shape(self, dtype: torch.dtype) -> Tile:
-        """The tile of a product in ``dtype``."""
+        """Returns the tile of a product in ``dtype``."""
         return self.tile or tile_of(dtype)
 
     def grid(self, device: torch.device) -> tuple[int]:
-        """All programs run at once, so that those that wait never keep others from what they wait for; where kernels
-        are interpreted programs run one after the other, so there is one."""
+        """Returns the number of programs, which must all run at once: a waiting program must not block another one.
+
+        Interpreted programs run one after the other, so there is one program.
+        """
         return (1 if is_host(device) else self.programs or processors(device),)
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
-        """As kernels take them."""
+        """Rank, epoch, patience, capacity and most signals, in the order of the kernels' arguments."""
         box = self.mailbox
         return box.rank, self.epoch, box.patience, box.capacity, box.most
 
@@ -317,9 +319,9 @@ class KernelCall:
 def launch_gather_product(
     part_BLK: Tensor, matrix_KN: Tensor, bias: Tensor | None, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """out [B, W, L, N] = rows of all ranks times ``matrix_KN`` plus ``bias``, in the dtype of the matrix.
+    """Returns out [B, W, L, N]: rows of all ranks times ``matrix_KN`` plus ``bias``, in the dtype of the matrix.
 
-    ``part_BLK`` is contiguous, of the dtype of the matrix. ``half``: "push" leaves the result empty, "multiply" pushes
+    ``part_BLK`` is contiguous, of the dtype of the matrix. ``half``: "push" computes no result, "multiply" pushes
     nothing.
     """
     matrix, transposed = as_it_lies(matrix_KN)
@@ -338,10 +340,10 @@ def launch_gather_product(
 def launch_product_scatter(
     whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype, stays: bool = False
 ) -> None:
-    """Multiply ``whole`` [B, W, L, K], add ``plus`` [B, W, L, N], and send each rank its rows, in ``dtype``.
+    """Multiplies ``whole`` [B, W, L, K], adds ``plus`` [B, W, L, N], and sends each rank its rows, in ``dtype``.
 
-    A ``whole`` of three dims, [B, L, K], goes to all ranks. With ``stays`` the rows are left in the memory of this
-    rank, for :func:`launch_multicast_sum`.
+    The product of a ``whole`` of three dims, [B, L, K], is sent to all ranks. With ``stays`` the rows stay in the
+    memory of this rank, for :func:`launch_multicast_sum`.
     """
     everywhere = whole.dim() == 3
     matrix, transposed = as_it_lies(matrix_KN)
@@ -356,7 +358,7 @@ def launch_product_scatter(
 
 
 def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """out [B, L, N]: the sum of what all ranks have sent, in the tiles of the product."""
+    """Returns out [B, L, N], the sum of the rows from all ranks, in the tiles of the product."""
     shape, mailbox = call.shape(dtype), call.mailbox
     out = torch.empty((sequences, rows, columns), dtype=dtype, device=mailbox.status.device)
     sum_slots_kernel[call.grid(out.device)](
@@ -367,7 +369,7 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
 
 
 def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch.dtype) -> None:
-    """Add what all ranks keep of this rank's rows [L, N], and send the sum to all of them in the next epoch."""
+    """Adds all ranks' tiles of this rank's rows [L, N], and sends the sum to all ranks in the next epoch."""
     shape, mailbox = call.shape(dtype), call.mailbox
     like = torch.empty(0, dtype=dtype, device=mailbox.status.device)
     multicast_sum_kernel[call.grid(like.device)](
@@ -378,7 +380,7 @@ def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch
 
 
 def _add_and_give(dtype: torch.dtype) -> str:
-    """PTX: 16 bytes added over all memories behind the address $1, and stored into all behind $2, if $3."""
+    """Returns PTX that adds 16 bytes over all memories at address $1, and stores them to all at $2, if $3."""
     kind = {torch.float32: "v4.f32", torch.float16: "v4.f16x2", torch.bfloat16: "v4.bf16x2"}[dtype]
     wide = "" if dtype == torch.float32 else ".acc::f32"
     return f"""{{ .reg .pred p; .reg .b32 w<4>;
@@ -389,7 +391,7 @@ def _add_and_give(dtype: torch.dtype) -> str:
 
 
 def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
-    """Send ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
+    """Sends ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
     rows, columns = part_LN.shape
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     forward_slots_kernel[call.grid(part_LN.device)](
@@ -400,7 +402,7 @@ def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
 
 
 def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
-    """out [W, L, N]: what all ranks have sent, each as much as ``part_LN``."""
+    """Returns out [W, L, N], the rows from all ranks, each of the shape of ``part_LN``."""
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     out = part_LN.new_empty((mailbox.ranks, *part_LN.shape))
     collect_slots_kernel[call.grid(out.device)](
@@ -411,24 +413,24 @@ def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
 
 
 def tile_of(dtype: torch.dtype) -> Tile:
-    """The tile of a product in ``dtype``."""
+    """Returns the tile of a product in ``dtype``."""
     if dtype.itemsize == 2:
         return HALF
     return TF32 if precision() == "tf32" else EXACT
 
 
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
-    """Tiles of a product of a rank's rows, which are the most signals that it sends to another."""
+    """Returns the tiles of a product of a rank's rows: the most signals to another rank."""
     return int(sequences * ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
 
 
 def tile_shape(tile: Tile) -> dict[str, Any]:
-    """The arguments of a kernel that say how large its tiles are and how many warps and stages it has."""
+    """Returns a kernel's arguments for the size of tiles, warps and stages."""
     return {
         "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
 
 def precision() -> str:
-    """Returns the precision of fp32 products that torch is set to: "tf32" or "ieee"."""
+    """Returns torch's precision of fp32 products: "tf32" or "ieee"."""
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"

@@ -106,7 +106,7 @@ class Flight:
 
 
 class FlightFile:
-    """An open file; ``read`` may be called while its rank writes."""
+    """Open file of a rank's flight recorder, a log of collectives; ``read`` may be called while the rank writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

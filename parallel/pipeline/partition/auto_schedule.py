@@ -1,10 +1,9 @@
-"""Automatic choice of a schedule: each kind is simulated with the costs of its own stages and compared in memory.
+"""Automatic choice of a schedule: each kind is simulated with the costs of its stages, in time and memory.
 
     cut into p x v stages --> cost of each stage --> simulate each kind --> seconds of a step
                                                  --> activations held   --> more than the limit: refused
 
-The fastest of the kinds that fit is chosen, but a gain of at most 1 % does not justify more stages or a less plain
-kind.
+The fastest kind that fits is chosen, but a gain of at most 1 % does not justify more stages or a less simple kind.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +16,13 @@ from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedul
 from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, simulate
 
 PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
-"""Kinds that are tried, the plainest first."""
+"""Kinds that are tried, the simplest first."""
 _NEAR = 1.01
 """Steps slower than the fastest by at most this factor count as equally fast."""
 _ROOM = 1.1
-"""Default limit, relative to 1f1b: a kind that holds as many microbatches may hold them of larger stages."""
+"""Default limit relative to 1f1b: stages of a kind with as many live microbatches may be larger."""
 _LINES = 6
-"""Most fitting kinds that are listed."""
+"""Most lines of the list of kinds that fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +34,13 @@ class MicrobatchCost:
 
     forward_seconds: float
     input_seconds: float
-    """Backward up to the gradients of the inputs, with everything that cannot be deferred; includes recomputation."""
+    """Time of the backward without deferred weight gradients; includes recomputation."""
     weight_seconds: float
-    """Weight gradients of linear layers, which can be deferred."""
+    """Time of the weight gradients of linear layers, which can be deferred."""
     kept_bytes: int
-    """Activations kept from forward to backward, without parameters and tensors that depend only on the batch."""
+    """Activations saved from forward to backward, without parameters and tensors that depend only on the batch."""
     left_bytes: int
-    """Activations kept from backward until the deferred weight gradients are computed."""
+    """Activations saved from backward until the deferred weight gradients are computed."""
 
     @property
     def seconds(self) -> float:
@@ -50,7 +49,7 @@ class MicrobatchCost:
 
     @classmethod
     def total(cls, costs: Sequence["MicrobatchCost"]) -> "MicrobatchCost":
-        """The sum of several costs."""
+        """Returns the sum of several costs."""
         return cls(
             forward_seconds=sum(cost.forward_seconds for cost in costs),
             input_seconds=sum(cost.input_seconds for cost in costs),
@@ -62,7 +61,7 @@ class MicrobatchCost:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The pipeline axis that schedules are tried on, and its limit."""
+    """Pipeline axis of the simulated schedules, with its limit."""
 
     ranks: int
     """Ranks of the pipeline axis."""
@@ -70,12 +69,12 @@ class Machine:
     transfer_seconds: float = 0.0
     """Time from the end of a stage until the next stage, on another rank, has its values."""
     limit_bytes: int | None = None
-    """Most activations on a rank; None: a tenth more than 1f1b would hold on its fullest rank."""
+    """Most activations on a rank; None: a tenth more than the peak of 1f1b on the fullest rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Result of one kind."""
+    """Simulated figures of one kind."""
 
     kind: str
     virtual_stages: int
@@ -85,7 +84,7 @@ class Tried:
     peak_bytes: int = 0
     """Activations on the fullest rank."""
     refused: str = ""
-    """The reason why the kind cannot be used; empty if it can."""
+    """The reason against the kind; empty if the kind fits."""
 
     @property
     def name(self) -> str:
@@ -95,13 +94,13 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDecision:
-    """The schedule that was chosen, and its alternatives."""
+    """Chosen schedule, with the alternatives."""
 
     schedule: Schedule
     virtual_stages: int
     limit_bytes: int
     ranking: tuple[Tried, ...]
-    """The chosen kind, then the others that fit from fast to slow, then the refused ones."""
+    """The chosen kind, then other kinds that fit from fast to slow, then refused kinds."""
 
     @property
     def chosen(self) -> Tried:
@@ -109,7 +108,8 @@ class ScheduleDecision:
         return self.ranking[0]
 
     def lines(self) -> tuple[str, ...]:
-        """The ranking as text: the choice, a line for each kind that fits, a line for each reason to refuse."""
+        """Returns the ranking as text: the choice, a line for each kind that fits, a line for each reason of a
+        refusal."""
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
             f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"
@@ -129,10 +129,10 @@ class ScheduleDecision:
 def choose(
     cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleDecision:
-    """The training schedule with the fastest step within the limit. Pure arithmetic, so equal on every rank.
+    """Returns the training schedule with the fastest step within the limit. Pure arithmetic, so equal on every rank.
 
     Args:
-        cuts: by stages on each rank, the cost of each stage, or the reason why the model cannot be cut into so many.
+        cuts: the cost of each stage by number of stages on each rank, or the reason against a cut into so many.
 
     Raises:
         ScheduleError: no kind fits.
@@ -147,7 +147,7 @@ def choose(
     if not fit:
         raise ScheduleError(_refusal([tried for tried, _ in found], machine, limit))
     fastest = min(tried.seconds for tried, _ in fit)
-    # in the order of trial: fewer stages first, then the plainer kind
+    # in the order of trials: fewer stages first, then the simpler kind
     chosen, schedule = next(pair for pair in fit if pair[0].seconds <= fastest * _NEAR)
     assert schedule is not None
     others = sorted((tried for tried, _ in fit if tried is not chosen), key=lambda tried: tried.seconds)
@@ -156,13 +156,13 @@ def choose(
 
 
 def cost_of_stages(stages: Sequence[MicrobatchCost], transfer_seconds: float) -> Cost:
-    """The costs of stages, for making and simulating schedules."""
+    """Returns the costs of stages in the form that schedules and simulation use."""
     times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
     return Cost(transfer=transfer_seconds, times=times)
 
 
 def peak_bytes(schedule: Schedule, stages: Sequence[MicrobatchCost]) -> tuple[int, ...]:
-    """Most bytes of activations that each rank holds at once.
+    """Returns the peak bytes of activations on each rank.
 
     F adds the saved tensors of the stage and B frees them; I frees them except the inputs of W, which W frees.
     """
@@ -184,7 +184,7 @@ def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
         least = min(weighed, key=lambda tried: tried.peak_bytes)
         return (
             f"no schedule holds at most {limit:,} bytes of activations on a rank (parallel.activation_limit_bytes): "
-            f"{least.name} holds least, {least.peak_bytes:,}; raise the limit, or use smaller microbatches."
+            f"{least.name} holds least, {least.peak_bytes:,}; raise this limit, or use smaller microbatches."
         )
     return (
         f"parallel.schedule 'auto' has no schedule with these stages on {machine.ranks} ranks; start as many stages in "
@@ -193,7 +193,7 @@ def _refusal(found: Sequence[Tried], machine: Machine, limit: int) -> str:
 
 
 def _usual_bytes(cuts: Mapping[int, Sequence[MicrobatchCost] | str], machine: Machine) -> int:
-    """A tenth more than 1f1b would hold on its fullest rank, with adjacent stages merged to one on each rank."""
+    """Returns the default limit: a tenth above the peak of 1f1b with one merged stage on each rank."""
     virtual_stages, stages = next((v, stages) for v, stages in sorted(cuts.items()) if not isinstance(stages, str))
     parts = [stages[first : first + virtual_stages] for first in range(0, len(stages), virtual_stages)]
     joined = [MicrobatchCost.total(part) for part in parts]
@@ -211,7 +211,7 @@ def _try(
         return replace(tried, refused=f"needs {few} microbatches"), None
     cost = cost_of_stages(stages, machine.transfer_seconds)
     schedule = make_schedule(*sizes, cost)
-    if max(peak_bytes(schedule, stages)) > limit:  # an order for these costs may hold more than the usual one
+    if max(peak_bytes(schedule, stages)) > limit:  # an order for these costs may need more memory than the default
         schedule = make_schedule(*sizes)
     timeline = simulate(schedule, cost)
     peak = max(peak_bytes(schedule, stages))

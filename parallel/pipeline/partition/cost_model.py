@@ -1,8 +1,8 @@
 """Cost of the calls of a trace, and of the stages of a partition.
 
-The seconds of a call are measured where it will run (``engine.planning.profile_calls``). Without a measurement, its
-FLOPs take their place, the same number for each of three parts: a matrix product is computed once in forward, once for
-the gradient of its input and once for that of its weight.
+The seconds of a call are measured on the device of the run (``engine.planning.profile_calls``). Without a measurement,
+FLOPs replace them, with one number for forward, input gradient and weight gradient: each computes one matrix product of
+the same size.
 
 Glue is not measured: its FLOPs, and the tensors that it saves for backward, count for the call before it.
 """
@@ -14,7 +14,8 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 
 def flops_of_calls(trace: ModelTrace) -> list[int]:
-    """Forward FLOPs of each call and of the glue after it; at least 1, so that many calls without FLOPs count too."""
+    """Returns the forward FLOPs of each call and the glue after it; at least 1, so that calls without FLOPs count
+    too."""
     flops = [call.flops + 1 for call in trace.calls]
     for index, extra in glue_flops(trace).items():
         flops[index] += extra
@@ -22,12 +23,12 @@ def flops_of_calls(trace: ModelTrace) -> list[int]:
 
 
 def glue_flops(trace: ModelTrace) -> dict[int, int]:
-    """FLOPs of glue by the index of the call that it counts for."""
+    """Returns the FLOPs of glue by the index of the call before the glue."""
     return by_call(trace, [glue.flops for glue in trace.glue])
 
 
 def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """Sum a number per glue operation by the index of the call that it counts for."""
+    """Sums a number per glue operation by the index of the call before the operation."""
     found: dict[int, int] = {}
     for glue, number in zip(trace.glue, of_glue, strict=True) if trace.calls else ():
         index = max(glue.calls_before - 1, 0)
@@ -36,7 +37,8 @@ def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
 
 
 def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
-    """Costs from shapes alone: FLOPs as seconds, and as kept bytes the values that a call reads and makes."""
+    """Returns costs from shapes alone: FLOPs as seconds, and the bytes of values that a call reads and makes as
+    memory."""
     made: dict[int, int] = {}
     for value in trace.values:
         if value.maker == "call":
@@ -49,12 +51,12 @@ def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
 
 
 def values_bytes(trace: ModelTrace, call: int) -> int:
-    """Bytes of the values that a call reads."""
+    """Returns the bytes of the values that a call reads."""
     return sum(trace.values[number].bytes for number in trace.calls[call].inputs)
 
 
 def stage_costs(stage_of_call: Sequence[int], costs: Sequence[MicrobatchCost]) -> tuple[MicrobatchCost, ...]:
-    """Cost of each stage: the sum over its calls."""
+    """Returns the cost of each stage: the sum over its calls."""
     stages: list[list[MicrobatchCost]] = [[] for _ in range(max(stage_of_call, default=0) + 1)]
     for stage, cost in zip(stage_of_call, costs, strict=True):
         stages[stage].append(cost)

@@ -1,13 +1,13 @@
-"""Partition of a trace into stages: the start of each stage, and its consequences.
+"""Partition of a trace into stages: the start of each stage, and the resulting plans.
 
-1. Stages begin before blocks, such that the largest stage is as small as possible, in FLOPs or in measured seconds.
-   Embedding and head count like all other calls.
-2. Each boundary then moves back over calls of other units to where the fewest bytes cross: T5's decoder embedding moves
-   to the later stage, and one value is sent instead of two.
+1. Stages begin before blocks; the cost of the largest stage is minimal, in FLOPs or in measured seconds. Embedding
+   and head count as all other calls.
+2. Each boundary then moves back over calls of other units to the position with the fewest bytes: T5's decoder
+   embedding moves to the later stage, and one value is sent instead of two.
 
 ``parallel.split`` names the boundaries instead: ``h.4`` starts a stage at the first call of module ``h.4``; ``block:2``
-at the third call of ``block``, counted from 0 (ALBERT calls one block many times). A module inside a unit may be named
-too (``h.4.mlp``): the units around it are opened, so that the trace has its calls.
+at the third call of ``block``, counted from 0 (ALBERT calls one block many times). A module inside a unit (``h.4.mlp``)
+is allowed too: the units around it are opened, so that the trace contains its calls.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,18 +29,18 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 @dataclass(frozen=True)
 class Partition:
-    """A trace cut into stages."""
+    """Trace cut into stages."""
 
     stage_of_call: tuple[int, ...]
     stages: tuple[StagePlan, ...]
     boundaries: tuple[tuple[str, int], ...]
-    """(unit, number of its earlier calls) of the call that starts each stage but the first."""
+    """(unit, number of earlier calls of the unit) of the call that starts each stage except the first."""
     crossing_bytes: int
     """Bytes sent in one forward: each value once for each stage that receives it."""
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """Stages that hold each parameter, ascending, at least one; the gradients of several are summed."""
+        """Stages that store each parameter, ascending, at least one; gradients of several stages are summed."""
         found: dict[str, list[int]] = {}
         for plan in self.stages:
             for name in plan.parameters:
@@ -48,9 +48,10 @@ class Partition:
         return {name: tuple(stages) for name, stages in sorted(found.items())}
 
     def stage_of_buffer(self, trace: ModelTrace, name: str) -> int:
-        """The stage with the current copy of a buffer: the last that writes it or calls the unit around it.
+        """Returns the stage with the current copy of a buffer: the last stage that writes it or calls the unit around
+        it.
 
-        A buffer that free code writes is current where the program runs to its end: on the last stage.
+        A buffer that free code writes is current on the last stage, which runs the program to the end.
         """
         writers = {index for index, glue in enumerate(trace.glue) if name in glue.buffers}
         stages = [plan.stage for plan in self.stages if writers & plan.glue]
@@ -60,11 +61,11 @@ class Partition:
 
 
 Split = Literal["auto"] | Sequence[str]
-"""Value of ``parallel.split``: "auto", or the module called first in each stage but the first."""
+"""Value of ``parallel.split``: "auto", or the first called module of each stage except the first stage."""
 
 
 def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None:
-    """The units to trace such that each module that ``split`` names is called as one; None: the usual ones."""
+    """Returns the units of a trace with a call for each module in ``split``; None: the usual units."""
     if split == "auto" or stages == 1:
         return None
     return open_around(find_units(model), [_read_entry(entry)[0] for entry in split])
@@ -73,14 +74,14 @@ def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None
 def make_cut(
     trace: ModelTrace, stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None
 ) -> Partition:
-    """Cut into ``stages``, evenly or where ``split`` names the calls that start stages 1 to ``stages`` - 1.
+    """Cuts into ``stages``, evenly or where ``split`` names the calls that start stages 1 to ``stages`` - 1.
 
     Args:
-        costs: cost of each call in any one unit, to be divided evenly; default: its FLOPs and those of the glue after
+        costs: cost of each call in any one unit, to be divided evenly; default: FLOPs of the call and of the glue after
             it.
 
     Raises:
-        PlanError: fewer calls of blocks than stages, a wrong ``split``, or a value that cannot be sent.
+        PlanError: the forward has fewer calls of blocks than stages, ``split`` is wrong, or a value cannot be sent.
     """
     if split is not None:
         return _cut_at(trace, _read_split(trace, stages, split))
@@ -93,27 +94,27 @@ def make_cut(
 def repartition(
     trace: ModelTrace, boundaries: Sequence[tuple[str, int]], held: Sequence[Collection[str]] = ()
 ) -> Partition:
-    """Cut a trace of another input signature at the same calls.
+    """Cuts a trace of another input signature at the same calls.
 
     Args:
-        held: parameters of each stage; a stage that needs others is refused.
+        held: parameters stored on each stage; a stage that needs others is refused.
 
     Raises:
-        PlanError: the calls are missing here or come in another order, or a parameter is needed and not held.
+        PlanError: the calls are missing or in another order, or a stage needs a parameter that it does not store.
     """
     starts = []
     for unit, occurrence in boundaries:
         found = _calls_of(trace, unit, or_around=True)
         if occurrence >= len(found):
             raise PlanError(
-                f"a stage starts at call {occurrence} of {unit!r}, but this input makes {len(found)} calls of it; give "
+                f"a stage starts at call {occurrence} of {unit!r}, but this input makes {len(found)} calls of it; pass "
                 "an input that takes the same path through the model, or an example_batch that takes this path."
             )
         starts.append(found[occurrence])
     if starts != sorted(set(starts)) or starts[:1] == [0]:
         names = ", ".join(unit for unit, _ in boundaries)
         raise PlanError(
-            f"this input calls the units that start stages ({names}) in another order than the example_batch; give "
+            f"this input calls the units that start stages ({names}) in another order than the example_batch; pass "
             "inputs that take the same path through the model."
         )
     return _cut_at(trace, starts, held)
@@ -134,7 +135,7 @@ def _even_starts(trace: ModelTrace, stages: int, costs: Sequence[float] | None) 
     blocks = set(trace.blocks)
     every = [index for index, call in enumerate(trace.calls) if call.unit in blocks]
     starts = list(trace.starts)
-    if len(starts) < stages:  # stages may also start between the parts of opened blocks
+    if len(starts) < stages:  # stages may also start between calls inside opened blocks
         starts = every
     if stages > 1 and len(starts) < stages:
         hint = "name the calls that start stages in parallel.split" if len(trace.calls) >= stages else "use fewer"
@@ -161,15 +162,14 @@ def _read_split(trace: ModelTrace, stages: int, split: Sequence[str]) -> list[in
     if len(split) != stages - 1:
         raise PlanError(
             f"parallel.split names {len(split)} calls, but {stages} stages need {stages - 1}; name the call that "
-            "starts each stage but the first."
+            "starts each stage except the first."
         )
     starts = [_find(trace, entry) for entry in split]
     for before, after, entry in zip([0, *starts], starts, split, strict=False):
         if after <= before:
             why = "is the first call of the forward" if after == 0 else "does not come after the entry before it"
             raise PlanError(
-                f"parallel.split: {entry!r} {why}; name calls in the order in which the forward makes them, without "
-                "its first."
+                f"parallel.split: {entry!r} {why}; name calls in the order of the forward, without the first call."
             )
     return starts
 
@@ -181,37 +181,40 @@ def _find(trace: ModelTrace, entry: str) -> int:
         raise PlanError(f"parallel.split: the forward calls no unit {entry!r}; {_names_instead(trace, name)}.")
     if not number.isdecimal() or int(number) >= len(found):
         raise PlanError(
-            f"parallel.split: {entry!r} asks for call {number} of {name!r}, which is called {len(found)} times, "
-            f"counted from 0; give a number up to {len(found) - 1}."
+            f"parallel.split: {entry!r} names call {number} of {name!r}, which is called {len(found)} times, "
+            f"counted from 0; write a number up to {len(found) - 1}."
         )
     return found[int(number)]
 
 
 def _read_entry(entry: str) -> tuple[str, str]:
-    """Module and number of its earlier calls, as text."""
+    """Returns the module of an entry, and the number of earlier calls as text."""
     name, colon, number = entry.rpartition(":")
     return (name, number) if colon else (entry, "0")
 
 
 def _names_instead(trace: ModelTrace, name: str) -> str:
-    """Names that an entry of ``split`` may have: the most similar ones, and the units that the forward calls."""
+    """Returns the names that an entry of ``split`` may have: the most similar ones, and the units that forward
+    calls."""
     called = list(dict.fromkeys(call.unit for call in trace.calls))
     inside = (parameter.rpartition(".")[0] for parameter in trace.parameter_bytes)
     known = list(dict.fromkeys([*called, *(module for path in inside for module in _paths(path))]))
     ends = [module for module in known if name and module.endswith(f".{name}")]
-    close = [module for module in get_close_matches(name, known, 4, 0.4) if module != name]  # it may never be called
+    # ``name`` itself may exist without any call
+    close = [module for module in get_close_matches(name, known, 4, 0.4) if module != name]
     near = (ends or close)[:3]
     similar = f"similar names are {', '.join(near)}; " if near else ""
     return f"{similar}name a module that it calls ({name_runs(called)}), or a module with parameters inside one of them"
 
 
 def _paths(path: str) -> list[str]:
-    """Yields a module and the modules around it: ``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    """Returns a module and the modules around it: ``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``."""
     return list(accumulate(path.split("."), lambda outer, key: f"{outer}.{key}")) if path else []
 
 
 def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int]:
-    """Calls of a unit; of an opened unit, the calls that start it; ``or_around``: of the unit that contains it."""
+    """Returns the calls of a unit, or the first calls of an opened unit, or (``or_around``) of the unit that contains
+    it."""
     calls = list(enumerate(trace.calls))
     found = [index for index, call in calls if call.unit == name]
     if not found:
@@ -222,14 +225,14 @@ def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int
 
 
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
-    """Divide a row of costs into stages such that the largest stage is as small as possible.
+    """Divides a row of costs into stages with the smallest possible cost of the largest stage.
 
     Returns the starts of stages 1 to ``stages`` - 1, each one of ``edges``, which ascend, exclude 0 and number at least
-    ``stages`` - 1. Of equally good divisions the earliest is taken.
+    ``stages`` - 1. Among equally good divisions the earliest is returned.
     """
     before = [0, *accumulate(cost)]
     ends = [0, *edges, len(cost)]
-    # best[j]: the cost of the largest stage before ends[j], at its minimum, and the starts that give it
+    # best[j]: the minimum of the largest stage's cost before ends[j], and the starts of this minimum
     best: list[tuple[float, list[int]] | None] = [(0, []), *[None] * (len(ends) - 1)]
     for _ in range(stages):
         best = [None, *(_extend(best, before, ends, j) for j in range(1, len(ends)))]

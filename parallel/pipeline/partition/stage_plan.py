@@ -1,15 +1,15 @@
-"""Plan of one stage: the calls of its forward, the values that it receives, and the reason for each.
+"""Plan of one stage: the calls of its forward, and the values that it receives and sends.
 
-    need     values that the stage makes itself: outputs of its calls, and glue computed from them
-    border   values of earlier stages that the needed ones are computed from
-    cut      the cheapest values, in bytes, from which glue alone gives the border; each is received from the stage that
-             makes it, and the glue between cut and border runs here again
+    need     values that the stage makes: outputs of its calls, and glue computed from them
+    border   values of earlier stages from which the needed values are computed
+    cut      the cheapest values, in bytes, from which glue alone computes the border; the stage receives each from its
+             maker, and runs the glue between cut and border again
 
-Stages are planned from last to first, because a value that one stage receives has to be sent by an earlier one.
+Stages are planned from last to first, because an earlier stage must send each received value.
 
 The cut is a minimum vertex cut that separates the source from the border (maximum flow). Each vertex becomes two nodes
 joined by an edge of its weight; edges between vertices are infinite and never cut. Flow is pushed along shortest paths
-(Edmonds and Karp 1972); among equally cheap cuts, the one nearest the source is found.
+(Edmonds and Karp 1972); among equally cheap cuts the result is the nearest to the source.
 
     source --supply--> [in n] --weight--> [out n] --inf--> [in m] --weight--> [out m] --inf--> sink
 """
@@ -26,29 +26,29 @@ from engine.parallel.trace.model_trace import FromParameter, ModelTrace
 from engine.parallel.trace.torch_function import checks_content
 
 MOST_DEAD_BYTES = 64 << 20
-"""Glue on placeholders allocates memory; above this many bytes, skipping it costs less than running it."""
+"""Bytes of glue on placeholders above which the comparison of tier 2 costs less than the execution of the glue."""
 _REUSE = 8
-"""A parameter needed only for recomputation counts an eighth: it is held once, values in every microbatch."""
+"""Divisor of the bytes of a parameter needed only for recomputation: it is stored once, values in every microbatch."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a partition."""
+    """Plan of one stage of a partition."""
 
     stage: int
     last: bool
-    """True if the stage reaches the end of the program and returns its result."""
+    """True if the stage reaches the end of the program and returns the result."""
     calls: frozenset[int]
     receives: Mapping[int, int]
-    """Values that it receives -> the stage that sends each; ascending by value."""
+    """Received value -> sending stage; ascending by value."""
     sends: Mapping[int, tuple[int, ...]]
-    """Values that it sends -> the stages that receive each, ascending; ascending by value."""
+    """Sent value -> receiving stages, ascending; ascending by value."""
     glue: frozenset[int]
-    """Glue that has to run here with real content."""
+    """Glue that must run on this stage with real content."""
     parameters: frozenset[str]
     tier: Literal[1, 2]
-    """1: absent calls return received values or NaN, and all glue runs. 2: each glue operation is looked up, and run,
-    skipped or answered by a received value."""
+    """1: absent calls return received values or NaN, and all glue runs. 2: each glue operation is compared with the
+    trace, then run, skipped, or replaced by a received value."""
     last_event: int
     """The last event that the stage needs."""
 
@@ -63,10 +63,10 @@ class _Draft:
 
 
 class Planner:
-    """Plans all stages, given the stage of each call.
+    """Planner of all stages, given the stage of each call.
 
     Args:
-        held: parameters that each stage holds already, if it cannot get others; empty: no restriction.
+        held: parameters stored on each stage, if a stage cannot get others; empty: no restriction.
     """
 
     def __init__(self, trace: ModelTrace, stage_of_call: Sequence[int], held: Sequence[Collection[str]] = ()) -> None:
@@ -79,11 +79,13 @@ class Planner:
             self._drafts[stage].calls.add(index)
 
     def plan(self) -> tuple[StagePlan, ...]:
-        """The plans of all stages, in order.
+        """Returns the plans of all stages, in order.
 
         Raises:
-            PlanError: only a value written in place could be sent, or a parameter would be needed that is not held.
+            PlanError: a stage needs a value that was written in place and cannot be sent, or a parameter that it does
+                not store.
         """
+        # from the last stage back: a receive adds a send to an earlier stage, which must make that value
         for stage in reversed(range(self._count)):
             self._draft(stage)
         self._place_unused()
@@ -95,7 +97,7 @@ class Planner:
     def _draft(self, stage: int) -> None:
         draft = self._drafts[stage]
         needed, border = self._follow(self._wanted(stage), stage)
-        self._take_glue(draft, needed)  # the stage holds its parameters anyway, so recomputing with them is free
+        self._take_glue(draft, needed)  # its parameters are stored on the stage anyway: recomputation with them is free
         cut = self._cut(border, draft.parameters, stage) if border else ()
         self._follow_to_cut(border, cut, needed)
         self._follow_updates(draft.parameters, needed)
@@ -111,7 +113,8 @@ class Planner:
                 draft.parameters |= value.parameters
 
     def _wanted(self, stage: int) -> set[int]:
-        """Values needed for the stage's calls, sends, result and writes to buffers; notes their parameters."""
+        """Returns the values needed for the stage's calls, sends, result and buffer writes; records their
+        parameters."""
         trace, draft = self._trace, self._drafts[stage]
         wanted = set(draft.sends)
         for index in draft.calls:
@@ -127,7 +130,8 @@ class Planner:
         return wanted
 
     def _follow(self, wanted: set[int], stage: int) -> tuple[set[int], set[int]]:
-        """Follows ``wanted`` back: values made here, and the values of earlier stages that they are computed from."""
+        """Follows ``wanted`` back; returns the values made here, and the values of earlier stages they are computed
+        from."""
         needed: set[int] = set()
         border: set[int] = set()
         todo = list(wanted)
@@ -151,6 +155,7 @@ class Planner:
             value = values[todo.pop()]
             call = value.maker == "call"
             before = () if call else value.inputs
+            # another stage runs the call: the infinite supply forces a cut at its result or after it
             supply = inf if call else self._price(value.parameters - own, stage)
             graph.add(value.number, max(value.bytes, 1) if value.movable else inf, supply, before)
             todo += [number for number in before if number not in seen]
@@ -171,7 +176,7 @@ class Planner:
         return sum(self._trace.parameter_bytes[name] for name in parameters) / _REUSE
 
     def _follow_to_cut(self, border: set[int], cut: tuple[int, ...], needed: set[int]) -> None:
-        """Add to ``needed`` the values that are recomputed here from received ones."""
+        """Adds to ``needed`` the values that this stage recomputes from received values."""
         todo = [number for number in border if number not in cut]
         while todo:
             number = todo.pop()
@@ -180,7 +185,7 @@ class Planner:
                 todo += self._trace.values[number].inputs
 
     def _follow_updates(self, own: set[str], needed: set[int]) -> None:
-        """Add to ``needed`` what writes this stage's parameters in place; it is computed from parameters alone."""
+        """Adds to ``needed`` the in-place writes to this stage's parameters, which depend on parameters alone."""
         todo = [number for glue in self._trace.glue if glue.updates & own for number in glue.makes]
         while todo:
             number = todo.pop()
@@ -192,7 +197,7 @@ class Planner:
     # ---- all stages
 
     def _place_unused(self) -> None:
-        """Place a parameter that nothing reads on the stage of the parameter before it in the model."""
+        """Places a parameter that nothing reads on the stage of the parameter before it in the model."""
         stage = 0
         owner = {name: s for s in reversed(range(self._count)) for name in self._drafts[s].parameters}
         for name in self._trace.parameter_bytes:
@@ -206,7 +211,7 @@ class Planner:
             missing = sorted(self._drafts[stage].parameters - set(held))
             if missing:
                 raise PlanError(
-                    f"this input makes stage {stage} need parameter {missing[0]!r}, which it does not hold; give an "
+                    f"this input makes stage {stage} need parameter {missing[0]!r}, which is on another stage; pass an "
                     "example_batch that uses it, or start the stages elsewhere with parallel.split."
                 )
 
@@ -233,6 +238,7 @@ class Planner:
         travelling = (*draft.receives, *draft.sends)
         if self._count == 1:
             return 1
+        # tier 1 replaces results of calls only
         if any(trace.values[number].maker == "glue" for number in travelling):
             return 2
         if any(glue.writes for glue in trace.glue):
@@ -243,7 +249,7 @@ class Planner:
 
 
 def _levels(trace: ModelTrace, stage_of_call: Sequence[int]) -> list[int]:
-    """The earliest stage at which each value can be made."""
+    """Returns the earliest stage on which each value can be made."""
     level: list[int] = []
     for value in trace.values:
         own = stage_of_call[value.index] if value.maker == "call" else 0
@@ -256,7 +262,7 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """A graph that is filled vertex by vertex, then cut."""
+    """Graph that is filled vertex by vertex, then cut."""
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))
@@ -265,7 +271,8 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """Add a vertex: ``weight`` to cut it, ``supply`` from the source into it, the vertices before it."""
+        """Adds a vertex with the weight of its cut, the supply from the source, and the vertices before it
+        (``after``)."""
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight
         if supply:
@@ -274,8 +281,9 @@ class VertexCut:
             self._room["out", before]["in", vertex] = inf
 
     def solve(self) -> tuple[int, ...] | None:
-        """Vertices of the cheapest cut, ascending; None if every cut has a vertex of infinite weight."""
+        """Returns the vertices of the cheapest cut, ascending; None if every cut has a vertex of infinite weight."""
         while True:
+            # shortest augmenting paths (Edmonds and Karp), so the number of rounds has a bound without the weights
             parent = self._reach()
             if _SINK not in parent:
                 return tuple(sorted(n for n in self._vertices if ("in", n) in parent and ("out", n) not in parent))
@@ -285,6 +293,7 @@ class VertexCut:
                 path.append((parent[node], node))
                 node = parent[node]
             flow = min(self._room[a][b] for a, b in path)
+            # no edge of this path can be cut
             if flow == inf:
                 return None
             for a, b in path:
@@ -292,7 +301,7 @@ class VertexCut:
                 self._room[b][a] += flow
 
     def _reach(self) -> dict[_Node, _Node]:
-        """Every node reachable from the source through edges with room, and its predecessor."""
+        """Returns the predecessor of every node reachable from the source through edges with room."""
         parent = {_SOURCE: _SOURCE}
         queue = deque([_SOURCE])
         while queue and _SINK not in parent:

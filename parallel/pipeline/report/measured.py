@@ -1,4 +1,4 @@
-"""The timeline of a step as it ran: the spans of all ranks on one time axis, to compare with the predicted ones."""
+"""Measured timeline of a step: the spans of all ranks on one time axis, comparable with the predicted timeline."""
 
 import time
 
@@ -15,18 +15,18 @@ _OPS = tuple(Op)
 
 
 def measured_timeline(schedule: Schedule, executor: Executor, comm: Comm, device: torch.device) -> StepTimeline:
-    """Spans of all ranks of this pipeline, in seconds from the first action; the same on all of its ranks.
+    """Gathers the spans of all ranks of this pipeline, in seconds from the first action; equal on all of its ranks.
 
-    Clocks are aligned at the end of an all-reduce over axis pp, from which all ranks return at nearly the same moment.
-    Waits for messages count as idle time. Collective over axis pp, label "timeline": that all-reduce, and an all-gather
-    of 5 fp64 values per action.
+    All ranks leave an all-reduce over axis pp at nearly the same moment, which aligns the clocks. Waits for messages
+    count as idle time. Communicates over axis pp, label "timeline": the all-reduce, and an all-gather of 5 fp64 values
+    per action.
 
     Raises:
         EngineError: the last run on this rank was not a training step.
     """
     rows = schedule.per_rank
     if [span.action for span in executor.spans] != list(rows[comm.grid.coord().pp]):
-        raise EngineError("timeline() shows the last step, which has to be a train_batch; train a batch first.")
+        raise EngineError("timeline() reads the last step, which was no train_batch; call eng.train_batch first.")
     comm.all_reduce(torch.zeros(1, device=device), "pp", LABEL).wait()
     now = time.perf_counter()
     longest = max(map(len, rows))

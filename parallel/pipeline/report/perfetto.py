@@ -1,4 +1,4 @@
-"""Timelines as a trace for ui.perfetto.dev and chrome://tracing.
+"""Trace files of timelines for ui.perfetto.dev and chrome://tracing.
 
 The format is Chrome's (Trace Event Format): a process for each timeline, a thread for each rank, a slice for each
 action, and an arrow for each message from the action that sends it to the action that waits for it.
@@ -25,7 +25,7 @@ Event = Mapping[str, Any]
 
 
 def trace(panels: Sequence[Panel]) -> str:
-    """Text of a JSON file, one event per line, the same for equal input."""
+    """Returns the text of a JSON file, one event per line, equal for equal input."""
     events = [event for process, panel in enumerate(panels) for event in _events(panel, process)]
     lines = ",\n".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'

@@ -1,7 +1,7 @@
-"""Timelines as an SVG picture: one row per rank, one box per action; colour is the operation, shade is the stage.
+"""SVG pictures of timelines: one row per rank, one box per action; colour is the operation, shade is the stage.
 
-The text is self-contained, the same for equal input, and has a background of its own in light and dark mode, so that it
-can be shown in a README. The token of a box is its tooltip.
+The SVG text is self-contained, equal for equal input, and has a background in light and dark mode, so that a README can
+show it. The tooltip of a box is the token of the action.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _COLOUR = {
     Op.BACKWARD_INPUT: (0xF0, 0x8A, 0x78), Op.BACKWARD_WEIGHT: (0x4F, 0xB9, 0x8C),
 }  # fmt: skip
 _PALEST = 0.5
-"""How close to white the last stage of a rank is."""
+"""The share of white in the shade of the last stage of a rank."""
 _WORDS = {
     Op.FORWARD: "F forward", Op.BACKWARD: "B backward", Op.BACKWARD_INPUT: "I gradient of the input",
     Op.BACKWARD_WEIGHT: "W gradient of the weights",
@@ -37,7 +37,7 @@ text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}.title{font-si
 
 
 def svg(panels: Sequence[Panel], width: int = 960) -> str:
-    """A picture of timelines one above the other; timelines of one unit share a scale, and the longest takes the width.
+    """Draws timelines one above the other; timelines with one unit have one scale, and the longest fills the width.
 
     Args:
         panels: the timelines to show.
@@ -65,7 +65,7 @@ def svg(panels: Sequence[Panel], width: int = 960) -> str:
 
 
 def _panel(panel: Panel, corner: tuple[float, float], scale: float) -> Iterator[str]:
-    """``scale``: pixels per unit of time."""
+    """Yields the elements of one timeline; ``scale``: pixels per unit of time."""
     margin, top = corner
     yield f'<text class="title" x="10" y="{_px(top + 17)}">{escape(panel.headline(), quote=False)}</text>'
     for rank, spans in enumerate(panel.timeline.spans):
@@ -107,7 +107,8 @@ def _legend(panels: Sequence[Panel], top: float, margin: float, width: int) -> I
 
 
 def _shades(schedule: Schedule) -> list[tuple[Op, int, int]]:
-    """Each operation that occurs, with the index of its stage on its rank and the number of stages there."""
+    """Returns each operation of the schedule, with the index of its stage on the rank and the rank's number of
+    stages."""
     places = {
         stage: (place, len(stages)) for stages in schedule.stages_of_rank for place, stage in enumerate(stages)
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Figures by which schedules are compared, and their timelines as text.
+"""Figures for the comparison of schedules, and timelines as text.
 
 One row per rank, time from left to right:
 
@@ -6,9 +6,9 @@ One row per rank, time from left to right:
     rank 0 |F0 F1  .  . B0 B0 F2 B1 B1  . B2 B2
     rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  .
 
-If ranks have several stages, cells are tokens with the stage, ``2F5``. If that is too wide, capitals denote the first
-stage of a rank and small letters its later ones, ``f5``; then one letter of each cell is kept; and at last a letter
-stands for several cells and shows the operation that takes most of their time, so that the phases remain visible.
+If ranks have several stages, cells are tokens with the stage, ``2F5``. In less room, capitals denote the first stage of
+a rank and small letters later stages, ``f5``; then each cell is one letter; at last one letter shows the longest
+operation of several cells, so that the phases stay visible.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from engine.parallel.pipeline.schedule.simulate import Cost, Span, StepTimeline,
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one step of a schedule. A *slice* is a rank's share of the model if all ranks have equal shares."""
+    """Figures of one step of a schedule. A *slice* is one rank's share of a model divided evenly over the ranks."""
 
     stages: int
     bubble: float
@@ -33,20 +33,20 @@ class Summary:
     makespan: float
     """Time from the first start to the last end, in the unit of the costs."""
     peak_slices: tuple[Fraction, ...]
-    """Most activations that each rank holds at once, in units of one slice for one microbatch."""
+    """Peak of live activations on each rank, in units of one slice for one microbatch."""
     messages: tuple[int, ...]
-    """Activations and gradients that each rank sends to others."""
+    """Number of activations and gradients that each rank sends to other ranks."""
     splits: bool
     """True if backwards are split into input and weight gradients."""
 
     @property
     def peak(self) -> Fraction:
-        """Peak of the fullest rank."""
+        """Largest peak of all ranks."""
         return max(self.peak_slices)
 
 
 def summarize(timeline: StepTimeline) -> Summary:
-    """Figures of a timeline, simulated or measured."""
+    """Computes the figures of a timeline, simulated or measured."""
     schedule = timeline.schedule
     rank_of = schedule.rank_of_stage
     sends = Counter(rank_of[action.stage] for row in schedule.per_rank for action in row if schedule.sends(action))
@@ -62,26 +62,26 @@ def summarize(timeline: StepTimeline) -> Summary:
 
 
 def cost_of_slices(schedule: Schedule, whole: Cost) -> Cost:
-    """Costs of stages, from the time that a rank takes for its whole slice; a transfer keeps its time.
+    """Returns the costs of stages from the time of a rank's whole slice; the time of a transfer is unchanged.
 
-    So schedules with one and with several stages on a rank can be compared.
+    Schedules with one stage and with several stages on a rank become comparable.
     """
     return whole.shared(len(schedule.per_rank), schedule.stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A timeline to be shown. Several, such as predicted and measured, are shown one above the other."""
+    """Timeline to draw. Several panels, such as predicted and measured, are drawn one above the other."""
 
     timeline: StepTimeline
-    """The timeline; its step starts at 0."""
+    """The timeline; the step starts at 0."""
     title: str = ""
-    """Addition to the name of the schedule: predicted, measured."""
+    """Suffix to the name of the schedule: predicted, measured."""
     seconds: bool = False
-    """True if its times are seconds, as measured; otherwise they have any unit."""
+    """True if times are measured seconds; otherwise they have any unit."""
 
     def headline(self) -> str:
-        """Name and figures in one line."""
+        """Returns name and figures in one line."""
         schedule, figures = self.timeline.schedule, summarize(self.timeline)
         ranks, each = len(schedule.per_rank), schedule.stages / len(schedule.per_rank)
         size = f"{_count(ranks, 'rank')}{f' x {each:g} stages' if each != 1 else ''}"
@@ -92,7 +92,7 @@ class Panel:
         return ", ".join(filter(None, [schedule.name, self.title])) + ": " + ", ".join(filter(None, parts))
 
     def duration(self, time: float) -> str:
-        """A time as text; empty if its unit is unknown."""
+        """Returns a time as text; empty if the unit is unknown."""
         if not self.seconds:
             return ""
         unit, factor = next((pair for pair in (("s", 1.0), ("ms", 1e3)) if time * pair[1] >= 1), ("us", 1e6))
@@ -100,17 +100,17 @@ class Panel:
 
 
 def end_of(panel: Panel, panels: Sequence[Panel]) -> float:
-    """Returns the latest end of all panels with the unit of ``panel``; they share one scale."""
+    """Returns the latest end of all panels with the unit of ``panel``, which have one scale."""
     return max(other.timeline.makespan for other in panels if other.seconds == panel.seconds)
 
 
 def slices(count: Fraction) -> str:
-    """Such as ``4 slices`` or ``2.5 slices``."""
+    """Returns a text such as ``4 slices`` or ``2.5 slices``."""
     return f"{number(count)} slice{'s' * (count != 1)}"
 
 
 def number(count: Fraction) -> str:
-    """A number with at most two decimals: ``4``, ``2.5``."""
+    """Returns a number with at most two decimals as text: ``4``, ``2.5``."""
     return f"{float(count):.2f}".rstrip("0").rstrip(".")
 
 
@@ -120,13 +120,13 @@ def _count(count: int, noun: str) -> str:
 
 IDLE = "."
 _ROUNDING = 1e-9
-"""Tolerance in cells, since sums of float costs may end slightly after a cell."""
+"""Tolerance in cells, because sums of float costs may end slightly after a cell."""
 
 Label = Callable[[Action], str]
 
 
 def draw(timeline: StepTimeline, width: int = 120) -> str:
-    """The picture in at most ``width`` columns if the names of ranks leave room, without a final newline.
+    """Draws a timeline in at most ``width`` columns if the names of ranks leave room, without a final newline.
 
     A cell is as long as the shortest action.
     """
@@ -134,10 +134,10 @@ def draw(timeline: StepTimeline, width: int = 120) -> str:
 
 
 def draw_panels(panels: Sequence[Panel], width: int = 120) -> str:
-    """Several timelines one above the other; timelines of one unit share a scale, and the longest takes all columns.
+    """Draws timelines one above the other; timelines with one unit have one scale, and the longest fills all columns.
 
-    So two kinds of schedule can be compared, and a measured step in seconds appears below the predicted one: equal
-    shapes look equal. The first panel determines the length of a cell.
+    Two kinds of schedule become comparable, and a measured step in seconds with the predicted one: equal shapes have
+    equal drawings. The first panel determines the length of a cell.
     """
     names = [f"rank {rank}" for rank in range(max(len(panel.timeline.spans) for panel in panels))]
     margin = max(map(len, names))
@@ -158,12 +158,12 @@ class _Layout:
     merged: int
     """Cells in a column."""
     wide: int
-    """Characters of a column without the blanks between columns; 1: there are no blanks."""
+    """Characters of a column without the blank between columns; 1: there are no blanks."""
     label: Callable[[StepTimeline], Label]
 
 
 def _layout(panels: Sequence[Panel], room: int) -> _Layout:
-    """The most detailed labels that fit."""
+    """Returns the layout with the most detailed labels that fit."""
     length = end_of(panels[0], panels) / _shortest(panels[0])
     cells = ceil(length - _ROUNDING)
     for label in (_token, _small):
@@ -179,7 +179,7 @@ def _texts(panels: Sequence[Panel], label: Callable[[StepTimeline], Label]) -> I
 
 
 def _shortest(panel: Panel) -> float:
-    """Time of the shortest action; if measured, the median time of the shortest kind of action."""
+    """Returns the time of the shortest action; if measured, the median time of the shortest kind of action."""
     times: dict[str, list[float]] = {}
     for span in (span for row in panel.timeline.spans for span in row if span.end > span.start):
         times.setdefault(span.action.op, []).append(span.end - span.start)
@@ -211,7 +211,7 @@ def _several(timeline: StepTimeline) -> bool:
 
 
 def _token(timeline: StepTimeline) -> Label:
-    """Tokens; without the stage if each rank has one."""
+    """Returns tokens as labels, without the stage if each rank has one."""
     return str if _several(timeline) else _small(timeline)
 
 
@@ -226,7 +226,7 @@ def _letter(timeline: StepTimeline) -> Label:
 
 
 def _row(spans: Sequence[Span], cell: float, cells: int, label: Label) -> list[str]:
-    """The label that takes most of each cell; of equals the earliest."""
+    """Returns the label with the largest share of each cell; the earliest of equal ones."""
     shares: list[dict[str, float]] = [{} for _ in range(cells)]
     for span in spans:
         text = label(span.action)

@@ -1,14 +1,15 @@
-"""Messages between stages in fewer bits: values forward, their gradients backward (straight-through).
+"""Messages between stages in fewer bits: values forward, gradients backward (straight-through).
 
     value [..]  ->  message [m], uint8  ->  value [..] of the receiver, a leaf of its graph
     gradient of the leaf  ->  message [m]  ->  gradient of the value that the sender has computed
 
-Only values through which a gradient flows are encoded: masks, positions and whatever else is no activation may hold
-infinities or integers, and go as they are. An element errs by half a scale of its block.
+Only values with a gradient are encoded: masks, positions and other values may contain infinities or integers, and are
+sent unencoded. The error of an element is at most half the scale of its block.
 
-Error feedback (Seide et al. 2014), for gradients alone: the rounding error of a message of a value's gradient is added
-to the next gradient of that value, of another microbatch. The sum of what was sent then differs from that of the true
-gradients by one residual, however many there were. Activations of two microbatches have nothing to do with each other.
+Error feedback (Seide et al. 2014), for gradients alone: the rounding error of a value's gradient is added to the
+gradient of that value in the next microbatch. The sum of all sent gradients then differs from the sum of the true
+gradients by one residual, for any number of microbatches. Activations have no feedback: those of two microbatches are
+never summed.
 """
 
 import torch
@@ -22,10 +23,11 @@ from engine.parallel.comm.encoded_collectives import ActivationFormat
 
 
 class MessageEncoder:
-    """Encodes and decodes the messages of this rank's stages.
+    """Encoder and decoder of the messages of this rank's stages.
 
     Args:
-        feedback: the rounding error of gradients is added to the next ones; 4 bytes an element of each gradient.
+        feedback: True adds the rounding error of a gradient to the next one; needs 4 bytes per element of each
+            gradient.
     """
 
     def __init__(self, form: ActivationFormat, kernels: Kernels, feedback: bool) -> None:
@@ -35,20 +37,20 @@ class MessageEncoder:
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
-        """Rounding errors of the last gradients sent."""
+        """Rounding errors of the last sent gradients."""
         return tuple(self._residuals.values())
 
     def encodes(self, dtype: torch.dtype, elements: int) -> bool:
-        """A message of so many numbers is encoded."""
+        """Returns True if a message of ``elements`` numbers of ``dtype`` is encoded."""
         return self._form.shortens(dtype, elements)
 
     def message_bytes(self, elements: int) -> int:
-        """Bytes of a message of so many numbers."""
+        """Returns the bytes of an encoded message of ``elements`` numbers."""
         return self._form.message_bytes(elements)
 
     @torch.no_grad()
     def encode(self, tensor: Tensor, flow: Flow, place: tuple[int, int, int]) -> Tensor:
-        """The message [m] of ``tensor``, of any strides; ``place``: its value, and the stages it goes from and to."""
+        """Returns the message [m] of ``tensor`` of any strides; ``place``: value, sending and receiving stage."""
         values = tensor.detach().reshape(1, -1)
         size = self._form.wire.padded(values.shape[1])
         if size > values.shape[1]:
@@ -68,7 +70,7 @@ class MessageEncoder:
         out.view(-1).copy_(values.view(-1)[: out.numel()])
 
     def _residual(self, place: tuple[int, int, int], values: Tensor) -> Tensor:
-        """Returns the residual of a value; zeros if none is stored, or one of another shape."""
+        """Returns the residual of a value: zeros if no residual of this shape is stored."""
         kept = self._residuals.get(place)
         if kept is None or kept.shape != values.shape:
             kept = torch.zeros(values.shape, dtype=torch.float32, device=values.device)

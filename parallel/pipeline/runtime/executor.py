@@ -1,16 +1,16 @@
 """Executor of one rank's row of actions: receive, compute, send, release.
 
-It is independent of the kind of schedule and of the optimizer. What an action receives before it computes and sends
-afterwards follows from the partition alone:
+The executor is independent of the kind of schedule and of the optimizer. The partition alone defines the messages
+before and after the compute of an action:
 
-    F of stage s    values from earlier stages  ->  compute  ->  values that later stages want
+    F of stage s    values from earlier stages  ->  compute  ->  values for later stages
     B of stage s    their gradients, summed     ->  compute  ->  gradients of the received values
-    I of stage s    the same, but the weight gradients that can be deferred are left to W
+    I of stage s    as B, but W computes the weight gradients that can be deferred
     W of stage s                                    compute the gradients that I has deferred
 
-Receives are offered some actions ahead, so that a message travels while the actions before it compute. Between the
-actions of a microbatch only edges of the autograd graph are kept: a sent tensor is released once its send has
-completed, a received one once its gradient is known.
+Receives are posted some actions ahead, so that a transfer overlaps with earlier actions. Between the actions of a
+microbatch only edges of the autograd graph are stored: a sent tensor is released when the send completes, a received
+one when its gradient is computed.
 """
 
 import time
@@ -34,29 +34,29 @@ from engine.parallel.trace.model_trace import Value
 
 
 class RankSchedule(NamedTuple):
-    """The row of one rank, and when its sends have completed."""
+    """Row of one rank, with the points at which its sends have completed."""
 
     actions: tuple[Action, ...]
     passes: tuple[Action, ...]
-    """The actions that run the modules of a stage, and so need its parameters."""
+    """The actions that run modules of a stage and need the parameters of the stage."""
     releases: tuple[tuple[int, ...], ...]
-    """For each action: positions of the earlier actions whose sent tensors are released just before it."""
+    """Positions, for each action, of earlier actions with sent tensors that are released just before it."""
     beside: Mapping[Action, Action] = MappingProxyType({})
-    """The W of another microbatch that may be computed while collectives of an action travel, by that action."""
+    """The W of another microbatch that may be computed during the collectives of an action, by that action."""
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
-    """The row of one rank."""
+    """Returns the row of one rank."""
     waits = releases(schedule)[rank]
     return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), waits, schedule.weights_beside(rank))
 
 
 class StageMicrobatch(NamedTuple):
-    """One stage of one microbatch: its compute and its messages."""
+    """Plan of one stage for one microbatch: compute and messages."""
 
     plan: StagePlan
     values: Sequence[Value]
-    """Values of the trace; the plan refers to them by number."""
+    """Values of the trace; the plan contains their numbers."""
 
 
 class StageOutput(NamedTuple):
@@ -65,26 +65,26 @@ class StageOutput(NamedTuple):
     sent: Mapping[int, Tensor]
     """Values that other stages receive, attached to the graph."""
     root: Tensor | None
-    """Start of backward: the loss on the last stage, None on others."""
+    """Start of backward: the loss on the last stage, None on other stages."""
 
 
 class StageRunner(Protocol):
-    """One step of this rank's stages: the functions that the executor calls to compute."""
+    """Compute functions of this rank's stages, which the executor calls."""
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Plan and values of ``stage`` for ``microbatch``."""
+        """Returns plan and values of ``stage`` for ``microbatch``."""
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Compute the forward; tensors in ``received`` are leaves of the graph."""
+        """Computes the forward; tensors in ``received`` are leaves of the graph."""
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Context of a stage's backward: collects the gradients of its parameters, and in an I defers those it can."""
+        """Collects the parameters' gradients of a stage's backward inside the context; an I defers weight gradients."""
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Compute the gradients that the I of this stage and microbatch has deferred."""
+        """Computes the gradients that the I of ``stage`` and ``microbatch`` has deferred."""
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Context of an action: during its collectives the gradients of :meth:`weights` may be computed ahead."""
+        """Allows :meth:`weights` to run ahead during the collectives of the action inside the context."""
 
 
 @dataclass(slots=True)
@@ -97,11 +97,12 @@ class _Live:
 
 
 class Executor:
-    """Plays the actions of one rank in the given order.
+    """Executor of the pipeline actions of one rank (F, B, I, W) in schedule order, with their messages.
 
-    posted    receives of an action are offered          post -> do
-    live      between F and B (or I)                     leaves, edges of sent values, loss
-    split     between I and W                            weight gradients are deferred
+    state     of a microbatch                            content
+    posted    its receives are posted, F or B is to come buffers of the receives
+    live      between F and B (or I)                     leaves, sent values and their edges in the graph, loss
+    split     between I and W                            deferred weight gradients
     """
 
     def __init__(self, transport: Transport, recorder: FlightRecorder | None = None) -> None:
@@ -110,20 +111,23 @@ class Executor:
         self._split: set[tuple[int, int]] = set()
         """(stage, microbatch) pairs between I and W."""
         self._posted: dict[Action, tuple[StageMicrobatch, dict[Message, Arrival]]] = {}
-        """Actions with offered receives, with the functions that wait for them."""
+        """Actions with posted receives, with the functions that wait for them."""
         self._crosses = False
-        """Values have crossed the border of a stage."""
+        """True if the row has sent or received values."""
         self.spans: list[Span] = []
         """Start and end of each action in the last row, in seconds of ``time.perf_counter``, without waits for
-        messages. A GPU may still be computing when an action has ended here."""
+        messages.
+
+        The end is that of the host: a GPU may still compute the action.
+        """
 
     @property
     def live(self) -> int:
-        """Number of (stage, microbatch) pairs after their forward and before their backward."""
+        """Number of (stage, microbatch) pairs after the forward and before the end of the backward."""
         return len(self._live) + len(self._split)
 
     def apart(self) -> "Executor":
-        """An executor over the same transport, for microbatches that are live at the same time."""
+        """Returns another executor over the same transport, for microbatches that are live at the same time."""
         return Executor(self._transport, self._recorder)
 
     def run(self, row: RankSchedule, runner: StageRunner) -> None:
@@ -134,7 +138,8 @@ class Executor:
             self._forget()
 
     def run_part(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
-        """Plays consecutive actions of a row that send nothing to its other actions; live microbatches stay live.
+        """Plays consecutive actions of a row that exchange no messages with its other actions; live microbatches stay
+        live.
 
         An exception leaves no state on this rank.
         """
@@ -148,8 +153,8 @@ class Executor:
         self.spans = []
         for index in part:
             action = row.actions[index]
-            # a peer's send completes when this rank has offered to receive it: ``releases`` counts on offers for
-            # this action and for RECEIVES_AHEAD more before it waits for sends
+            # a peer's send may complete only after this rank has posted the receive. Both ranks could wait forever if
+            # this rank waited first: so it posts for this action and RECEIVES_AHEAD more before it waits for sends
             for soon in row.actions[index : min(index + 1 + RECEIVES_AHEAD, part.stop)]:
                 self.post(soon, runner)
             for earlier in row.releases[index]:
@@ -177,7 +182,7 @@ class Executor:
         self._posted[action] = part, arrivals
 
     def do(self, action: Action, runner: StageRunner, beside: Action | None = None) -> None:
-        """Plays one action, and the rest of the W ``beside`` while its collectives travel."""
+        """Plays one action; pieces of the W ``beside`` run during its collectives."""
         self.post(action, runner)
         part, arrivals = self._posted.pop(action)
         arrived = {message: arrive() for message, arrive in arrivals.items()}
@@ -216,11 +221,13 @@ class Executor:
                 message = Message("forward", number, action.microbatch, action.stage, stage)
                 self._transport.send(message, tensor, exact=not part.values[number].grad)
             if tensor.requires_grad:
+                # the edge, not the tensor, so that the memory of the tensor is free after the send
                 live.edges[number] = get_gradient_edge(tensor)
         if training:
             live.leaves = leaves
             self._live[action.stage, action.microbatch] = live
             return
+        # no backward will read the received tensors
         for leaf in leaves.values():
             self._transport.recycle(leaf)
 
@@ -232,17 +239,18 @@ class Executor:
             self._split.add((action.stage, action.microbatch))
         grads: dict[int, Tensor] = {}
         for message, grad in arrived.items():
-            # the gradient of a value proves that its receiver has the value
+            # the gradient of a value proves that the receiver has the value: the sent tensor can be released
             self._transport.delivered(
                 Message("forward", message.value, message.microbatch, action.stage, message.source)
             )
-            # out of place: a gradient from a stage of this rank may share memory with a send, or with deferred tensors
+            # out of place: a gradient from a stage of this rank may share memory with a send or a deferred tensor
             grads[message.value] = grads[message.value] + grad if message.value in grads else grad
         with runner.backward(action):
             _backward(live, grads)
         for number, stage in part.plan.receives.items():
             leaf = live.leaves.pop(number)
             if part.values[number].grad:
+                # the sender waits for a gradient of every value: zeros if the loss does not depend on it
                 grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 message = Message("backward", number, action.microbatch, action.stage, stage)
                 self._transport.send(message, grad, exact=False)
@@ -252,7 +260,7 @@ class Executor:
             self._transport.recycle(grad)
 
     def _laid_out(self, tensor: Tensor, value: Value) -> Tensor:
-        """The tensor in the strides of the sender, which code (a view of a permuted tensor) and kernels may rely on."""
+        """Returns the tensor with the strides of the sender, as views of permuted tensors and kernels may require."""
         if tensor.stride() == value.stride:
             return tensor
         laid = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=tensor.device).copy_(tensor)
@@ -271,7 +279,7 @@ _WORDS: Mapping[Op, str] = MappingProxyType(
 
 
 def _named(action: Action) -> AbstractContextManager[Any]:
-    """Name the action by its token in a profile, as in drawings of the schedule."""
+    """Labels the action with its token, as in drawings of the schedule, while a profiler runs."""
     watched = torch._C._autograd._profiler_enabled()
     return torch.profiler.record_function(str(action)) if watched else nullcontext()
 
@@ -289,7 +297,7 @@ def _backward(live: _Live, grads: Mapping[int, Tensor]) -> None:
 
 
 def _arrivals(action: Action, part: StageMicrobatch) -> list[Message]:
-    """Messages that ``action`` waits for, in the order that sender and receiver share."""
+    """Returns the messages that ``action`` waits for, in the common order of sender and receiver."""
     if action.op is Op.FORWARD:
         return [
             Message("forward", number, action.microbatch, source, action.stage)

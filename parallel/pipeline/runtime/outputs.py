@@ -1,4 +1,4 @@
-"""Outputs of the model on the last stage, brought to rank 0, or to all ranks of each replica."""
+"""Transfer of the model's outputs from the last stage to rank 0, or to all ranks of each replica."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ LABEL = "outputs"
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """The path of the outputs."""
+    """Source and destinations of the outputs."""
 
     comm: Comm
     device: torch.device
     last: int
-    """Index of axis pp that has the last stage."""
+    """Index on axis pp of the rank with the last stage."""
     everywhere: bool = False
-    """All ranks get the outputs of their own replica; else rank 0 gets the outputs of its replica."""
+    """True: all ranks get the outputs of their own replica; False: rank 0 gets the outputs of its replica."""
 
 
 def bring_outputs(
     results: Sequence[Any], traces: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
 ) -> list[Any]:
-    """Results of the microbatches from the last stage, on the ranks that get them; an empty list elsewhere.
+    """Returns the results of the microbatches on the ranks of ``carrier``; an empty list elsewhere.
 
     Args:
         results: (output, sum, weight) of each microbatch, or (output,), on the rank with the last stage.
 
-    Other ranks know their structure from the traces, and the shapes of parameters from ``model``, so only tensors are
-    sent, over axis pp, label "outputs".
+    Traces contain the structure of results, and ``model`` the shapes of parameters, so the last stage sends tensors
+    only: over axis pp, label "outputs".
     """
     comm, last = carrier.comm, carrier.last
     coord, first_replica = comm.grid.coord(), comm.grid.is_first("stage")
@@ -71,7 +71,7 @@ def _receive(trace: ModelTrace, parameters: Mapping[str, Tensor], carrier: Carri
 def _like(
     leaf: Leaf, trace: ModelTrace, parameters: Mapping[str, Tensor]
 ) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Shape and dtype of a leaf that is a tensor, otherwise None."""
+    """Returns shape and dtype of a leaf that is a tensor, otherwise None."""
     if isinstance(leaf, FromValue):
         value = trace.values[leaf.value]
         return value.shape, value.dtype

@@ -1,18 +1,17 @@
 """Split backward: deferred weight gradients (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
 
-    y = x W'      I    dx = dy W     at once: the previous stage waits for it
-                  W    dW = dy' x    later, from x and dy alone: neither W nor the graph is needed any more
+    y = x W'      I    dx = dy W     at once: the previous stage waits for dx
+                  W    dW = dy' x    later, from x and dy alone: W and the graph are not needed
 
-While a collective of another microbatch travels between tensor ranks, a rank computes weight gradients of this kind
-(``Schedule.weights_beside``); W then finds them done:
+During a collective of another microbatch between tensor ranks, a rank computes such weight gradients ahead
+(``Schedule.weights_beside``), and W computes only the rest:
 
     I of microbatch 3    all-reduce of dx ------------> wait | ...        W of microbatch 2    the rest
                              dW of microbatch 2, one layer
 
-Nothing is computed twice. Only linear layers are deferred, since their weight gradient costs as much as their input
-gradient. Gradients of all other parameters are computed in I, and so are those of a layer whose input needs no
-gradient, of a compiled layer, or of one with hooks of the user on its weight. A recomputed block (activation
-checkpointing) is recomputed once, in I.
+Nothing is computed twice. Only linear layers are deferred: their weight gradient costs as much as their input gradient.
+I computes the gradients of all other parameters, and of linear layers with an input without gradient, compiled layers,
+and layers with a user's hook on the weight. A recomputed block (activation checkpointing) is recomputed once, in I.
 
 Shape suffixes: I inputs, O outputs.
 """
@@ -44,22 +43,22 @@ from engine.parallel.tensor.deferred_linear import (
 from engine.parallel.tensor.layers.linear import RowLayer, has_plain_forward, is_cut
 
 Take = Callable[[str, Tensor], None]
-"""Takes (parameter name, gradient)."""
+"""A function of (parameter name, gradient)."""
 
 
 class _Deferred(NamedTuple):
-    """A weight gradient that is computed later."""
+    """Deferred weight gradient."""
 
     name: str
     compute: partial[Tensor]
     version: int
-    """Version counters of the saved tensors when it was deferred."""
+    """Sum of the version counters of the saved tensors at the time of deferral."""
     main: MainGradient | None
-    """Main gradient that W adds it to; one that is computed ahead is added as any other gradient."""
+    """Main gradient to which W adds this gradient; a gradient computed ahead takes the usual path instead."""
 
 
 class DeferredWeightGrads:
-    """Weight gradients that the I of one stage and microbatch defers to its W."""
+    """Weight gradients that the I of one stage and microbatch leaves to the W."""
 
     def __init__(self) -> None:
         self._work: deque[_Deferred] = deque()
@@ -67,20 +66,20 @@ class DeferredWeightGrads:
         """Gradients that were computed ahead."""
 
     def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
-        """Defer a gradient; that of a weight with a main gradient, ``main``, is then added to it."""
+        """Defers a gradient; W adds the gradient of a weight with a main gradient to ``main``."""
         self._work.append(_Deferred(name, compute, _version(compute), main))
 
     @property
     def bytes(self) -> int:
-        """Bytes kept for the deferred gradients, each storage once."""
+        """Bytes allocated for the deferred gradients, each storage once."""
         kept = [arg.untyped_storage() for work in self._work for arg in work.compute.args if isinstance(arg, Tensor)]
         kept += [grad.untyped_storage() for _, grad in self._done]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def ahead(self) -> None:
-        """Compute the next gradient and keep it; nothing is left to do if all are computed.
+        """Computes and stores the next gradient, if any is left.
 
-        It runs in the middle of a forward or a backward of another microbatch, whose modes do not concern it.
+        The call comes during a forward or a backward of another microbatch, so that pass's modes are switched off.
         """
         if self._work:
             with _plain(self._work[0].compute):
@@ -89,7 +88,7 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Compute all deferred gradients that are left, releasing each input after its use.
+        """Computes all deferred gradients that are left, and releases each input after its use.
 
         Raises:
             EngineError: the model has written to a saved tensor in place.
@@ -107,17 +106,17 @@ class DeferredWeightGrads:
         work = self._work.popleft()
         if _version(work.compute) != work.version:
             raise EngineError(
-                f"a tensor saved for the deferred gradient of {work.name!r} was written in place before that gradient "
-                "was computed; keep the model from writing to tensors of another microbatch, or choose a schedule "
+                f"a tensor saved for the deferred gradient of {work.name!r} was written in place before the gradient "
+                "was computed; do not write to tensors of another microbatch, or choose a schedule "
                 "without split backwards, such as 1f1b."
             )
         return work
 
 
 class SplitBackward:
-    """Patches the linear layers of ``model`` with a backward that can defer the weight gradient.
+    """Patch of the linear layers of ``model`` with a backward that can defer the weight gradient.
 
-    Sharded layers (``parallel.tensor``) are included, so it is put on after the tensor plan.
+    The patch includes sharded layers (``parallel.tensor``), so it is installed after the tensor plan.
     """
 
     def __init__(self, model: nn.Module, patches: ForwardPatches, kernels: Kernels = REFERENCE) -> None:
@@ -129,7 +128,7 @@ class SplitBackward:
             fused = vars(module).get(slot)
             if fused is not None and not isinstance(fused, FusedForward):
                 continue
-            # a layer without a plain forward (its weight is shown as a global tensor) is not deferred
+            # a layer without a plain forward (code reads the weight as a global tensor) is not deferred
             if is_linear(module) and has_plain_forward(module) and hasattr(module, slot):
                 product = _Layer(self, module, names, getattr(module, slot)).multiply
                 with patches.changing(module, PatchLayer.DEFERRED, "can defer its weight gradient to a W action"):
@@ -137,7 +136,7 @@ class SplitBackward:
 
     @contextmanager
     def leaving(self, deferred: DeferredWeightGrads) -> Iterator[None]:
-        """Context of an I: weight gradients that can be deferred go into ``deferred``."""
+        """Collects weight gradients that can be deferred in ``deferred`` inside the context, an I."""
         before, self._open = self._open, deferred
         try:
             yield
@@ -151,7 +150,7 @@ class SplitBackward:
 
 
 class _Layer:
-    """The matrix product of one linear layer."""
+    """Matrix product of one linear layer."""
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class _Layer:
         self._names = names
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x [.., I] -> [.., O]."""
+        """Maps x [.., I] to [.., O]."""
         if not {"weight", "bias"} <= self._parameters.keys():  # computed from others (torch.nn.utils.parametrize)
             return self._plain(x)
         weight, bias = self._parameters["weight"], self._parameters["bias"] if self._with_bias else None
@@ -183,14 +182,16 @@ class _Layer:
         return can_multiply(x, weight) and all(p is None or self._is_ours(p) for p in (weight, bias))
 
     def _is_ours(self, parameter: Tensor) -> bool:
-        """True if only the engine uses the parameter's gradient."""
+        """Returns True if only the engine uses the parameter's gradient."""
         hooked = parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1
         return parameter.requires_grad and parameter.is_leaf and not hooked and id(parameter) in self._names
 
 
 class _Waits(NamedTuple):
-    """Defers the gradients of one layer, known by name: the tensors of a product need not be the parameters themselves,
-    since tracing passes twins of them and a recomputed forward saves other objects.
+    """Deferral of the gradients of one layer, identified by parameter name.
+
+    The tensors of a product need not be the parameters: a trace passes twins, and a recomputed forward saves other
+    objects.
     """
 
     split_backward: SplitBackward
@@ -198,8 +199,10 @@ class _Waits(NamedTuple):
     """First names of weight and bias in the model."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Defer the gradients and return True, if this backward runs inside an I and is that of the step."""
+        """Defers the gradients and returns True if this backward runs inside an I and belongs to the step."""
         deferred = self.split_backward.open
+        # enabled gradients: create_graph, so the gradient needs a graph. A weight's node that does not run: a call of
+        # torch.autograd.grad for other tensors
         if deferred is None or torch.is_grad_enabled() or not is_executed(nodes[1][0]):
             return False
         deferred.leave(self.names[0], wanted.weight, wanted.main)
@@ -209,13 +212,13 @@ class _Waits(NamedTuple):
 
 
 def _version(compute: partial[Tensor]) -> int:
-    """Sum of the tensors' version counters, which grows with every write in place."""
+    """Returns the sum of the tensors' version counters, which grows with every in-place write."""
     return sum(arg._version for arg in compute.args if isinstance(arg, Tensor))
 
 
 @contextmanager
 def _plain(compute: partial[Tensor]) -> Iterator[None]:
-    """Without the modes of the forward or backward around: gradients, autocast, selective recomputation, watchers."""
+    """Switches off the surrounding pass's modes: gradients, autocast, selective recomputation, function modes."""
     devices = {arg.device.type for arg in compute.args if isinstance(arg, Tensor)}
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())

@@ -1,20 +1,20 @@
-"""Runs the stages of a partition on one model, in the user's own forward.
+"""Execution of the stages of a partition on one model, in the user's own forward.
 
-A model may hold several stages (virtual stages) and see several input signatures: each forward brings its own
-trace and plan. Independent of neighbours and ranks: received tensors come in, tensors to send come out.
+A model may contain several stages (virtual stages) and get several input signatures: each forward has its own trace and
+plan. This module communicates nothing: the caller passes received tensors and gets the tensors to send.
 
-Parameters of other stages are placeholders without values, which code outside the engine must not read. Their NaNs
-would travel silently into what a user makes of ``eng.module`` on one rank: an output, a moving average of the weights,
-a file of ``torch.save``. While the engine runs the model, glue may compute on them; what it makes is compared with the
-trace and replaced by received values.
+Parameters of other stages are placeholders without values, which code outside the engine must not read: NaNs would
+silently get into a user's results of ``eng.module`` on one rank, such as an output, a moving average of the weights or
+a file of ``torch.save``. While the engine runs the model, glue may compute on placeholders; its results are compared
+with the trace and replaced by received values.
 
-Tier 2 of a stage's forward: every operation between calls that touches a value is compared with the trace by name.
+Tier 2 of a stage's forward compares every operation between calls that reads or writes a value with the trace by name:
 
-    this stage needs it      it runs; values that other stages receive are kept
-    it was received          the received value takes its place
-    neither                  it is skipped; if it draws random numbers, they are drawn, so that streams stay equal
+    this stage needs it      the operation runs; values for other stages are stored
+    its value was received   the received value replaces the result
+    neither                  the operation is skipped; its random numbers are drawn, so that streams stay equal
 
-Free operations are not compared: their path may depend on the content of the batch (a padding mask may be full or not).
+Free operations are not compared: they may depend on the content of the batch (a padding mask may be full or not).
 """
 
 import weakref
@@ -44,16 +44,17 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueForward(StageForward, TorchFunctionMode):
-    """A stage's forward that decides on each operation between calls."""
+    """Forward of tier 2, which decides on each operation between calls."""
 
     def _prepare(self) -> None:
         TorchFunctionMode.__init__(self)
         self._operations = 0
         self._quiet = False
         self._here: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
-        """The tensor of a value, and whether it has content, by the tensor's id."""
+        """(tensor of a value, True if it has content here) by the tensor's id."""
         self._written: dict[int, tuple[torch.UntypedStorage, bool]] = {}
-        """Storages that values were written to, and whether their content is here; kept, so that keys stay unique."""
+        """(storage that values were written to, True if its content is here) by storage id; stored, so that ids stay
+        unique."""
         present = self.plan.parameters
         self._of_model = {id(parameter): name in present for name, parameter in self._parameters.items()}
 
@@ -91,14 +92,14 @@ class GlueForward(StageForward, TorchFunctionMode):
 
     @contextmanager
     def _in_unit(self) -> Iterator[None]:
-        # popped if it is the innermost mode: operations inside the unit are faster, and a compiler sees no mode
+        # the mode is popped if it is the innermost: operations inside the unit are faster, and a compiler sees no mode
         on_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         with super()._in_unit(), _pop_mode_temporarily() if on_top else nullcontext():
             yield
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context for the engine's own operations, which are not events of the program."""
+        """Marks the operations inside the context as the engine's own, not as events of the program."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -110,7 +111,7 @@ class GlueForward(StageForward, TorchFunctionMode):
             expected = self._expected()
             raise EngineError(
                 f"the forward reaches {what} where its trace has {expected}: the code between units takes another "
-                "path; let it depend on the shapes of the input only."
+                "path; make it depend on the shapes of the input only."
             )
 
     def _expected(self) -> str:
@@ -168,7 +169,7 @@ class GlueForward(StageForward, TorchFunctionMode):
         return self._find(tensor) is not False
 
     def _find(self, tensor: Tensor) -> bool | None:
-        """True if a value or parameter has content here, False if it is a placeholder; None if the tensor is free."""
+        """Returns True if a value or parameter has content here, False for a placeholder; None for a free tensor."""
         noted = self._here.get(id(tensor))
         if noted is not None and noted[0]() is tensor:
             return noted[1]
@@ -199,16 +200,16 @@ class StageResult:
     """Result of the forward of one stage."""
 
     result: Any
-    """Result of the program; None if another stage reaches its end."""
+    """Result of the program; None if another stage reaches the end of the program."""
     sent: dict[int, Tensor]
     """Tensor of each value in the plan's ``sends``, attached to autograd.
 
-    A tensor made by a unit is the output of its forward, before forward hooks, which run on the stage that receives it.
+    The tensor of a unit is the output of forward before forward hooks, which run on the receiving stage.
     """
 
 
 class Stage:
-    """A model that runs its forwards one stage at a time."""
+    """Model with forwards that run one stage at a time."""
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
         self._model, self._placeholders = model, PlaceholderPool(device)
@@ -223,21 +224,21 @@ class Stage:
     def forward(
         self, trace: ModelTrace, plan: StagePlan, program: Callable[[], Any], received: Mapping[int, Tensor]
     ) -> StageResult:
-        """Run ``program``, from which the trace was made, as far as ``plan`` needs.
+        """Runs ``program``, the program of the trace, as far as ``plan`` needs.
 
         Args:
-            received: a leaf tensor for each value of ``plan.receives``, requiring a gradient if the value's ``grad``
-                says so and this is training.
+            received: a leaf tensor for each value of ``plan.receives``; in training it requires a gradient if the
+                value's ``grad`` is set.
 
-        The caller runs backward from ``sent`` with the sum of the gradients that receivers return; the gradients for
-        earlier stages are then in ``.grad`` of ``received``.
+        The caller runs backward from ``sent`` with the sum of the gradients of all receivers; ``.grad`` of ``received``
+        then contains the gradients for earlier stages.
 
         Raises:
             EngineError: the program takes another path than in the trace, or a value has another shape.
         """
         if received.keys() != plan.receives.keys():
             raise EngineError(
-                f"stage {plan.stage} was given the values {sorted(received)}, and it receives {sorted(plan.receives)}."
+                f"stage {plan.stage} got the values {sorted(received)}; pass exactly {sorted(plan.receives)}."
             )
         self._intercept(trace)
         kind = GlueForward if plan.tier == 2 else StageForward
@@ -250,7 +251,7 @@ class Stage:
         except StopForward as stop:
             if stop.run is not run:
                 raise
-            # context managers in the abandoned frames (autocast, no_grad) must exit now, not at garbage collection
+            # context managers of the left frames (autocast, no_grad) must exit now, not at garbage collection
             clear_frames(stop.__traceback__)
         finally:
             self._run = before
@@ -265,7 +266,7 @@ class Stage:
         for unit in trace.units:
             if unit not in self._intercepted:
                 self._intercepted.add(unit)
-                note = "runs where its pipeline stage is; on other stages the call is answered without it"
+                note = "runs on its pipeline stage; on other stages the call returns received values"
                 self._interception.install(unit, self._model.get_submodule(unit), note)
 
     def _skips(self, unit: str) -> bool:
@@ -281,10 +282,10 @@ class Stage:
 
 
 class AbsentParameters:
-    """Guards of the parameters of ``model`` that are not in ``present``, from now on; ties count by identity.
+    """Guards of the parameters of ``model`` that are not in ``present``; tied parameters count once.
 
     Args:
-        stages: the pipeline ranks that hold each parameter, by name.
+        stages: the pipeline ranks that store each parameter, by name.
         rank: this pipeline rank.
     """
 
@@ -301,7 +302,7 @@ class AbsentParameters:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of the engine's own passes: their code between units may read absent parameters."""
+        """Allows reads of absent parameters inside the context, for glue in the engine's own passes."""
         before, self._running = self._running, True
         try:
             yield
@@ -309,7 +310,7 @@ class AbsentParameters:
             self._running = before
 
     def retire(self) -> None:
-        """Mark the engine as closed; reads then say so."""
+        """Marks the engine as closed, so that later reads raise."""
         self._closed = True
 
     def _read(self, name: str, where: str) -> None:
@@ -317,7 +318,7 @@ class AbsentParameters:
             return
         absent = f"parameter {name!r} is {where} and has no values on this rank, which is pipeline rank {self._rank}"
         if self._closed:
-            raise EngineError(f"{absent}, and its engine is closed; call eng.full_state_dict() before closing it.")
+            raise EngineError(f"{absent}, and the engine is closed; call eng.full_state_dict() before eng.close().")
         raise EngineError(
             f"{absent}; run the model by eng.train_batch(batch) or eng.eval_batch(batch, return_output=True), and read "
             "weights by eng.full_state_dict(), eng.save_pretrained(folder) or, for this rank's alone, by "

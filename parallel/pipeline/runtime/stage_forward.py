@@ -1,10 +1,10 @@
-"""The forward of one stage: the user's own program, in which absent calls return received values or NaN.
+"""Forward of one stage: the user's program, with received values or NaN as results of absent calls.
 
-    call of this stage         runs; values that other stages receive are kept
-    call of another stage      does not run; returns received values, else NaN; hooks of the unit run all the same
-    glue                       runs on whatever is there (tier 1); ``glue_forward`` looks at each operation (tier 2)
+    call of this stage         runs; values for other stages are stored
+    call of another stage      does not run; returns received values, else NaN; hooks of the unit run
+    glue                       runs on any content (tier 1); :class:`GlueForward` decides on each operation (tier 2)
 
-The program is left at the first event after the last needed one, so that all hooks of the last unit have run.
+The program ends early, at the first event after the last needed one, so that all hooks of the last unit have run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,18 +34,18 @@ _REMEDY = "its path depends on more than the shapes of the input; make it the sa
 
 
 def leaves_of(out: Any) -> list[Any]:
-    """Leaves of an output, which is usually a single tensor."""
+    """Returns the leaves of an output, which is usually a single tensor."""
     return [out] if type(out) is Tensor else tree_leaves(out)
 
 
 def _has_hook(tensor: Tensor) -> bool:
-    """True if the user's code has hooked the tensor."""
+    """Returns True if the user's code has registered a hook on the tensor."""
     hooks = tensor._backward_hooks
     return hooks is not None and not all(map(is_engine_hook, hooks.values()))
 
 
 class StopForward(BaseException):
-    """Leaves the user's forward early, once everything that this stage needs has been computed.
+    """Early end of the user's forward, after this stage has computed everything it needs.
 
     A BaseException, so that ``except Exception`` in user code does not swallow it.
     """
@@ -56,7 +56,7 @@ class StopForward(BaseException):
 
 
 class StageForward:
-    """Tier 1: only calls are intercepted."""
+    """Forward of tier 1, which intercepts calls only."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class StageForward:
     ) -> None:
         self.trace, self.plan = trace, plan
         self.inside = False
-        """True while a unit runs; its inner calls are not events."""
+        """True while a unit runs: inner calls are not events."""
         self.regions: list[dict[str, Any]] = []
         """Options of the checkpointed regions around the current code; see ``torch_checkpoint``."""
         self.sent: dict[int, Tensor] = {}
@@ -81,23 +81,23 @@ class StageForward:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Initialise the additional state of a tier."""
+        """Initialises the additional state of a tier."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which the program runs."""
+        """Watches the program inside the context; tier 1 watches nothing."""
         yield
 
     def takes(self, unit: str) -> bool:
-        """True if a call of ``unit`` is an event of this forward."""
+        """Returns True if a call of ``unit`` is an event of this forward."""
         return not self.inside and unit in self.trace.unit_names
 
     def skips_next(self) -> bool:
-        """True if the next call belongs to another stage."""
+        """Returns True if the next call belongs to another stage."""
         return self._calls not in self.plan.calls
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call as an event: run it, or answer it."""
+        """Handles a call as an event: runs the unit, or returns received values for it."""
         index = self._calls
         call = self.trace.calls[index] if index < len(self.trace.calls) else None
         self.stop_after(call.event if call else None)
@@ -106,6 +106,7 @@ class StageForward:
             raise EngineError(f"the forward calls unit {unit!r} where its trace has {expected}: {_REMEDY}")
         self._check_event(call.event, f"unit {unit!r}")
         self._calls += 1
+        # only some calls refer to arguments, and flattening them costs host time
         leaves = tree_leaves((args, kwargs)) if self.trace.asks_arguments[index] else []
         if index not in self.plan.calls:
             return self.skip(call.output, call.writes, leaves)
@@ -114,10 +115,10 @@ class StageForward:
         return self.keep(call.output, call.writes, leaves, out)
 
     def finish(self) -> None:
-        """Check that the program made every planned value, and hooked none that the trace does not.
+        """Checks that the program has made every planned value, without hooks that the trace lacks.
 
         Raises:
-            EngineError: the program ended early, or has another hook.
+            EngineError: the program ended early, or hooked another value.
         """
         for number, tensor in self.sent.items():
             if number not in self._apart and _has_hook(tensor):
@@ -135,12 +136,12 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Leave the program if no event from ``event`` on is needed."""
+        """Ends the program if no event from ``event`` on is needed."""
         if not self.plan.last and (event is None or event > self.plan.last_event):
             raise StopForward(self)
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
-        """The result of an event of another stage."""
+        """Returns the result of an event of another stage: received values or NaN."""
         for position, number in writes:
             if number in self._received:
                 self._put(arguments[position], number)
@@ -148,11 +149,11 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Keep the values of an event that other stages receive; returns ``out`` for the code that follows.
+        """Stores the values of an event that other stages receive; returns ``out`` for the code that follows.
 
-        A hook that this code registers on a sent tensor is registered on the received one too, and is called there:
-        so the code gets another tensor over the same memory than the one in which the backward of this stage begins.
-        Without a hook it gets the tensor itself: its gradients are then summed in the order of one process.
+        A hook on a sent tensor also exists on the received tensor, and runs there. It must not run twice: the code gets
+        an alias of the sent tensor, and the backward of this stage begins at the tensor itself. Without a hook the code
+        gets the tensor itself, so that gradients are summed in the order of one process.
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):
@@ -174,7 +175,7 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def _is_hooked(self, number: int, tensor: Any) -> bool:
-        """True if the unit or the code after it hooks a tensor that this stage sends as it is."""
+        """Returns True if the unit, or code after the unit, hooks a tensor that this stage sends uncopied."""
         if self.sent.get(number) is not tensor or type(tensor) is not Tensor or not tensor.requires_grad:
             return False
         return self.trace.values[number].hooked or _has_hook(tensor)
@@ -188,12 +189,12 @@ class StageForward:
             self.inside = False
 
     def _check_event(self, event: int, what: str) -> None:
-        """Compare the position of an event; tier 1 cannot, since it does not see glue."""
+        """Compares the position of an event with the trace; tier 1 cannot compare, because it does not watch glue."""
 
     def _keep(self, number: int, tensor: Tensor) -> None:
         if number in self.plan.sends:
             self._check(number, tensor, "sent")
-            # a copy: the receiver gets the present content, not the result of a later in-place operation
+            # a copy: the receiver gets the current content, not the result of a later in-place operation
             self.sent[number] = tensor.clone() if self.trace.values[number].rewritten else tensor
 
     def _check(self, number: int, tensor: Tensor, verb: str) -> None:
@@ -202,7 +203,7 @@ class StageForward:
             what = self.trace.describe(number)
             raise EngineError(
                 f"{what} is {verb} as {tensor.dtype} {tuple(tensor.shape)} where the trace has {value.dtype} "
-                f"{value.shape}: its shape depends on more than the shapes of the input; let it depend on these alone."
+                f"{value.shape}: its shape depends on more than the shapes of the input; make it depend on them alone."
             )
 
     def _rebuild(self, leaf: Leaf, arguments: list[Any]) -> Any:
@@ -222,13 +223,14 @@ class StageForward:
         value = self.trace.values[number]
         if number in self._received:
             tensor = self._received[number]
+            # a copy, because autograd forbids in-place writes to a leaf
             return tensor.clone() if value.rewritten else tensor
         grad = value.grad and torch.is_grad_enabled()
         return self._placeholders.give(value.shape, value.dtype).requires_grad_(grad)
 
     def _put(self, target: Tensor, number: int) -> None:
-        """Write the received value into the argument that the skipped event would have written."""
-        # a placeholder or leaf cannot be written in place: give it memory of its own first
+        """Writes the received value into the argument that the skipped event writes."""
+        # in-place writes to a placeholder or a leaf are errors: allocate separate memory first
         if is_expanded(target) or target.is_leaf:
             target.requires_grad_(False)
             target.data = torch.empty(target.shape, dtype=target.dtype, device=target.device)

@@ -1,13 +1,14 @@
 """Transport of values and gradients between stages.
 
-A message is identified by its content; both ends know its shape and dtype from the trace, so neither shapes nor
-names are sent. Between two stages the messages of one flow keep the order in which they are sent.
+Both ends of a message know shape and dtype from the trace, so only content is sent. Between two stages the messages of
+one flow arrive in the order of the sends.
 
-    send      issued at once; the tensor is held until the send has completed, as ``release`` or ``delivered`` tells
+    send      issued at once; the tensor stays allocated until the send completes: ``release`` or ``delivered``
     receive   offered early, into a buffer that is reused once no tensor shares its memory
 
-Receive buffers are reused because fresh memory costs page faults and fragmentation. Model code may keep what it was
-given (``output_hidden_states``), and autograd may pass a gradient on as it arrived: such memory is left to its holder.
+Receive buffers are reused because fresh memory costs page faults and fragmentation. Model code may store a received
+tensor (``output_hidden_states``), and autograd may pass a received gradient on: a buffer with other references is not
+reused.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 
 
 class Message(NamedTuple):
-    """A value (or its gradient) of one microbatch, sent between two stages."""
+    """Value, or gradient of a value, of one microbatch, sent between two stages."""
 
     flow: Flow
     value: int
@@ -36,45 +37,45 @@ class Message(NamedTuple):
 
 
 Arrival = Callable[[], Tensor]
-"""Waits for a message and returns its tensor, which then belongs to the caller alone."""
+"""A function that waits for a message and returns its tensor, which only the caller uses."""
 
 
 class Transport(Protocol):
-    """Carries messages. A send never waits for the receiver."""
+    """Interface of transports. A send never waits for the receiver."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Send ``tensor``, which must not be written to until the send has completed; not ``exact``: it may be
-        rounded."""
+        """Sends ``tensor``; no code may write to it until the send completes. ``exact`` = False allows fewer bits."""
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Offer to receive what is sent as ``exact`` says; offers of a channel are made in the order of its sends."""
+        """Posts the receive of ``message``, with the sender's ``exact``; posts of a channel follow the order of its
+        sends."""
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Complete the sends of this stage to its neighbours, which have offered to receive them."""
+        """Completes the sends of this stage to neighbours, which have posted the receives."""
 
     def delivered(self, message: Message) -> None:
-        """Release the tensor of ``message``, which the receiver has shown to have."""
+        """Releases the tensor of ``message`` after the receiver has proven its arrival."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """Take back the memory of a received tensor that is no longer needed."""
+        """Takes back the memory of a received tensor after its last use."""
 
     def finish(self) -> None:
-        """Wait until all sends have completed."""
+        """Waits until all sends have completed."""
 
 
 class MemoryTransport:
-    """All stages in one process; a message is kept in a dictionary until it is received."""
+    """Transport of stages in one process; a dictionary stores each message until it is received."""
 
     def __init__(self) -> None:
         self._waiting: dict[Message, Tensor] = {}
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Keep the tensor for its receiver."""
+        """Stores the tensor for the receiver."""
         assert message not in self._waiting, message
         self._waiting[message] = tensor.detach()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Return the tensor when it is waited for."""
+        """Returns a function that takes the stored tensor."""
 
         def take() -> Tensor:
             tensor = self._waiting.pop(message)
@@ -84,34 +85,35 @@ class MemoryTransport:
         return take
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Do nothing: no send is pending."""
+        """Does nothing: no send is pending."""
 
     def delivered(self, message: Message) -> None:
-        """Do nothing: no send is pending."""
+        """Does nothing: no send is pending."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """Do nothing: the tensor is the sender's own."""
+        """Does nothing: the tensor is the sender's own."""
 
     def finish(self) -> None:
-        """Check that all messages have been received."""
-        assert not self._waiting, f"nobody took {list(self._waiting)}"
+        """Checks that all messages have been received."""
+        assert not self._waiting, f"messages were sent but not received: {list(self._waiting)}"
 
 
 class _Sent(NamedTuple):
-    """A pending send, and its tensor."""
+    """Pending send, with the tensor that must stay allocated."""
 
     pending: Pending
     tensor: Tensor
 
 
 class CommTransport:
-    """Messages between processes through ``comm``, and directly between two stages of one rank.
+    """Transport between processes through ``comm``, and directly between two stages of one rank.
 
-    A sent tensor is held until its send has completed. For neighbouring stages the schedule tells when waiting for that
-    costs no time (``releases``); other sends are held until their gradient returns, or until the end of the step.
+    A sent tensor stays allocated until the send completes. For neighbouring stages the schedule contains the point at
+    which a wait costs no time (``releases``); other tensors stay until their gradient returns, or until the end of the
+    step.
 
     Args:
-        encoder: sends values that may be rounded in fewer bits; None: everything is sent as it is.
+        encoder: the codec for values that may be rounded; None: everything is sent unencoded.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class CommTransport:
         """Sends past a neighbouring stage."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Send to the rank of the target stage."""
+        """Sends to the rank of the target stage, over axis pp."""
         link = self._link(message)
         if link.source == link.target:
             return self._own.send(message, tensor)
@@ -143,11 +145,12 @@ class CommTransport:
         if abs(message.target - message.source) == 1:
             self._near.setdefault((message.flow, message.source, message.microbatch), []).append(sent)
         else:
+            # the receiver may be many actions behind, so no action of this rank waits for such a send
             self._far[message] = sent
         return None
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Receive into a buffer."""
+        """Posts the receive into a reused buffer."""
         link = self._link(message)
         if link.source == link.target:
             return self._own.receive(message, shape, dtype)
@@ -165,7 +168,7 @@ class CommTransport:
     def _receive_encoded(
         self, encoder: MessageEncoder, link: Link, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Arrival:
-        """Receive a message into a buffer of its own, and decode it once it has come."""
+        """Receives an encoded message into a separate buffer and decodes it after the arrival."""
         message = self._buffers.take((encoder.message_bytes(prod(shape)),), torch.uint8)
         pending = self._comm.receive(message, link)
 
@@ -179,21 +182,21 @@ class CommTransport:
         return arrive
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Wait for the sends to neighbours, at most for their transfer."""
+        """Waits for the sends to neighbours, at most for the transfer."""
         for sent in self._near.pop((flow, stage, microbatch), ()):
             sent.pending.wait()
 
     def delivered(self, message: Message) -> None:
-        """Complete a send past a neighbouring stage."""
+        """Completes a send past a neighbouring stage."""
         if message in self._far:
             self._far.pop(message).pending.wait()
 
     def recycle(self, tensor: Tensor) -> None:
-        """Keep the memory for the next message of equal shape and dtype."""
+        """Stores the memory for the next message of equal shape and dtype."""
         self._buffers.give(tensor)
 
     def finish(self) -> None:
-        """Wait for all sends."""
+        """Waits for all sends."""
         for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
             sent.pending.wait()
         self._near.clear()
@@ -216,7 +219,8 @@ class ReceiveBuffers:
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor with arbitrary content. Pass on aliases of it (``detach``), never the tensor itself."""
+        """Returns a contiguous tensor with arbitrary content. Callers pass on aliases (``detach``), never the tensor
+        itself."""
         shelf = self._free.get((shape, dtype))
         tensor = shelf.pop() if shelf else torch.empty(shape, dtype=dtype, device=self._device)
         if tensor.numel():
@@ -228,26 +232,27 @@ class ReceiveBuffers:
         return tensor.untyped_storage()._cdata in self._lent
 
     def give(self, tensor: Tensor) -> bool:
-        """Takes back a buffer by any alias, if its holder keeps no other; ignores tensors that are not buffers.
+        """Takes back a buffer, given any alias, if no other alias exists; ignores tensors that are not buffers.
 
-        Returns whether it serves again: memory that others hold is left to them.
+        Returns True if the buffer will be reused.
         """
         own = self._lent.pop(tensor.untyped_storage()._cdata, None)
+        # the user's code may have stored an alias: the next message must not overwrite it
         ours = own is not None and _names(own) <= _OURS
         if own is not None and ours:
             self._free.setdefault((tuple(own.shape), own.dtype), []).append(own)
         return ours
 
     def forget(self) -> None:
-        """Leave all buffers in use to their holders."""
+        """Drops all buffers in use: their memory is not reused."""
         self._lent.clear()
 
 
 _OURS = 2
-"""The buffer itself, and the alias that is given back."""
+"""Tensors over a buffer without other users: the buffer and the alias in ``give``."""
 
 
 def _names(tensor: Tensor) -> int:
-    """Number of tensors that share this memory."""
+    """Returns the number of tensors that share this memory."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # not counting `storage`

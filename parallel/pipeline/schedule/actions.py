@@ -1,25 +1,24 @@
-"""Schedules as data: actions, the order in which every pipeline rank runs them, and the placement of stages.
+"""Schedules as data: actions, their order on every pipeline rank, and the placement of stages.
 
-A schedule is one row of actions per rank, compute only. An action prints as a token, ``2F5``: stage 2,
-forward, microbatch 5. Sends and receives follow from :meth:`Schedule.needs`, so that a generator cannot
-forget one:
+A schedule is one row of actions per rank, compute only. An action prints as a token, ``2F5``: stage 2, forward,
+microbatch 5. Sends and receives follow from :meth:`Schedule.needs`, so that a generator cannot omit one:
 
     rank 0   0F0 ----.   0F1 ----.                  0B0
                      v           v                   ^
     rank 1          1F0         1B0 needs 1F0 -------'      0B0 receives from 1B0
 
-A stage is placed on one rank; a rank may hold several stages (interleaved, V-shaped). A backward is either
-whole, ``B``, or split into ``I``, the gradient of the input that the previous stage waits for, and ``W``,
-the gradient of the weights that no stage waits for (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+A stage is on one rank; a rank may have several stages (interleaved, V-shaped). A backward is either whole, ``B``, or
+split into ``I``, the gradient of the input, needed by the previous stage, and ``W``, the gradient of the weights,
+needed by no stage (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
 
 The built-in kinds use three placements:
 
     line    one stage per rank                   0  1  2
     loop    stage s on rank s % p                0  1  2     3  4  5
-    v       there and back again                 0  1  2     5  4  3
+    v       down and back up                     0  1  2     5  4  3
 
-In a line and in a loop every stage sends to the next rank, in a loop the last rank to the first. In a V the
-last rank passes values on to itself, and the loss is computed on rank 0, which also takes the batch.
+In a line and in a loop every stage sends to the next rank; in a loop the last rank sends to the first. In a V the last
+rank has two consecutive stages, and rank 0 reads the batch and computes the loss.
 """
 
 import re
@@ -34,14 +33,14 @@ from engine.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """The operation that an action computes; its value is the letter of the token."""
+    """Operation of an action; the value is the letter of the token."""
 
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
 
-    # Enum hashes in Python; schedules of 100,000 actions are looked up several times
+    # Enum hashes in Python, which is slow for schedules of 100,000 actions
     __hash__ = str.__hash__
 
 
@@ -49,7 +48,7 @@ _TOKEN = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 class Action(NamedTuple):
-    """One piece of compute: an operation of one stage on one microbatch. Prints as ``2F5``."""
+    """Operation of one stage on one microbatch, the unit of compute. Prints as ``2F5``."""
 
     op: Op
     stage: int
@@ -60,7 +59,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, token: str) -> "Action":
-        """The action that prints as ``token``.
+        """Returns the action that prints as ``token``.
 
         Raises:
             ScheduleError: ``token`` is not an action.
@@ -73,7 +72,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of work of all ranks. ``check`` proves that it is complete and can be run.
+    """Order of actions on all ranks. ``check`` proves that a schedule is complete and cannot deadlock.
 
     Raises:
         ScheduleError: the numbers of rows and ranks differ, or a stage is on no rank or on several.
@@ -84,24 +83,24 @@ class Schedule:
     """Number of stages of the model, over all ranks."""
     microbatches: int
     per_rank: tuple[tuple[Action, ...], ...]
-    """Row r has the actions of rank r of the pipeline axis, in order."""
+    """The actions of rank r of the pipeline axis, in order, in row r."""
     stages_of_rank: tuple[tuple[int, ...], ...]
     """Stages placed on each rank, ascending."""
     training: bool = True
     """False for a schedule without backwards."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """Entries of a file that are checked, but not run in their place."""
+    """Notes about entries of a file that are checked, but run at other points."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
             raise ScheduleError(
                 f"schedule {self.name} over {self.stages} stages and {self.microbatches} microbatches is empty; "
-                "give at least one of each."
+                "use at least one of each."
             )
         if len(self.stages_of_rank) != len(self.per_rank):
             raise ScheduleError(
                 f"schedule {self.name} has {len(self.per_rank)} rows and stages for {len(self.stages_of_rank)} ranks; "
-                "give one row for each rank."
+                "write one row for each rank."
             )
         held = Counter(stage for stages in self.stages_of_rank for stage in stages)
         wrong = sorted(stage for stage in held.keys() | set(range(self.stages)) if held[stage] != 1)
@@ -121,13 +120,13 @@ class Schedule:
         return tuple(rank for _, rank in pairs)
 
     def passes(self, rank: int) -> tuple[Action, ...]:
-        """The actions of a rank that run the modules of a stage: all but deferred weight gradients."""
+        """Returns the actions of a rank that run modules of a stage: all except deferred weight gradients."""
         return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
 
     def weights_beside(self, rank: int) -> dict[Action, Action]:
-        """For each F, B and I of a rank the next W of its row, if the I before that W has ended by then.
+        """Returns the next W in the row for each F, B and I of a rank, if the I of that W has ended before.
 
-        Such a W is work that waits for nothing, while collectives of the action travel:
+        Such a W can run during the collectives of the action:
 
             1I3 ~~ all-reduce ~~ 1F5  1W3        1I3 waits idle, 1F5 overlaps with 1W3
         """
@@ -149,16 +148,16 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """True if some backwards are split in two."""
+        """True if some backwards are split into I and W."""
         return bool(self._split)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
-        """The action that yields the gradient of a stage's input: ``I`` if the backward is split, else ``B``."""
+        """Returns the action that computes the gradient of a stage's input: ``I`` of a split backward, else ``B``."""
         split = (stage, microbatch) in self._split
         return Action(Op.BACKWARD_INPUT if split else Op.BACKWARD, stage, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Returns all actions that ``action`` uses results of, on any rank."""
+        """Returns all actions, on any rank, with results that ``action`` uses."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return (Action(Op.FORWARD, stage - 1, microbatch),) if stage else ()
@@ -168,7 +167,8 @@ class Schedule:
         return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
 
     def feeds(self, action: Action) -> Action | None:
-        """The action of a neighbouring stage that uses the result of ``action``; the inverse of :meth:`needs`."""
+        """Returns the action of a neighbouring stage that uses the result of ``action``; the inverse of
+        :meth:`needs`."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return Action(Op.FORWARD, stage + 1, microbatch) if stage + 1 < self.stages else None
@@ -183,14 +183,14 @@ class Schedule:
         return next(away, None)
 
     def sends(self, action: Action) -> Action | None:
-        """The action on another rank that uses the result of ``action``, or None."""
+        """Returns the action on another rank that uses the result of ``action``, or None."""
         fed = self.feeds(action)
         if fed is None or self.rank_of_stage[fed.stage] == self.rank_of_stage[action.stage]:
             return None
         return fed
 
     def text(self) -> str:
-        """One line of tokens per rank, as files of schedules have them."""
+        """Returns one line of tokens per rank, the format of schedule files."""
         return "".join(" ".join(map(str, row)) + "\n" for row in self.per_rank)
 
 
@@ -199,20 +199,20 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 def loop(ranks: int, virtual_stages: int) -> Placement:
-    """Stage s on rank s % ``ranks``; a line if ``virtual_stages`` is 1."""
+    """Places stage s on rank s % ``ranks``; a line if ``virtual_stages`` is 1."""
     return tuple(tuple(range(rank, ranks * virtual_stages, ranks)) for rank in range(ranks))
 
 
 def v_shape(ranks: int) -> Placement:
-    """Stages r and 2p-1-r on rank r (Qi et al. 2024, Pipeline Parallelism with Controllable Memory)."""
+    """Places stages r and 2p-1-r on rank r (Qi et al. 2024, Pipeline Parallelism with Controllable Memory)."""
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """The microbatches that go around a loop together before the next ones enter.
+    """Returns rounds of microbatches: a round passes all stages of a loop before the next round enters.
 
-    A round of fewer than p leaves gaps, since its first microbatch returns to rank 0 after p clocks; each one more than
-    p costs memory. So there are m // p rounds of sizes as even as possible: at least p in each where m allows it.
+    A round of fewer than p leaves gaps, because the first microbatch returns to rank 0 after p clocks; each microbatch
+    above p costs memory. There are m // p rounds of nearly equal sizes, each at least p if m >= p.
     """
     count = max(1, microbatches // ranks)
     starts = [-(-microbatches * index // count) for index in range(count + 1)]

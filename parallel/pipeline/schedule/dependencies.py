@@ -1,16 +1,16 @@
-"""Dependencies between actions, and an order of all actions that keeps them, or the cycle that forbids one.
+"""Dependencies between actions, and an order of all actions that satisfies them, or the cycle that forbids one.
 
-All rules have one form: this action comes after that one. Nothing in a schedule is chosen at run time, so one
-order that keeps all rules proves that every run ends, whatever the speed of ranks and links. If there is no
-order, some ranks wait for each other in a cycle, and the error names it.
+A rule has the form: this action comes after that one. Nothing in a schedule is chosen at run time, so one order that
+satisfies all rules proves that every run ends, at any speed of ranks and links. Without such an order, some ranks wait
+for each other in a cycle, and the error names the cycle.
 
-    stuck, because rank 1 begins with microbatch 1, which rank 0 starts only after 0B0
+    deadlock: rank 1 begins with microbatch 1, which rank 0 starts only after 0B0
 
     rank 0   0F0  0B0  0F1  0B1        0B0 waits for 1B0, which comes after 1F1
     rank 1   1F1  1F0  1B0  1B1        1F1 waits for 0F1, which comes after 0B0
 
-Actions are numbered, row after row, and a rule is a column: for each action the number of the action that it
-comes after, or -1. Half a million actions are then ordered in a second.
+Actions are numbered row after row. A rule is a column with the number of the preceding action, or -1, for each action.
+Half a million actions are ordered in a second.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Columns = tuple[Sequence[int], ...]
 
 
 class DependencyGraph:
-    """The actions of a complete schedule as numbers, and their dependencies."""
+    """Actions of a complete schedule as numbers, with their dependencies."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -36,10 +36,11 @@ class DependencyGraph:
         self.needs = self._needs()
 
     def _needs(self) -> Columns:
-        """The needed action of the own stage, and that of the stage before (of a forward) or after (of a backward)."""
+        """Returns two rules: the needed action of the same stage, and of the previous (forward) or next (backward)
+        stage."""
         microbatches = self.schedule.microbatches
         size = self.schedule.stages * microbatches
-        # indexed by stage * microbatches + microbatch; stages beyond the first or last find the -1 at the end
+        # indexed by stage * microbatches + microbatch; stages before the first or after the last read the -1 at the end
         forward, backward = [-1] * (size + microbatches), [-1] * (size + microbatches)
         is_forward, is_weight = Op.FORWARD, Op.BACKWARD_WEIGHT
         for number, (op, stage, microbatch) in enumerate(self.actions):
@@ -61,38 +62,40 @@ class DependencyGraph:
 
     @cached_property
     def needs_order(self) -> list[int]:
-        """:meth:`order` by the needs alone, which is the same at any cost."""
+        """The :meth:`order` by dependencies alone, equal at any cost."""
         return self.order(self.needs)
 
     def sends(self) -> list[tuple[int, int]]:
-        """(source, taker) for each result that an action of another rank uses, ascending by taker."""
+        """Returns (source, taker) for each result that an action of another rank uses, ascending by taker."""
         rank = self.rank
         return [
             (source, taker) for taker, source in enumerate(self.needs[1]) if source >= 0 and rank[source] != rank[taker]
         ]
 
     def with_rendezvous(self, receives_ahead: int) -> Columns:
-        """The needs, and for each send the rule that its rank continues after the receiver has offered to receive."""
+        """Returns the dependencies, plus for each send the rule that the sender continues after the receiver's post."""
         column = [-1] * len(self.actions)
         for source, taker in self.sends():
             offered_after = taker - receives_ahead - 1
+            # no rule for a receive posted at the start of the row, or for a send at the end of the row
             if offered_after in self.rows[self.rank[taker]] and source + 1 in self.rows[self.rank[source]]:
                 column[source + 1] = offered_after
         return (*self.needs, column)
 
     def order(self, rules: Columns) -> list[int]:
-        """An order of all actions that keeps every row and every rule, in linear time.
+        """Returns an order of all actions that satisfies every row and every rule, in linear time.
 
         Raises:
             ScheduleError: there is no such order.
         """
         heads = [row.start for row in self.rows]
         stops = [row.stop for row in self.rows]
-        asleep: dict[int, list[int]] = {}  # ranks that wait, by the action that they wait for
+        asleep: dict[int, list[int]] = {}  # waiting ranks, by the action they wait for
         awake = list(range(len(heads)))
         done = bytearray(len(self.actions) + 1)
         done[-1] = True  # a rule of -1 is always met
         order: list[int] = []
+        # every rank runs until it waits, and the missing action wakes it: no row is searched twice
         while awake:
             rank = awake.pop()
             head, stop = heads[rank], stops[rank]
@@ -112,9 +115,10 @@ class DependencyGraph:
         return order
 
     def _circle(self, rules: Columns, heads: Sequence[int], done: bytearray) -> str:
-        """Follow who waits for whom from any unfinished rank until a rank is reached again."""
+        """Returns the error's sentence: follows the waits from an unfinished rank until a rank repeats."""
         rank = next(rank for rank, row in enumerate(self.rows) if heads[rank] < row.stop)
         waits: dict[int, str] = {}
+        # an unfinished rank waits for an unfinished rank, so the waits lead back to a visited one
         while rank not in waits:
             missing = _missing(rules, heads[rank], done)
             waits[rank] = self._why(heads[rank], missing)
@@ -137,7 +141,7 @@ class DependencyGraph:
 
 
 def _missing(rules: Columns, head: int, done: bytearray) -> int:
-    """An action that must come before ``head`` and is not done; -1 if there is none."""
+    """Returns an action that must come before ``head`` and is not done; -1 if there is none."""
     for column in rules:
         if not done[column[head]]:
             return column[head]

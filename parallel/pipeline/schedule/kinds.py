@@ -1,6 +1,6 @@
-"""The kinds of schedules by name, with the bubble and the memory of each.
+"""Kinds of schedules by name, with bubble and memory of each kind.
 
-    kind         stages       holds         backward   bubble for m >= p   good for
+    kind         stages       holds         backward   bubble for m >= p   use for
     gpipe        a line       m             whole      (p-1)/(m+p-1)       the order of one process
     1f1b         a line       p             whole      (p-1)/(m+p-1)       little memory, fewest messages
     interleaved  v in a loop  p + (p-1)/v   whole      (p-1)/(vm+p-1)      few microbatches
@@ -9,10 +9,10 @@
     zb-v         2 in a V     p             split      (p-1)/(6m+p-1)      the same, with quick links
     dualpipe-v   2 in a V     p + 1/2       partly     (p-1)/(6m+p-1)      messages that overlap with compute
 
-"Holds" counts the activations of one microbatch in a rank's whole slice of the model, on the fullest rank. The bubble
-is the idle share of the step if a forward and each half of a backward take equally long.
+"Holds" counts live activations, in units of one microbatch in a rank's whole slice of the model, on the fullest rank.
+The bubble is the idle share of the step if a forward and each half of a backward take equal time.
 
-DualPipeV: two directions of work on each rank, so that compute of one overlaps with messages of the other.
+DualPipeV has two directions of work on each rank: compute of one overlaps with messages of the other.
 """
 
 from collections import deque
@@ -29,23 +29,24 @@ from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 
 
-# dualpipe_v(2, 4): stages 0 and 3 on rank 0, 1 and 2 on rank 1. In the middle a forward of one stage stands beside a
+# dualpipe_v(2, 4): stages 0 and 3 on rank 0, 1 and 2 on rank 1. In the middle each forward of one stage is next to a
 # whole backward of the other; only the first and the last backwards are split.
 #
 #    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3B1 3F2 0B0 0B0 3B2 3B2 3F3   . 0B1 0B1 3B3 3B3 0I2 0W2 0I3 0W3
 #    rank 1    . 1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2 2I3 1I3 2W3 1W3
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1), cut in half and folded to a V; m >= 2p.
+    """Makes DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1), cut in half and folded to a V; m >= 2p.
 
-    The bubble is (p-1)/(6m+p-1), and a rank holds at most 2p + 1 activations of a half slice. In the middle every
-    forward of one half is paired with a whole backward of the other, so their messages and compute can overlap.
+    The bubble is (p-1)/(6m+p-1), and a rank has at most 2p + 1 live activations of a half slice. In the middle every
+    forward of one half is paired with a whole backward of the other, so that messages of one overlap with compute of
+    the other.
     """
     rows = tuple(tuple(_Row(ranks, rank).fill(microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", 2 * ranks, microbatches, rows, v_shape(ranks))
 
 
 class _Row:
-    """The row of one rank; half 0 is its stage on the way there, half 1 its stage on the way back."""
+    """Row of one rank; half 0 is the stage in ascending order of ranks, half 1 the stage in descending order."""
 
     def __init__(self, ranks: int, rank: int) -> None:
         self._ranks, self._after, self._upto = ranks, ranks - rank - 1, rank + 1
@@ -54,7 +55,8 @@ class _Row:
         self._waiting: deque[Action] = deque()
 
     def fill(self, microbatches: int) -> Iterator[Action]:
-        """The actions in order; ``after`` ranks follow this one, ``upto`` counts this one and the ranks before it."""
+        """Yields the actions in order; ``after`` ranks follow this one, ``upto`` counts this one and the ranks before
+        it."""
         after, upto = self._after, self._upto
         for _ in range(2 * after):
             yield self._forward(0)
@@ -104,7 +106,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """A kind of schedule that can be made from sizes."""
+    """Kind of schedule that can be made from sizes."""
 
     name: str
     description: str
@@ -121,7 +123,7 @@ class ScheduleKind:
     splits: bool
     """True if weight gradients are computed apart from input gradients."""
     make: Callable[[int, int, int, Cost | None], Schedule]
-    """Makes the schedule from ranks, microbatches and stages on each rank, which must be allowed, and known costs."""
+    """A function of ranks, microbatches, stages on each rank (all allowed), and costs, that makes the schedule."""
     microbatches_of: Callable[[int], int] = lambda ranks: 1
     """Fewest microbatches for a number of ranks."""
 
@@ -140,7 +142,7 @@ _ALL = (
     ),
     ScheduleKind(
         name="1f1b",
-        description="a backward as soon as possible; holds p microbatches however many there are",
+        description="a backward as soon as possible; holds at most p microbatches",
         paper="Narayanan et al. 2019, PipeDream",
         placement="line",
         virtual_stages=1,
@@ -195,7 +197,7 @@ _ALL = (
     ),
     ScheduleKind(
         name="dualpipe-v",
-        description="two stages a rank, there and back: forwards of one beside backwards of the other",
+        description="two stages a rank, there and back: forwards of one with backwards of the other",
         paper="DeepSeek-AI 2024, DeepSeek-V3",
         placement="v",
         virtual_stages=2,
@@ -209,11 +211,11 @@ _ALL = (
 
 
 SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _ALL})
-"""All kinds by their name in the configuration, the simplest first."""
+"""All kinds by name in the configuration, the simplest first."""
 
 
 def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
-    """The reason, as one sentence, for which ``make_schedule`` refuses these sizes; None if it accepts them."""
+    """Returns the sentence with which ``make_schedule`` refuses these sizes; None if it accepts them."""
     if kind not in SCHEDULE_KINDS:
         *names, last = SCHEDULE_KINDS
         return f"schedule {kind!r} does not exist; choose {', '.join(names)} or {last}."
@@ -222,7 +224,7 @@ def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1)
     if min(ranks, microbatches) < 1:
         return (
             f"schedule {kind} over {ranks * found.fewest} stages and {microbatches} microbatches is empty; "
-            "give at least one of each."
+            "use at least one of each."
         )
     if held < found.fewest or (found.most and held > found.most):
         holds = {
@@ -245,10 +247,10 @@ def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1)
 def make_schedule(
     kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
 ) -> Schedule:
-    """The training schedule of a kind, for ``virtual_stages`` stages on each of ``ranks`` ranks.
+    """Makes the training schedule of a kind, with ``virtual_stages`` stages on each of ``ranks`` ranks.
 
-    A kind that always has two stages on a rank treats 1, the default of the configuration, as not given. The order of
-    zb-h1 and zb-v follows ``cost``, if that is known; the placement of stages does not depend on it.
+    A kind with exactly two stages on a rank ignores the configuration's default of 1. The order of zb-h1 and zb-v
+    depends on ``cost``, if given; the placement of stages does not.
 
     Raises:
         ScheduleError: there is no such kind, or it does not allow these sizes.
@@ -260,17 +262,17 @@ def make_schedule(
 
 
 def _held(kind: ScheduleKind, virtual_stages: int) -> int:
-    """Stages on each rank; a number that the kind fixes need not be given."""
+    """Returns the number of stages on each rank; the default of 1 becomes the number that the kind fixes."""
     return kind.virtual_stages if virtual_stages == 1 and kind.fewest == kind.most else virtual_stages
 
 
 def training_schedule(
     kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
 ) -> Schedule:
-    """The training schedule that ``parallel.schedule`` names, a kind or a file; checked before anything is built.
+    """Returns the checked training schedule that ``parallel.schedule`` names, a kind or a file.
 
-    "auto" stands for 1f1b here: with several ranks, the choice needs the costs of a model. zb-h1 and zb-v take the
-    order that suits ``cost``, which is that of a rank's whole slice.
+    "auto" is 1f1b here: the choice for several ranks needs the costs of a model. zb-h1 and zb-v are ordered for
+    ``cost``, the cost of a rank's whole slice.
 
     Raises:
         ScheduleError: the schedule is unknown, would deadlock, or has other stages or microbatches than the run.
@@ -278,7 +280,7 @@ def training_schedule(
     kind = "1f1b" if kind == "auto" else kind
     if not kind.endswith(ENDINGS):
         schedule = make_schedule(kind, ranks, microbatches, virtual_stages)
-        if ranks == 1:  # one rank waits for nobody, so every kind is a plain loop
+        if ranks == 1:  # one rank never waits, so every kind is a plain loop
             schedule = make_schedule("1f1b", 1, microbatches)
         elif cost is not None:
             schedule = make_schedule(kind, ranks, microbatches, virtual_stages, cost.shared(ranks, schedule.stages))
@@ -294,7 +296,7 @@ def training_schedule(
         )
     if ranks == 1 and schedule.stages > 1:
         raise ScheduleError(
-            f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; give a "
-            "file of one stage, or leave the schedule out."
+            f"schedule {kind} has {schedule.stages} stages, but parallel.pipeline 1 does not cut the model; name a "
+            "file of one stage, or remove parallel.schedule."
         )
     return schedule

@@ -1,6 +1,6 @@
-"""Schedules written out by rule: one stage on each rank, several in a loop, forwards alone, or split backwards.
+"""Schedules by explicit rules: one stage on each rank, several in a loop, forwards alone, or split backwards.
 
-In the pictures a backward takes two clocks, a forward one. ``forward_only``, the order of evaluation, works for any
+In the drawings a backward takes two clocks, a forward one. ``forward_only``, the order of evaluation, accepts any
 placement of stages:
 
 forward_only(v_shape(2), 3)     rank 0   0F0 0F1  .  3F0 0F2 3F1  .  3F2
@@ -20,21 +20,21 @@ from engine.parallel.pipeline.schedule.actions import Action, Op, Placement, Sch
 #    rank 1   . F0 F1 F2 F3  .  .  . B0 B0 B1 B1 B2 B2 B3 B3  .  .
 #    rank 2   .  . F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3  .  .  .  .
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """GPipe (Huang et al. 2019): simple, but every rank holds the activations of all microbatches.
+    """Makes GPipe (Huang et al. 2019): simple, but the activations of all microbatches are live on every rank.
 
     Backwards run in ascending order of microbatches, so that gradients are summed in the order of one process.
     """
     return _breadth_first("gpipe", ranks, microbatches, 1)
 
 
-# one_f_one_b(3, 4): the same clocks and the same idle time, but a backward runs as soon as it can, so that
-# rank r never holds more than 3 - r microbatches. It runs that many forwards ahead, then one for one.
+# one_f_one_b(3, 4): the same clocks and the same idle time, but a backward runs as soon as it can, so that at most
+# 3 - r microbatches are live on rank r. The rank runs as many forwards ahead, then forwards and backwards in pairs.
 #
 #    rank 0  F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3
 #    rank 1   . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2  . B3 B3  .  .
 #    rank 2   .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .  .
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """1F1B (Narayanan et al. 2019, PipeDream; its flush variant): rank r holds min(m, p - r) microbatches."""
+    """Makes 1F1B (Narayanan et al. 2019, PipeDream, with flush): min(m, p - r) microbatches are live on rank r."""
     rows = []
     for stage in range(ranks):
         forwards, backwards = (_run(op, stage, range(microbatches)) for op in (Op.FORWARD, Op.BACKWARD))
@@ -42,16 +42,16 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     return _schedule("1f1b", microbatches, loop(ranks, 1), rows)
 
 
-# interleaved(2, 4, 2): stages 0 and 2 on rank 0, 1 and 3 on rank 1. A rank starts after fewer layers, so idle
-# clocks count smaller stages; two microbatches go around the loop before the next two enter.
+# interleaved(2, 4, 2): stages 0 and 2 on rank 0, 1 and 3 on rank 1. A rank starts after fewer layers, so idle clocks
+# are shorter; two microbatches pass the whole loop before the next two enter.
 #
 #    rank 0  0F0 0F1 2F0 2F1 0F2   . 2B0 2B0 0F3 2B1 2B1 2F2 0B0 0B0 2F3 0B1 0B1   . 2B2 2B2   . 2B3 2B3 0B2 0B2 0B3 0B3
 #    rank 1    . 1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3   .   .
 def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM, section 2.2), here for any number of microbatches.
+    """Makes interleaved 1F1B (Narayanan et al. 2021, Megatron-LM, section 2.2) for any number of microbatches.
 
     The bubble is (p-1)/(vm+p-1) for m >= p, also if p does not divide m: ``rounds`` are then a little larger than p.
-    Rank r holds at most (v-1)n + 2(p-r) - 1 activations of a stage, with n microbatches in the largest round.
+    Rank r has at most (v-1)n + 2(p-r) - 1 live activations of a stage, with n microbatches in the largest round.
     """
     turns = rounds(ranks, microbatches)
     most = max(map(len, turns))
@@ -60,18 +60,19 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
     for rank, stages in enumerate(placement):
         forwards = chain.from_iterable(_run(Op.FORWARD, stage, turn) for turn in turns for stage in stages)
         backwards = chain.from_iterable(_run(Op.BACKWARD, stage, turn) for turn in turns for stage in stages[::-1])
+        # the first gradient arrives after a round of all stages but the last, and two messages for every later rank
         ahead = (virtual_stages - 1) * most + 2 * (ranks - rank - 1)
         rows.append(tuple(_one_for_one(forwards, backwards, ahead)))
     return _schedule("interleaved", microbatches, placement, rows)
 
 
-# looped_bfs(2, 4, 2): a stage runs all microbatches before its rank turns to its next stage, so that ZeRO gathers
-# and reduces each stage once a step, while the others compute. The bubble is that of interleaved.
+# looped_bfs(2, 4, 2): a stage runs all microbatches before the rank continues with its next stage, so that ZeRO gathers
+# and reduces each stage once a step, during compute of other stages. The bubble equals that of interleaved.
 #
 #    rank 0  0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3   .   .   . 2B0 2B0 2B1 2B1 2B2 2B2 2B3 2B3 0B0 0B0 0B1 0B1 0B2 0B2 0B3 0B3
 #    rank 1    . 1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3B0 3B1 3B1 3B2 3B2 3B3 3B3 1B0 1B0 1B1 1B1 1B2 1B2 1B3 1B3   .   .
 def looped_bfs(ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """Breadth-first pipeline parallelism (Lamy-Poirier 2022): every rank holds the activations of all microbatches.
+    """Makes the breadth-first schedule (Lamy-Poirier 2022): activations of all microbatches are live on every rank.
 
     Backwards run in ascending order of microbatches, so that gradients are summed in the order of one process.
     """
@@ -89,7 +90,7 @@ def _breadth_first(name: str, ranks: int, microbatches: int, virtual_stages: int
 
 
 def _one_for_one(forwards: Iterable[Action], backwards: Iterable[Action], ahead: int) -> Iterator[Action]:
-    """``ahead`` forwards; then forwards and backwards alternately; then the remaining backwards."""
+    """Yields ``ahead`` forwards; then forwards and backwards alternately; then the remaining backwards."""
     rest = iter(forwards)
     yield from islice(rest, ahead)
     for pair in zip_longest(rest, backwards):
@@ -106,10 +107,10 @@ def _schedule(name: str, microbatches: int, placement: Placement, rows: Sequence
 
 
 def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
-    """The forwards of all microbatches; ``placement`` may be the number of ranks with one stage each.
+    """Makes the schedule of all forwards; ``placement`` may be the number of ranks with one stage each.
 
-    A loop of m >= p microbatches is idle for p-1 clocks, the minimum, and a V for 2(p-1), since the result has to
-    return to rank 0. At most as many microbatches as ranks, or a round, are in flight.
+    A loop of m >= p microbatches is idle for p-1 clocks, the minimum, and a V for 2(p-1), because the result returns to
+    rank 0. At most as many microbatches as ranks, or one round, are in flight.
     """
     if isinstance(placement, int):
         placement = loop(placement, 1)
@@ -125,9 +126,9 @@ def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
 
 
 def there_and_back(placement: Placement, microbatches: int) -> Schedule:
-    """The forwards of ``forward_only``, then the backwards in the reverse order, for any placement.
+    """Makes the forwards of ``forward_only``, then the backwards in the reverse order, for any placement.
 
-    For a loop of the user's own, which computes the loss between the two: every rank holds all microbatches then.
+    A user's own loop computes the loss between the two; all microbatches are then live on every rank.
     """
     there = forward_only(placement, microbatches)
     rows = [
@@ -138,12 +139,14 @@ def there_and_back(placement: Placement, microbatches: int) -> Schedule:
 
 
 def _deepest_first(placement: Placement, microbatches: int) -> list[list[tuple[int, int]]]:
-    """At each clock every rank runs the last of its stages that is ready; at most p microbatches are in flight."""
+    """Returns rows in which every rank runs its last ready stage at each clock, with at most p microbatches in
+    flight."""
     stages = sum(map(len, placement))
     done = [0] * stages
     rows: list[list[tuple[int, int]]] = [[] for _ in placement]
     while stages and done[-1] < microbatches:
         entered = min(microbatches, done[-1] + len(placement))
+        # a stage is ready if the previous stage is ahead; ``entered`` is the count before the first stage
         ready = [count < before for count, before in zip(done, [entered, *done], strict=False)]
         for row, held in zip(rows, placement, strict=True):
             stage = next((stage for stage in reversed(held) if ready[stage]), None)
@@ -153,15 +156,16 @@ def _deepest_first(placement: Placement, microbatches: int) -> list[list[tuple[i
     return rows
 
 
-# ---- split backwards by rule: the distance in actions between a send and its use is the same in all rounds, so that
-# slow messages cost little. Both rules come from the papers, as torch.distributed.pipelining has them too.
+# ---- split backwards by rule: the distance in actions between a send and its use is equal in all rounds, so that slow
+# messages cost little. Both rules are from the papers; torch.distributed.pipelining has the same ones.
 
 Rows = tuple[tuple[Action, ...], ...]
-"""A row of actions for each rank; every backward is split."""
+"""Rows of actions, one for each rank, with split backwards only."""
 
 
 def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
-    """Ways to divide the microbatches into rounds of at most ``ranks``: all but the last full, and evenly."""
+    """Returns divisions of the microbatches into rounds of at most ``ranks``: full rounds with a rest, and even
+    rounds."""
     count = -(-microbatches // ranks)
     full = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
     starts = [-(-microbatches * index // count) for index in range(count + 1)]
@@ -170,16 +174,17 @@ def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
 
 
 def long_rounds(ranks: int, microbatches: int) -> list[list[range]]:
-    """Rounds of more than ``ranks``, if ``ranks`` does not divide the microbatches: faster, and they hold more."""
+    """Returns rounds of more than ``ranks`` if ``ranks`` does not divide the microbatches: faster, with more memory."""
     turns = rounds(ranks, microbatches)
     return [turns] if max(map(len, turns)) > ranks else []
 
 
 def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -> Rows:
-    """ZB1P in a loop of several stages a rank (Qi et al. 2023): interleaved 1F1B with deferred weight gradients.
+    """Makes ZB1P in a loop of several stages a rank (Qi et al. 2023): interleaved 1F1B with deferred weight gradients.
 
-    Rank r runs (v-1)n + p-1-r forwards ahead, n microbatches in the largest of ``turns``, then one for one, and defers
-    r weight gradients. It holds (v-1)n + p activations of a stage, which is vp for rounds of p.
+    Rank r runs (v-1)n + p-1-r forwards ahead, with n microbatches in the largest of ``turns``, then forwards and
+    backwards in pairs, and defers r weight gradients. At most (v-1)n + p activations of a stage are live: vp for rounds
+    of p.
     """
     most = max(map(len, turns))
     rows = []
@@ -192,16 +197,17 @@ def interleaved_split(ranks: int, turns: Sequence[range], virtual_stages: int) -
             row.append(Action(Op.BACKWARD_INPUT, stage, microbatch))
             if done >= rank:
                 row.append(Action(Op.BACKWARD_WEIGHT, *backwards[done - rank]))
+        # the last r weight gradients fill the end of the row, while earlier ranks still run backwards
         row += [Action(Op.BACKWARD_WEIGHT, *each) for each in backwards[max(len(backwards) - rank, 0) :]]
         rows.append(tuple(row))
     return tuple(rows)
 
 
 def v_split(ranks: int, microbatches: int) -> Rows:
-    """ZB-V (Qi et al. 2023, section 6): stages r and 2p-1-r on rank r, in turns once both have begun.
+    """Makes ZB-V (Qi et al. 2023, section 6): stages r and 2p-1-r on rank r, alternating after both have begun.
 
-    The rule is for at least 2p-1 microbatches; of fewer, the actions of those beyond are left out. A rank holds at most
-    2p activations of a half slice.
+    The rule needs at least 2p-1 microbatches; for fewer, the actions of the others are removed. A rank has at most 2p
+    live activations of a half slice.
     """
     rows = (_v_row(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks))
     return tuple(tuple(action for action in row if action.microbatch < microbatches) for row in rows)
@@ -216,7 +222,7 @@ def _v_row(ranks: int, rank: int, microbatches: int) -> list[Action]:
         *[(forward, far), (forward, near)] * rank,
         *[(forward, far), (into, far), (weight, far)] * after,
     ]
-    # forwards of the near stage come first in a turn, until there are no more
+    # a turn begins with a forward of the near stage, as long as there are any
     started = 2 * after - 1 + rank
     steady = chain.from_iterable(
         [*[(forward, near)] * (started + index < microbatches), *turn] for index in range(microbatches - ranks)

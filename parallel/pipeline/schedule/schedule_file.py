@@ -1,9 +1,9 @@
-"""Schedules in files: one line of tokens per rank, as ``trine schedule --tokens`` prints them and as torch writes them.
+"""Schedules in files: one line of tokens per rank, the format of ``trine schedule --tokens`` and of torch.
 
-A file of ``torch.distributed.pipelining`` may hold more than actions. The run derives all of that itself, so it is
-checked against the derived actions, and a note warns that its place in the row does not count:
+A file of ``torch.distributed.pipelining`` may contain other entries than actions. The run derives these entries from
+the actions; the reader checks the file's entries, and a note warns that their position in the row has no effect:
 
-    SEND_F RECV_F SEND_B RECV_B    messages: all of them or none, each next to the action that makes or uses it
+    SEND_F RECV_F SEND_B RECV_B    messages: all of them or none, each next to its action
     UNSHARD RESHARD                gathers of a stage's parameters: around all of its actions
     REDUCE_GRAD                    reduction of a stage's gradients: after all of its backwards
     (2F5;3B1)OVERLAP_F_B           a forward and a backward that may overlap: they run one after the other
@@ -19,7 +19,7 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
 
 ENDINGS = (".txt", ".csv")
-"""File names of schedules; in a configuration or on the command line, any other text names a kind."""
+"""Endings of schedule files; in a configuration or on the command line, any other text names a kind."""
 
 _CELL = re.compile(r"\([^()]*\)[^\s,]*|[^\s,]+")
 _EXTRA = re.compile(r"([0-9]{1,9})(?:(SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{1,9})|(UNSHARD|RESHARD|REDUCE_GRAD))")
@@ -28,7 +28,7 @@ _OVERLAPS = "the overlapped pairs of the file run one after the other"
 
 
 class Extra(NamedTuple):
-    """A token that is no action: its kind, its stage, and the microbatch of a message. Prints as in the file."""
+    """Token that is no action: word, stage, and the microbatch of a message. Prints as in the file."""
 
     word: str
     stage: int
@@ -39,11 +39,11 @@ class Extra(NamedTuple):
 
 
 Entries = tuple[Action | Extra, ...]
-"""One row as it is in a file."""
+"""Entries of one row of a file."""
 
 
 def read_schedule(path: str) -> Schedule:
-    """The schedule of a file, named by its path; ``check`` still has to prove it.
+    """Reads the schedule of a file, named by its path; ``check`` must prove it.
 
     Raises:
         ScheduleError: the file cannot be read, or is not a schedule.
@@ -51,20 +51,20 @@ def read_schedule(path: str) -> Schedule:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ScheduleError(f"schedule {path}: {error.strerror}; give the path of a file of actions.") from None
+        raise ScheduleError(f"schedule {path}: {error.strerror}; name the path of a file of actions.") from None
     except UnicodeDecodeError:
-        raise ScheduleError(f"schedule {path} is not a text file; give a file of actions such as 0F0 0B0.") from None
+        raise ScheduleError(f"schedule {path} is not a text file; name a file of actions such as 0F0 0B0.") from None
     return parse_schedule(text, path)
 
 
 def parse_schedule(text: str, name: str) -> Schedule:
-    """Read a schedule: one line of tokens per rank, separated by blanks or commas; ``#`` starts a comment.
+    """Reads a schedule: one line of tokens per rank, separated by blanks or commas; ``#`` starts a comment.
 
     A stage is placed on the rank whose line has its actions. ``check`` validates the order.
 
     Raises:
-        ScheduleError: a token is wrong, a stage is on several lines, stages are left out, or messages, gathers or
-            reductions differ from the ones that the actions need.
+        ScheduleError: a token is wrong, a stage is on several lines, a stage is missing, or messages, gathers or
+            reductions do not match the actions.
     """
     lines: list[Entries] = []
     overlaps = False
@@ -79,7 +79,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
             lines.append(entries)
     rows = tuple(tuple(entry for entry in entries if isinstance(entry, Action)) for entries in lines)
     actions = [action for row in rows for action in row]
-    # count distinct numbers, since the largest may be a typing error such as 0F10000000
+    # count distinct numbers: the largest may be a typing error such as 0F10000000
     schedule = Schedule(
         name=name,
         stages=len({action.stage for action in actions}),
@@ -94,7 +94,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
 
 
 def _entries(cell: str) -> Iterator[Action | Extra]:
-    """Returns the actions of a cell, two for an overlapped pair, or its other entry."""
+    """Yields the actions of a cell, two for an overlapped pair, or the other entry."""
     extra = _EXTRA.fullmatch(cell)
     if extra is not None:
         stage, message, microbatch, other = extra.groups()
@@ -119,7 +119,7 @@ def _pair(cell: str) -> tuple[Action, ...]:
 
 
 def _check_extras(schedule: Schedule, lines: Sequence[Entries]) -> list[str]:
-    """The kinds of extra entries, each once, after all are found to fit the actions."""
+    """Checks extra entries against the actions; returns their words, each once."""
     words = list(dict.fromkeys(entry.word for entries in lines for entry in entries if isinstance(entry, Extra)))
     for rank, entries in enumerate(lines):
         for entry in entries:
@@ -135,11 +135,11 @@ def _check_extras(schedule: Schedule, lines: Sequence[Entries]) -> list[str]:
 
 
 def _check_messages(schedule: Schedule, rank: int, entries: Entries) -> None:
-    """Every message once: sent after the action that makes it, received before the one that uses it."""
+    """Checks that every message appears once: sent after the action that makes it, received before its use."""
     place: dict[Action | Extra, int] = {}
     for index, entry in enumerate(entries):
         if isinstance(entry, Extra) and entry.microbatch is not None and entry in place:
-            _refuse(schedule, rank, entry, "stands twice")
+            _refuse(schedule, rank, entry, "appears twice")
         place[entry] = index
     needed: set[Extra] = set()
     for action in schedule.per_rank[rank]:
@@ -160,7 +160,7 @@ def _check_messages(schedule: Schedule, rank: int, entries: Entries) -> None:
 
 
 def _check_gathers(schedule: Schedule, rank: int, entries: Entries) -> None:
-    """Checks that a stage with gathers in the row has its parameters in all of its actions."""
+    """Checks that a stage with gathers in the row has gathered parameters in all of its actions."""
     gathers = {entry.stage for entry in entries if isinstance(entry, Extra) and entry.word in ("UNSHARD", "RESHARD")}
     held: set[int] = set()
     for entry in entries:
@@ -169,7 +169,7 @@ def _check_gathers(schedule: Schedule, rank: int, entries: Entries) -> None:
                 _refuse(schedule, rank, Extra("UNSHARD", entry.stage, None), f"has to come before {entry}")
         elif entry.word == "UNSHARD":
             if entry.stage in held:
-                _refuse(schedule, rank, entry, "stands twice without a RESHARD between")
+                _refuse(schedule, rank, entry, "appears twice without a RESHARD between")
             held.add(entry.stage)
         elif entry.word == "RESHARD":
             if entry.stage not in held:
@@ -178,12 +178,12 @@ def _check_gathers(schedule: Schedule, rank: int, entries: Entries) -> None:
 
 
 def _check_reductions(schedule: Schedule, rank: int, entries: Entries) -> None:
-    """The gradients of a stage are reduced once, when they are complete."""
+    """Checks that the gradients of a stage are reduced once, after they are complete."""
     reduced: set[int] = set()
     for entry in entries:
         if isinstance(entry, Extra) and entry.word == "REDUCE_GRAD":
             if entry.stage in reduced:
-                _refuse(schedule, rank, entry, "stands twice")
+                _refuse(schedule, rank, entry, "appears twice")
             reduced.add(entry.stage)
         elif isinstance(entry, Action) and entry.op is not Op.FORWARD and entry.stage in reduced:
             _refuse(schedule, rank, Extra("REDUCE_GRAD", entry.stage, None), f"has to follow {entry}")
@@ -191,6 +191,6 @@ def _check_reductions(schedule: Schedule, rank: int, entries: Entries) -> None:
 
 def _refuse(schedule: Schedule, rank: int, entry: Extra, why: str) -> None:
     raise ScheduleError(
-        f"schedule {schedule.name}, row of rank {rank}: {entry} {why}; correct it, or leave every {entry.word} out, "
-        "since the run derives them from the actions."
+        f"schedule {schedule.name}, row of rank {rank}: {entry} {why}; correct it, or remove every {entry.word}, "
+        "because the run derives them from the actions."
     )

@@ -1,13 +1,11 @@
-"""A schedule simulated in time: start and end of each action, idle time, live activations.
+"""Simulation of a schedule in time: start and end of each action, idle time, live activations, completion of sends.
 
-When a send has completed: where a rank can wait for its sends without losing time.
+A send completes after the receiver has posted the receive, which may be much later, because stages on one rank run one
+after the other. Until then the sender's tensor stays allocated. So a rank waits for a send before the first of its
+actions that starts, in the simulated schedule, after the send can complete:
 
-A send completes when its receiver has offered to receive, which may be much later, since stages that share a rank take
-turns. Until then the sender holds the tensor. So a rank waits for a send before the first of its actions that starts,
-in the simulated schedule, after the send could complete:
-
-    rank 0   0F0   0F1   0F2        1F0 is offered from the start, and 0F0 travels while 0F1 computes:
-    rank 1    .    1F0   1F1        before 0F2 it has completed
+    rank 0   0F0   0F1   0F2        1F0 is posted from the start, and the message of 0F0 is sent
+    rank 1    .    1F0   1F1        during 0F1: the send has completed before 0F2
 """
 
 from bisect import bisect_right
@@ -23,7 +21,7 @@ from engine.parallel.pipeline.schedule.validate import complete_rules
 
 
 class Span(NamedTuple):
-    """An action with its start and end."""
+    """Action with start and end."""
 
     action: Action
     start: float
@@ -31,7 +29,7 @@ class Span(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Times of the parts of one stage; a whole backward takes both of its parts."""
+    """Times of one stage; a whole backward takes the time of both gradients."""
 
     forward: float
     backward_input: float
@@ -40,7 +38,7 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Times of operations and transfers, in any one unit. Integers stay exact."""
+    """Times of operations and transfers in one unit. Integers stay exact."""
 
     forward: float = 1
     backward: float = 2
@@ -51,14 +49,14 @@ class Cost:
     stages: tuple[float, ...] = ()
     """A factor for each stage; empty: all stages are equal."""
     times: tuple[StageTimes, ...] = ()
-    """Times of each stage, which replace everything above except ``transfer``; empty: nothing is replaced."""
+    """Times of each stage, which replace all fields above except ``transfer``; empty: replace nothing."""
 
     def of(self, op: Op) -> float:
-        """Time of an operation, before the factor of its stage."""
+        """Returns the time of an operation, before the factor of its stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
-        """Time of an operation of a stage."""
+        """Returns the time of an operation of a stage."""
         if not self.times:
             return self.of(op) * (self.stages[stage] if self.stages else 1)
         forward, for_inputs, for_weights = self.times[stage]
@@ -66,17 +64,18 @@ class Cost:
 
     @classmethod
     def of_parts(cls, forward: float, backward_input: float, backward_weight: float, transfer: float = 0) -> "Cost":
-        """Costs of a whole backward that takes both of its parts."""
+        """Returns costs with a whole backward as long as the gradients of input and weights together."""
         return cls(forward, backward_input + backward_weight, backward_input, backward_weight, transfer)
 
     def shared(self, ranks: int, stages: int) -> "Cost":
-        """Costs of stages, from these of a rank's whole slice; a transfer keeps its time."""
+        """Returns the costs of ``stages`` stages, given the costs of a rank's whole slice; a transfer keeps its
+        time."""
         return replace(self, stages=(ranks / stages,) * stages) if stages != ranks else self
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """One step of a schedule in time: the spans of each rank, in order."""
+    """Step of a schedule in time: the spans of each rank, in order."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -88,7 +87,7 @@ class StepTimeline:
 
     @cached_property
     def idle(self) -> float:
-        """Time in which ranks are idle, summed over ranks."""
+        """Idle time, summed over ranks."""
         busy = sum(span.end - span.start for row in self.spans for span in row)
         return self.makespan * len(self.spans) - busy
 
@@ -99,7 +98,7 @@ class StepTimeline:
 
 
 def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
-    """Start every action as soon as its rank is free and its needs have arrived; sends take no time of a rank.
+    """Starts every action as soon as the rank is free and all inputs have arrived; sends take no time of a rank.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck, or ``cost`` is for another number of stages.
@@ -109,7 +108,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
         if given and len(given) != schedule.stages:
             raise ScheduleError(
                 f"cost.{name} has {len(given)} {noun} for the {schedule.stages} stages of schedule "
-                f"{schedule.name}; give one for each stage, or none."
+                f"{schedule.name}; pass one for each stage, or an empty cost.{name}."
             )
     rules = complete_rules(schedule)
     begins, ends = action_times(rules, cost)
@@ -118,7 +117,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
 
 
 def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[float]]:
-    """Start and end of each action, by its number, if each starts as early as possible.
+    """Returns start and end of each action, by number, if each starts as early as possible.
 
     Raises:
         ScheduleError: the schedule is stuck.
@@ -132,7 +131,7 @@ def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[
         op, stage, _ = rules.actions[number]
         rank, need = ranks[number], other[number]
         start = free[rank]
-        if need >= 0 and ranks[need] != rank:  # needs on its own rank ended before the rank was free
+        if need >= 0 and ranks[need] != rank:  # inputs from the same rank were ready before the rank was free
             start = max(start, ends[need] + cost.transfer)
         begins[number] = start
         free[rank] = ends[number] = start + lasts[op, stage]
@@ -140,9 +139,9 @@ def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """Most activations that each rank holds at once, each of one stage and one microbatch.
+    """Returns the peak number of live activations on each rank, each of one stage and one microbatch.
 
-    F adds one, B or W frees it; in a schedule without backwards the end of F does.
+    F adds one, and B or W frees it; in a schedule without backwards the end of F frees it.
     """
     change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
     if not schedule.training:
@@ -151,22 +150,23 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
 
 
 RECEIVES_AHEAD = 1
-"""A rank that starts an action has offered to receive for it and for this many actions after it, ``row[i : i + 1 +
-RECEIVES_AHEAD]``: a message travels while the action before its use computes, at the price of one more buffer."""
+"""The number of actions after the current one with posted receives, ``row[i : i + 1 + RECEIVES_AHEAD]``.
+
+A transfer overlaps with the action before its use, at the price of one more buffer.
+"""
 
 Releases = tuple[tuple[tuple[int, ...], ...], ...]
-"""For each rank and each action of its row: the earlier actions with sends that are waited for just before it."""
+"""The earlier actions with sends that a rank waits for just before an action, by rank and action."""
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """For each rank and action: positions in the row of the earlier actions whose sends it waits for before it begins.
+    """Returns, for each rank and action, the positions of earlier actions with sends that it waits for before it
+    begins.
 
-    Only sends to a neighbouring stage are listed; a send that no action waits for may be completed at the end of the
-    row.
-
-    Waiting there delays no rank at the costs of :class:`Cost`, and blocks none at any other costs, which is proven
-    here: the receiver's action that comes with the offer precedes the waiting action in some order that keeps all
-    needs. So it also does not matter whether a rank waits first or offers first.
+    Only sends to a neighbouring stage are listed; the end of the row completes all other sends. Such a wait delays no
+    rank at the costs of :class:`Cost`. At other costs it cannot deadlock, which this function proves: the receiver's
+    action that posts the receive precedes the waiting action in some order that satisfies all dependencies. A rank may
+    therefore post and wait in any order.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck.
@@ -177,20 +177,20 @@ def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releas
     offers: dict[int, dict[int, int]] = {}
     for source, taker in rules.sends():
         row, there = rules.rows[rules.rank[source]], rules.rank[taker]
-        # the receive is posted when ``offer`` begins; ``waiter`` is the sender's first action after that and the send
+        # the receive is posted when ``offer`` begins; ``waiter`` is the sender's first action after post and send
         offer = max(taker - receives_ahead, rules.rows[there].start)
         waiter = bisect_right(begins, max(begins[offer], ends[source]), source + 1, row.stop)
         if waiter < row.stop:
             waits.setdefault(waiter, []).append(source - row.start)
             latest = offers.setdefault(waiter, {})
             latest[there] = max(latest.get(there, offer), offer)
-    # the proof: an order that also puts each waiter after the offers that it depends on; raises if there is none
+    # the proof: an order with each waiter after the posts it depends on; raises if there is none
     rules.order((*rules.needs, *_columns(offers, len(rules.actions))))
     return tuple(tuple(tuple(sorted(waits.get(number, ()))) for number in row) for row in rules.rows)
 
 
 def _columns(after: dict[int, dict[int, int]], actions: int) -> Columns:
-    """The predecessors of each action as rules, one predecessor per column."""
+    """Returns the predecessors of each action as rules, one predecessor per column."""
     columns: list[list[int]] = []
     for number, earlier in after.items():
         for index, before in enumerate(earlier.values()):

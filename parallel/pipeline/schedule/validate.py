@@ -1,4 +1,4 @@
-"""Proof that a schedule is complete and can be run without deadlock, from the data alone."""
+"""Proof, from the data alone, that a schedule is complete and runs without deadlock."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,38 +9,38 @@ from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
 
 
 def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
-    """Prove that ``schedule`` can be run, before anything is sent.
+    """Proves that ``schedule`` can be run, before anything is sent.
 
-    Complete: every stage does the forward and the backward (B, or I and W) of each microbatch exactly once, on the rank
-    that holds the stage; without backwards if the schedule is not for training.
+    Complete: every stage does the forward and the backward (B, or I and W) of each microbatch exactly once, on the
+    stage's rank; without backwards if the schedule is not for training.
 
-    Ordered, and free of deadlock with asynchronous sends: a rank works through its row from left to right, waits before
-    each action for everything that it ``needs``, and never waits for a send. Values that a stage sends past its
-    neighbour add nothing: the chain of needs already orders them.
+    Ordered, and free of deadlock with asynchronous sends: a rank runs its row from left to right, waits before each
+    action for everything the action ``needs``, and never waits for a send. Values sent past a neighbouring stage add no
+    dependency: the chain of needs already orders them.
 
-    One order of messages: all stages take the microbatches in the same order, forwards and backwards each. So between
-    any two stages messages are received in the order in which they are sent, and need no tags.
+    One order of messages: all stages process the microbatches in the same order, in forwards and in backwards. Between
+    any two stages messages are therefore received in the order of the sends, and need no tags.
 
-    With ``receives_ahead`` also free of deadlock with blocking sends and no buffer anywhere (rendezvous): a rank that
-    starts an action has offered to receive for it and for that many actions after it, and goes on to its next action
-    when such an offer has met its message. 0 is enough for gpipe, 1f1b and zb-h1 with one stage on each rank;
-    interleaved needs 1, or 2(n-p) if n > p microbatches are in a round. No small number is enough if a rank runs ahead
-    of a stage that takes its messages later: looped-bfs, zb-v, dualpipe-v, zb-h1 with several stages on a rank. Their
-    sends must be asynchronous, and ``releases`` tells when one has completed.
+    With ``receives_ahead`` also free of deadlock with blocking sends and no buffers (rendezvous): a rank that starts an
+    action has posted the receives of this action and of ``receives_ahead`` more, and continues after a send when the
+    receiver has posted the receive. 0 is enough for gpipe, 1f1b and zb-h1 with one stage on each rank; interleaved
+    needs 1, or 2(n-p) if n > p microbatches are in a round. No small number is enough if a rank runs ahead of a stage
+    that receives later: looped-bfs, zb-v, dualpipe-v, zb-h1 with several stages on a rank. Such kinds need asynchronous
+    sends, and ``releases`` lists their completion.
 
     Raises:
-        ScheduleError: names missing, doubled or misplaced actions, or all actions of one cycle of waiting and what each
-            waits for, or the first two actions that take messages out of order.
+        ScheduleError: names missing, doubled or misplaced actions; or all actions of one cycle of waits; or the first
+            two actions that receive messages out of order.
     """
     rules = complete_rules(schedule)
-    _ = rules.needs_order  # there is one, or an error
+    _ = rules.needs_order  # raises if there is no order
     if receives_ahead is not None:
         rules.order(rules.with_rendezvous(receives_ahead))
     _check_message_order(schedule)
 
 
 def complete_rules(schedule: Schedule) -> DependencyGraph:
-    """The dependencies of a schedule.
+    """Returns the dependencies of a complete schedule.
 
     Raises:
         ScheduleError: the schedule is incomplete.
@@ -50,7 +50,7 @@ def complete_rules(schedule: Schedule) -> DependencyGraph:
 
 
 def _check_message_order(schedule: Schedule) -> None:
-    """Compare the order of microbatches in all stages, since values may be sent past the neighbour.
+    """Compares the order of microbatches in all stages, because values may be sent past a neighbouring stage.
 
     A schedule on one rank sends nothing and is not checked.
     """
@@ -69,7 +69,7 @@ def _check_message_order(schedule: Schedule) -> None:
                 here, there = next(pair for pair in zip(first, stage, strict=True) if pair[0][2] != pair[1][2])
                 raise ScheduleError(
                     f"schedule {schedule.name} has {there} where stage 0 has {here}: messages between two stages are "
-                    "received in the order in which they are sent; let all stages take microbatches in the same order."
+                    "received in the order of the sends; list microbatches in the same order on all stages."
                 )
 
 
@@ -99,7 +99,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _is_complete(schedule: Schedule) -> bool:
-    """A fast check that does not name the fault."""
+    """Returns True if the schedule is complete: a fast check that names no fault."""
     stages, microbatches, rank_of = schedule.stages, schedule.microbatches, schedule.rank_of_stage
     bits = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 4, Op.BACKWARD_WEIGHT: 8}
     seen = bytearray(stages * microbatches)

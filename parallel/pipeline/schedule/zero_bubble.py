@@ -1,18 +1,18 @@
-"""Schedules with split backwards: weight gradients, for which no stage waits, fill the idle time.
+"""Schedules with split backwards: weight gradients, needed by no other stage, fill the idle time.
 
-In the pictures every action takes one clock, and a whole backward two. If no stage gains from having the input
-gradient earlier, both halves are merged into one whole backward, which costs less to run.
+In the drawings every action takes one clock, and a whole backward two. If no stage gains from an earlier input
+gradient, both halves are merged into one whole backward, which costs less.
 
-Greedy list scheduling on a clock: at every tick each rank starts the most urgent action that it can start.
+The method is greedy list scheduling on a clock: at every tick each rank starts the most urgent possible action.
 
-Forward, input gradient and weight gradient of a stage take one tick each. For every stage only three counts are
-kept, since microbatches pass all stages in the same order, and each count is limited by the one before it:
+Forward, input gradient and weight gradient of a stage take one tick each. Microbatches pass all stages in the same
+order, so three counts per stage suffice, and each count limits the next:
 
     forwards done of stage s      < forwards done of stage s-1
     input gradients of stage s    < gradients of stage s+1, and < its own forwards
     weight gradients of stage s   < its own input gradients; each frees an activation
 
-So a rank's choice takes a few comparisons, a row is in order by construction, and the result is deterministic.
+A choice takes a few comparisons, a row is in order by construction, and the result is deterministic.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from engine.parallel.pipeline.schedule.simulate import Cost, action_times
 
 FORWARD, INPUT, WEIGHT = range(3)
 Tick = tuple[int, int, int, int]
-"""Start of an action, which of the three it is, its stage and its microbatch."""
+"""Start of an action, its kind (FORWARD, INPUT or WEIGHT), stage and microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,29 @@ class Policy:
     """Preferences of the ranks, and limits on their activations."""
 
     live: int
-    """Most activations that a rank holds, each of one stage and one microbatch."""
+    """Most live activations of a rank, each of one stage and one microbatch."""
     ahead: tuple[int, ...]
-    """For each rank: most forwards with a pending input gradient."""
+    """Most forwards with a pending input gradient, by rank."""
     backlog: tuple[int, ...]
-    """For each rank: most weight gradients that are deferred; beyond it they come first, below it they fill gaps."""
+    """Most deferred weight gradients, by rank; above this number they run first, up to it they fill gaps."""
     forward_first: bool = True
     """True: forwards come before input gradients."""
     deep_inputs: bool = True
-    """True: input gradients of later stages come before those of earlier ones. Forwards of later stages always do."""
+    """True: input gradients of later stages come first. Forwards of later stages always come first."""
 
 
 def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> list[list[Tick]]:
-    """The rows of all ranks, with the tick at which every action starts.
+    """Returns the rows of all ranks, with the tick at which every action starts.
 
-    A forward leaves one activation free for every later stage of its rank. So the oldest microbatch can always advance:
-    microbatches that fill the places meant for it have passed all forwards, and can go back without any.
+    A forward leaves room for one activation of every later stage of its rank, so the oldest microbatch can always
+    advance: microbatches that use this room have passed all forwards, and their backwards need no more room.
     """
     clock = _Clock(placement, microbatches, policy)
     rows: list[list[Tick]] = [[] for _ in placement]
     left = 3 * microbatches * len(clock.forwards)
     tick = 0
     while left:
+        # all ranks choose before any action counts, because a result can be used from the next tick on
         chosen = [(rank, choice) for rank in range(len(placement)) if (choice := clock.choose(rank))]
         assert chosen, "no rank can continue: the policy allows too little"
         for rank, (kind, stage) in chosen:
@@ -71,7 +72,7 @@ def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> li
 
 
 class _Clock:
-    """Counts of all stages at the start of a tick."""
+    """State of all stages at the start of a tick, as counts."""
 
     def __init__(self, placement: Placement, microbatches: int, policy: Policy) -> None:
         stages = sum(map(len, placement))
@@ -86,7 +87,8 @@ class _Clock:
         self._put_off = [0] * len(placement)
 
     def choose(self, rank: int) -> tuple[int, int] | None:
-        """The most urgent action that ``rank`` can start now, or None."""
+        """Returns the most urgent action that ``rank`` can start now, or None."""
+        # a deferred gradient keeps an activation live: above the backlog, memory comes first
         if self._put_off[rank] > self.policy.backlog[rank]:
             return self._weight(rank)
         if self.policy.forward_first:
@@ -94,7 +96,7 @@ class _Clock:
         return self._input(rank) or self._forward(rank) or self._weight(rank)
 
     def do(self, rank: int, kind: int, stage: int) -> int:
-        """Count an action as done; returns its microbatch."""
+        """Counts an action as done; returns its microbatch."""
         counts = (self.forwards, self.inputs, self.weights)[kind]
         self._live[rank] += (1, 0, -1)[kind]
         self._put_off[rank] += (0, 1, -1)[kind]
@@ -103,6 +105,7 @@ class _Clock:
 
     def _forward(self, rank: int) -> tuple[int, int] | None:
         live, forwards = self._live[rank], self.forwards
+        # live minus deferred: the forwards with a pending input gradient
         if live - self._put_off[rank] >= self.policy.ahead[rank]:
             return None
         for later, stage in enumerate(self._deepest[rank]):
@@ -129,24 +132,25 @@ class _Clock:
 
 _OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SLOW = (Cost(transfer=0.25), Cost(transfer=0.5), Cost(transfer=2))
-"""Slow messages, which an order for unknown costs has to bear."""
+"""Costs with slow messages, for the choice of an order at unknown costs."""
 
 
-# zb_h1(3, 4): 1f1b with the weight gradients of the later ranks deferred into their idle time. Rank 0 needs
-# no split: no stage waits for the input gradient of stage 0.
+# zb_h1(3, 4): 1f1b with the weight gradients of the later ranks deferred into their idle time. Rank 0 needs no
+# split: no stage waits for the input gradient of stage 0.
 #
 #    rank 0  F0 F1 F2  .  . B0 B0 F3 B1 B1 B2 B2 B3 B3
 #    rank 1   . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
 #    rank 2   .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None) -> Schedule:
-    """ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), and its interleaved form for several stages on a rank.
+    """Makes ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism), or its interleaved form for several stages on a
+    rank.
 
-    The bubble is (p-1)/(3vm+p-1) for m >= p, a third of 1F1B's; a rank holds at most pv activations of a stage, as many
-    as 1F1B's rank 0. Rank r defers r weight gradients, into the time that 1F1B leaves idle on later ranks.
+    The bubble is (p-1)/(3vm+p-1) for m >= p, a third of the bubble of 1F1B; a rank has at most pv live activations of a
+    stage, as many as rank 0 of 1F1B. Rank r defers r weight gradients into the time that is idle in 1F1B.
 
-    With ``cost``, the order with the shortest step at that cost, simulated, out of greedy ones and those of
-    :func:`interleaved_split`; with several stages on a rank, and a number of microbatches that p does not divide, it
-    may then hold (v-1)n + p activations, n microbatches in the largest of ``rounds``.
+    With ``cost``, simulation selects the order with the shortest step among greedy orders and those of
+    :func:`interleaved_split`. With several stages on a rank, and if p does not divide the microbatches, a rank may then
+    have (v-1)n + p live activations, with n microbatches in the largest of ``rounds``.
     """
     p, m, v = ranks, microbatches, virtual_stages
     placement, most = loop(p, v), p * v
@@ -159,23 +163,23 @@ def zb_h1(ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | N
     return _best("zb-h1", placement, microbatches, orders, cost)
 
 
-# zb_v(2, 4): stages 0 and 3 on rank 0, 1 and 2 on rank 1. Rank 0 holds the activations of stage 0 longest and those of
-# stage 3 shortest; a rank in the middle holds both half as long. So all ranks need the same memory.
+# zb_v(2, 4): stages 0 and 3 on rank 0, 1 and 2 on rank 1. Activations of stage 0 live longest and of stage 3 shortest;
+# on a rank in the middle both live half as long. So all ranks need the same memory.
 #
 #    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1 3B1 0F3 0B0 0B0 3F2 3I2 3W2 0B1 0B1 3F3 3I3 3W3 0B2 0B2 0B3 0B3   .
 #    rank 1    . 1F0 2F0 1F1 2F1 2B0 2B0 1F2 1I0 1W0 2F2 2B1 2B1 1F3 1I1 1W1 2F3 2B2 2B2 1I2 2I3 1I3 1W2 2W3 1W3
 def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
-    """ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r.
+    """Makes ZB-V (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): stages r and 2p-1-r on rank r.
 
-    The bubble is (p-1)/(6m+p-1) for m >= p; every rank holds at most 2p activations of a half slice, as much as 1F1B's
-    rank 0. It has no slack: if messages or input gradients take longer than planned, dualpipe-v loses less.
-
-    The order with the shortest step at ``cost``, simulated, out of greedy ones and that of :func:`v_split`.
+    The bubble is (p-1)/(6m+p-1) for m >= p; every rank has at most 2p live activations of a half slice, as much as rank
+    0 of 1F1B. ZB-V has no slack: if messages or input gradients take longer than planned, dualpipe-v loses less.
+    Simulation selects the order with the shortest step at ``cost`` among greedy orders and the order of
+    :func:`v_split`.
     """
     most = 2 * ranks
     ahead = (most,) * ranks
     alike = Policy(most, ahead, (ranks - 1,) * ranks, deep_inputs=False)
-    # a backlog of weight gradients on the later ranks, or for m near p the same on all ranks
+    # a backlog of weight gradients on the later ranks; for m near p an equal backlog on all ranks is shorter
     later = [tuple(factor * rank + more for rank in range(ranks)) for factor, more in ((2, 0), (1, 0), (1, 1))]
     policies = [Policy(most, ahead, backlog) for backlog in later]
     policies += [alike, replace(alike, deep_inputs=True), _eager(ranks, most)]
@@ -184,7 +188,7 @@ def zb_v(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
 
 
 def _eager(ranks: int, most: int) -> Policy:
-    """Backwards first, without deferring weight gradients: for fewer microbatches than ranks."""
+    """Returns the policy of backwards first, without deferred weight gradients, for fewer microbatches than ranks."""
     return Policy(most, (most,) * ranks, (most,) * ranks, forward_first=False)
 
 
@@ -194,10 +198,10 @@ def _listed(placement: Placement, microbatches: int, policy: Policy) -> Rows:
 
 
 def _best(name: str, placement: Placement, microbatches: int, orders: Iterable[Rows], cost: Cost | None) -> Schedule:
-    """The order with the shortest step at ``cost``, the first of equals.
+    """Returns the order with the shortest step at ``cost``, the first of equal ones.
 
-    Without ``cost`` all actions take one clock and messages none; of the orders that are shortest then, the one is
-    taken that loses least when messages take time.
+    Without ``cost`` all actions take one clock and messages no time; among the shortest orders, the one that loses
+    least with slow messages is returned.
     """
     stages = sum(map(len, placement))
     split = [DependencyGraph(Schedule(name, stages, microbatches, rows, placement)) for rows in dict.fromkeys(orders)]
@@ -213,14 +217,14 @@ def _end(rules: DependencyGraph, cost: Cost) -> float:
 
 
 def _joined(rules: DependencyGraph, cost: Cost | None) -> Schedule:
-    """The same order with adjacent I and W as one B, unless another stage would wait longer for it.
+    """Merges adjacent I and W into one B, unless another stage would wait longer.
 
-    Without ``cost`` nobody may wait longer when messages are slow either.
+    Without ``cost``, no stage may wait longer with slow messages either.
     """
     late: set[int] = set()
     for known in (cost,) if cost else (Cost(), *_SLOW):
         begins, ends = action_times(rules, known)
-        ends.append(0)  # an input gradient at the end of the last row has no weight gradient after it
+        ends.append(0)  # sentinel: an input gradient at the end of the last row has no action after it
         sent = rules.sends()
         late.update(number for number, taker in sent if begins[taker] < ends[number + 1] + known.transfer)
     rows = tuple(tuple(_actions(rules.actions[row.start : row.stop], row.start, late)) for row in rules.rows)
@@ -228,7 +232,7 @@ def _joined(rules: DependencyGraph, cost: Cost | None) -> Schedule:
 
 
 def _actions(row: Sequence[Action], first: int, late: Collection[int]) -> Iterator[Action]:
-    """One row; ``late``: numbers of input gradients that another rank needs before their weight gradients end."""
+    """Yields one row; ``late``: numbers of input gradients that another rank needs before the weight gradients end."""
     index = 0
     while index < len(row):
         op, stage, microbatch = row[index]

@@ -1,31 +1,31 @@
-"""Groups of a block's parameters that are sharded together, and the rows of each that a rank needs.
+"""Groups of a block's parameters that are sharded together, and the rows of each parameter that a rank needs.
 
-A product R sums over the width of its input x. Rank r can compute its share from a slice of x alone, and needs only
-the rows of earlier weights that the slice depends on. Backward from a random gradient on the slice finds them: rows
-with a gradient of exactly zero are not needed.
+A product R sums over the width of its input x. Rank r can compute a partial sum from a slice of x alone, and needs only
+the rows of earlier weights that the slice depends on. Backward from a random gradient on the slice finds these rows: a
+row with a gradient of exactly zero is not needed.
 
                                      q k v        q k v        rank 0 has x[0:4]: rows 0:4 of each third
     c_attn ── attention ── x ── R    # . # . # .               rank 1 has x[4:8]: rows 4:8
                                      . # . # . #
 
-If the ranks need different rows that together are all of them, R is a row layer and the weights before it are its
-columns. Heads and module classes need not be known; rows keep their order, as the code expects.
+If the ranks need different rows, and together need all rows, R is a row layer and the weights before it are its
+columns. The search knows neither heads nor module classes; rows stay in their order, as the code expects.
 
-Other products with the very input of R are row layers too. An adapter is a pair of thin products parallel to a layer:
-for a column layer, the first is whole and the second a column; for a row layer, the first is a row and the second
-whole.
+Other products of the same input as R are row layers too. An adapter is a pair of thin products parallel to a layer: for
+a column layer, the first is replicated and the second a column; for a row layer, the first is a row and the second
+replicated.
 
     x ─┬─ W ─────── + ── y sharded        x sharded ─┬─ W ── sum ────── + ── y
        └─ A ── B ───┘                                └─ A ── sum ── B ──┘
 
 The product of an adapter may also be added to the weight itself (PEFT's pairs for a stack of experts). Parameters that
-reach a product through its weight alone are called its factors: they are cut where the weight is cut.
+reach a product through the weight alone are called factors: they are sharded as the weight is.
 
     W + B A       rows of W and of B on a rank, all of A       columns of W and of A, all of B
 
-Backward from one rank's part of a product's input finds the rows of each parameter that have a gradient.
+Backward from one rank's slice of a product's input marks the rows of each parameter with a gradient:
 
-x of a product    rank 0 | rank 1 | .. | rank t-1      backward from random numbers on one part at a time
+x of a product    rank 0 | rank 1 | .. | rank t-1      backward from random numbers on one slice at a time
 rows of W         # . # .  . # . #                     # has a gradient
 """
 
@@ -48,9 +48,9 @@ from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of_runs
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 Rows = list[Tensor]
-"""For each dim of a parameter, whether each of its rows has a gradient: bool [size]."""
+"""One bool [size] for each dim of a parameter: True for rows with a gradient."""
 Needed = dict[str, list[Rows]]
-"""For each parameter that all ranks need something of: the rows of each rank."""
+"""The rows of each rank, for each parameter of which all ranks need rows."""
 
 _DRAWS = 4
 _ROUNDING = 1e-11
@@ -58,16 +58,16 @@ _ROUNDING = 1e-11
 
 
 class SharedInput(NamedTuple):
-    """The input of a product, or its weight, of which each rank has a part."""
+    """Input of a product, or a weight, with a slice of dim ``dim`` for each rank."""
 
     x: Tensor
     dim: int
 
 
 class NeededRows:
-    """Backward passes from parts of inputs; results are cached.
+    """Backward passes from slices of inputs; results are cached.
 
-    ``parameters``: of the block, by name; ``seed``: of the random numbers.
+    ``parameters``: the block's parameters by name; ``seed``: the seed of the random gradients.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], seed: int) -> None:
@@ -77,10 +77,10 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """Returns the rows that each of ``tp`` ranks needs for its part of ``inputs``, the inputs of ``row``.
+        """Returns the weight rows of earlier layers that each of ``tp`` ranks needs for its inputs of ``row``.
 
-        One rank with the parts of k ranks needs the rows of all k, so the result of a multiple of ``tp`` that was
-        tried before also serves ``tp``.
+        One rank with the slices of k ranks needs the rows of all k, so an earlier result for a multiple of ``tp`` is
+        used for ``tp`` as well.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -92,7 +92,8 @@ class NeededRows:
         return self._seen[row, tp]
 
     def gradients(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
-        """Returns the gradients of the parameters that ``out`` depends on; ``again``: its graph is needed once more."""
+        """Returns the gradients of the parameters that ``out`` depends on; ``again``: the graph stays for another
+        backward."""
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
         grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
         found: dict[str, tuple[Tensor, ...]] = {}
@@ -107,10 +108,10 @@ class NeededRows:
         return {name: [rows[name] for rows in ranks] for name in everywhere}
 
     def _rows_of_rank(self, inputs: Sequence[SharedInput], rank: int, tp: int) -> dict[str, Rows]:
-        """For each parameter and dim, the rows that have a gradient from one rank's part.
+        """Returns the rows with a gradient from one rank's slice, for each parameter and dim.
 
-        A gradient that is zero in theory (a key's bias) is a rounding error, which may be exactly zero by chance. Where
-        such errors are seen, a row is zero only if it is so in several draws.
+        A gradient that is zero in theory (a key's bias) is a rounding error, which may be exactly zero by chance. If
+        such errors appear, a row counts as zero only after several draws without a gradient.
         """
         found: dict[str, Rows] = {}
         for _ in range(_DRAWS):
@@ -132,12 +133,13 @@ class NeededRows:
         return self.gradients(out, self._parameters, again=True)
 
     def reaching(self, tensors: Iterable[Tensor]) -> dict[str, tuple[Tensor, ...]]:
-        """Gradients of the parameters that one of the tensors depends on, from random numbers."""
+        """Returns the gradients, from random numbers, of the parameters that one of the tensors depends on."""
         out = sum((self._random_sum(tensor) for tensor in tensors), torch.zeros(()))
         return self.gradients(out, self._parameters, again=True)
 
     def _random_sum(self, part: Tensor) -> Tensor:
-        """Returns a random linear function; of a low-rank weight one that its factors compute."""
+        """Returns a random linear function of ``part``; for a low-rank weight a product that its factors can
+        compute."""
         if isinstance(part, LowRankWeight):
             part = part @ torch.randn(part.shape[-1], 1, generator=self._generator, dtype=part.dtype)
         noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
@@ -145,13 +147,13 @@ class NeededRows:
 
 
 def is_partition(rows: Sequence[Tensor]) -> bool:
-    """Returns True if the ranks need different rows of a dim that together are all rows."""
+    """Returns True if the ranks need different rows of a dim and together need all of them."""
     table = torch.stack(list(rows))
     return bool(table.any(0).all()) and not bool(table.all()) and bool((table != table[0]).any())
 
 
 def _joined(ranks: Sequence[Rows], together: int) -> list[Rows]:
-    """Rows by rank and dim, where each rank takes the parts of ``together`` ranks."""
+    """Returns the rows by rank and dim after every ``together`` ranks have become one."""
     runs = [ranks[first : first + together] for first in range(0, len(ranks), together)]
     return [[torch.stack(dims).any(0) for dims in zip(*run, strict=True)] for run in runs]
 
@@ -161,8 +163,7 @@ def _complete(rows: Rows) -> bool:
 
 
 def _nonzero(sizes: Sequence[Tensor], dim: int, extent: int) -> Tensor:
-    """Marks each row of a parameter that has a gradient; reads a gradient that was not multiplied along ``dim``.
-    ``sizes``: the absolute values of its gradients."""
+    """Returns True for each row of ``dim`` with a gradient; ``sizes``: absolute values of the parameter's gradients."""
     size = next(size for size in sizes if size.shape[dim] == extent)
     others = [d for d in range(size.dim()) if d != dim]
     return (size.amax(others) if others else size) > 0
@@ -173,34 +174,34 @@ def _has_rounding(size: Tensor, largest: float) -> bool:
 
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments and keyword arguments of the block, with content."""
+"""Arguments and keyword arguments of the block, with real values."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoupledParameters:
-    """A row layer and the parameters that are sharded with it."""
+    """Row layer and the parameters that are sharded with it."""
 
     row: str
     """The parameter of the product that is summed over the ranks."""
     columns: tuple[str, ...]
     """The parameters of the products that compute the row layer's input."""
     cuts: Mapping[str, ParameterCut]
-    """The sharding of every parameter of the group; a column that all ranks need in full has one range with all
+    """The sharding of every parameter of the group; a column that is full on all ranks has one range with all
     holders."""
     partial: tuple[str, ...]
-    """Replicated parameters used between columns and row: each rank has a partial gradient of them."""
+    """Replicated parameters used between columns and row, with a partial gradient on each rank."""
     beside: tuple[str, ...] = ()
-    """Parameters of other products with the row layer's very input, summed as well."""
+    """Parameters of other products with the same input as the row layer, summed as well."""
     factors: tuple[str, ...] = ()
-    """Sharded parameters that reach a product through its weight alone."""
+    """Sharded parameters that reach a product through the weight alone."""
 
 
 class GradientSparsity:
-    """One observed run of ``block``; ``groups`` may be called for several numbers of ranks.
+    """Zero pattern of gradients in one observed run of ``block``; :meth:`groups` takes several numbers of ranks.
 
-    ``block``: a copy with random weights in eval mode; ``given``: its arguments, with random hidden states; ``others``:
-    parameters that are sharded by other rules; ``used``: indices of the block's output leaves that are read; ``seed``:
-    of the random gradients.
+    ``block``: a copy with random weights in eval mode; ``given``: arguments of the block, with random hidden states;
+    ``others``: parameters that are sharded by other rules; ``used``: indices of the block's output leaves that the
+    model reads; ``seed``: the seed of the random gradients.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class GradientSparsity:
 
     @property
     def products(self) -> list[MatmulRecord]:
-        """The products of the observed run, which is made anew after :meth:`forget`."""
+        """The products of the observed run; after :meth:`forget` a new run observes them."""
         if self._products is None:
             self._products = self._run(())
         return self._products
@@ -235,9 +236,9 @@ class GradientSparsity:
         self._products = None
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
-        """Returns the groups for ``tp`` ranks, in the order in which their row layers run.
+        """Returns the groups for ``tp`` ranks, in the order of their row layers' execution.
 
-        A row layer that is a column of a larger group is left to that group: in a chain a, b, o that is narrow between
+        A row layer that is a column of a larger group belongs to that group: in a chain a, b, o that is narrow between
         a and b (low-rank queries), b and o are sharded.
         """
         if tp not in self._found:
@@ -262,7 +263,7 @@ class GradientSparsity:
         return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:
-        """Tries the largest numbers of ranks first, since their results cover all divisors."""
+        """Finds the groups for ``sizes``, largest first, because the results of a size cover its divisors."""
         for size in sorted(sizes, reverse=True):
             self.groups(size)
 
@@ -276,7 +277,7 @@ class GradientSparsity:
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:
         args, kwargs = self._given
         watch = MatmulTrace(self._block, cut_off)
-        # the graph of the observed run is asked after later ones
+        # reads of weights must not change them: the graph of the first run is still read after later runs
         with torch.enable_grad(), unchanged_by_itself(self._parameters.values()), watch:
             self._block(*args, **kwargs)
         return watch.seen
@@ -311,12 +312,12 @@ class GradientSparsity:
         return CoupledParameters(row, tuple(columns), cuts, (), tuple(rows[1:]), factors)
 
     def _inside_weights(self, weights: Collection[str]) -> list[str]:
-        """Returns the parameters that reach products with ``weights`` through a sum with these weights."""
+        """Returns the parameters that code adds to ``weights`` before a product."""
         made = [p.made for p in self.products if p.weight in weights and p.made is not None]
         return list(self._rows.reaching(made)) if made else []
 
     def _cuts_inside(self, row: str, dim: int, tp: int, taken: set[str]) -> dict[str, ParameterCut]:
-        """Returns the cuts of the factors of a row layer's weight, which is cut along ``dim``."""
+        """Returns the sharding of the factors of a row layer's weight, which is sharded along ``dim``."""
         made = {id(p.made): p.made for p in self.products if p.weight == row and p.made is not None}
         if not made:
             return {}
@@ -324,7 +325,7 @@ class GradientSparsity:
         return dict(self._cuts(row, self._rows.of_ranks(f"weight of {row}", inputs, tp), taken))
 
     def _same_input(self, products: Sequence[MatmulRecord]) -> list[str]:
-        """Returns the parameters of products with the very inputs of ``products``: they need the same rows."""
+        """Returns the parameters of products with the same inputs as ``products``: they need the same rows."""
         inputs = [_elements(product) for product in products]
         mine: dict[str, list[object]] = {}
         for product in self.products:
@@ -333,8 +334,10 @@ class GradientSparsity:
         return [weight for weight, found in mine.items() if found == inputs]
 
     def _used_whole(self, rows: Sequence[str], columns: Sequence[str], taken: Collection[str]) -> list[str]:
-        """Returns other products that reach the row layer without passing the columns: multi-query keys and values;
-        every rank needs all their rows. The first product of an adapter reaches it through a column alone."""
+        """Returns other products that reach the row layer past the columns: multi-query keys and values.
+
+        Every rank needs all their rows. The first product of an adapter reaches the row layer through a column alone.
+        """
         inputs = {id(p.x) for p in self.products if p.weight in columns}
         others = dict.fromkeys(p.weight for p in self.products if id(p.x) in inputs)
         found = [name for name in others if not (name in columns or name in taken or name in rows)]
@@ -344,9 +347,10 @@ class GradientSparsity:
         return [name for name in found if name in self._direct[asked]]
 
     def _is_adapter(self, row: str, columns: Sequence[str]) -> bool:
-        """Returns True if the product of ``columns`` and ``row`` has a low rank and a layer has the same edges.
+        """Returns True if the product of ``columns`` and ``row`` has a low rank and a layer has the same input and
+        output size.
 
-        The layer decides how such a pair is sharded.
+        The sharding of such a pair follows the layer.
         """
         (first, *more), second = columns, self._parameters[row]
         if more or second.dim() != 2:
@@ -371,10 +375,10 @@ class GradientSparsity:
                     break
 
     def _draws_beside(self, columns: Sequence[str], cuts: Collection[str]) -> bool:
-        """Returns True if a dropout leads from the input of the columns to a whole product.
+        """Returns True if a dropout is between the input of the columns and a replicated product.
 
-        Between columns and row each rank draws its own mask, and the product would get other gradients on each.
-        PEFT's dropouts draw equal masks there (``layers.adapter_dropout``).
+        Between columns and row each rank draws its own mask, and the product would get different gradients on each
+        rank. PEFT's dropouts draw equal masks there (``layers.adapter_dropout``).
         """
         before = [p for p in self.products if p.weight in columns]
         inputs, same = {_elements(p) for p in before}, {id(p.x) for p in before}
@@ -382,7 +386,8 @@ class GradientSparsity:
         return any(_elements(p) in inputs and id(p.x) not in same for p in others)
 
     def _goes_elsewhere(self, rows: Sequence[str], columns: Sequence[str]) -> bool:
-        """Returns True if the columns' outputs also reach a block output past the row layers, as a residual does."""
+        """Returns True if the columns' outputs also reach an output of the block past the row layers, as a residual
+        does."""
         asked = tuple(rows), tuple(sorted(columns))
         if asked not in self._elsewhere:
             self._elsewhere[asked] = self._reach_an_output(rows, columns)
@@ -403,14 +408,14 @@ class GradientSparsity:
         return float_leaves(out, self._used)
 
     def _between(self, group: CoupledParameters) -> tuple[str, ...]:
-        """Replicated parameters that reach the row layer even when its columns are detached, or are inside weights."""
+        """Returns replicated parameters that reach the row layer past the detached columns, or are added to weights."""
         names = [name for name in self._parameters if name not in group.cuts]
         found = self._reaching(group.row, [name for name in group.cuts if name != group.row], names)
         inside = self._inside_weights([group.row, *group.columns, *group.beside])
         return tuple(dict.fromkeys((*found, *(name for name in names if name in inside))))
 
     def _reaching(self, row: str, cut_off: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-        """Those of ``names`` that reach the input of ``row`` when the products of ``cut_off`` are detached."""
+        """Returns the ``names`` that reach the input of ``row`` while the products of ``cut_off`` are detached."""
         inputs = [p.x for p in self._run(cut_off) if p.weight == row and p.x.requires_grad]
         if not inputs or not names:
             return ()
@@ -425,13 +430,13 @@ def _runs(own: Tensor) -> list[tuple[int, int]]:
 
 
 def _is_peft(weight: str, columns: Sequence[str]) -> bool:
-    """Returns True if this is the first factor of a PEFT adapter of one of the columns."""
+    """Returns True if ``weight`` is the first factor of a PEFT adapter of one of the columns."""
     layer, _, adapter = weight.partition(".lora_A.")
     return f"{layer}.base_layer.weight" in columns and adapter not in ("", "weight")
 
 
 def _elements(product: MatmulRecord) -> object:
-    """Returns a key that is equal for inputs that are views of the same elements with the same summed rows."""
+    """Returns a key of the product's input, equal for views of the same elements with the same summed dim."""
     x, dim = product.x, product.x_dim
     base = x if x._base is None else x._base
     return id(base), x.storage_offset(), x.numel(), x.shape[dim], x.stride(dim), x.is_contiguous()

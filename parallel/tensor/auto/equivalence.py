@@ -1,14 +1,14 @@
-"""The proof of a tensor plan: all ranks of a block in one process, forward and backward, against the unsharded block.
+"""Proof of a tensor plan: all ranks of a block in one process, forward and backward, against the unsharded block.
 
-Compared are the outputs and the input gradients of every rank, and every parameter's gradient, assembled from the rows
-that the ranks hold: rows with several holders and partial gradients are summed, as in training.
+The proof compares the outputs and the input gradients of every rank, and every parameter's gradient, assembled from the
+rows of the ranks: rows with several holders and partial gradients are summed, as in training.
 
-The arithmetic is float64, so that the rule can be exact: a value is right if its error is at most TOLERANCE times the
-largest value of its tensor. A tensor with all values below ZERO times the largest gradient of the block (the
+The arithmetic is float64, so that the bound can be tight: a value is correct if the error is at most TOLERANCE times
+the largest value of the tensor. A tensor with all values below ZERO times the largest gradient of the block (the
 gradient of a key's bias) counts as zero, and must be zero on both sides.
 
-:class:`Exact` keeps the block in float64 and switches dropout off. Norms and softmax of many models convert to fp32
-themselves, and a proof in float64 would then see their rounding.
+:class:`Exact` keeps the block in float64 and switches dropout off: norms and softmax of many models convert to fp32,
+and their rounding would exceed the bound.
 """
 
 import copy
@@ -46,28 +46,28 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 TOLERANCE = 1e-9
 ZERO = 1e-9
 PROOF = "proof"
-"""The reason that is recorded for the proof's own gathers of outputs."""
+"""The recorded reason of the proof's own gathers of outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """The results of one forward and backward of a block."""
+    """Results of one forward and backward of a block."""
 
     outputs: tuple[Tensor, ...]
     inputs: tuple[Tensor | None, ...]
     """Gradients of the inputs that require one."""
     parameters: Mapping[str, tuple[Tensor | None, ...]]
-    """Gradients of parameters; a low-rank weight has two products with vectors instead."""
+    """Gradients of parameters; for a low-rank weight two products of the gradient with vectors."""
     evaluated: tuple[Tensor, ...] = ()
     """Outputs in eval mode, which may run other code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a proof."""
+    """Result of a proof."""
 
     problem: str = ""
-    """The first difference, or the error that the code raised; empty if the plan is right."""
+    """The first difference, or the error that the code raised; empty if the plan is correct."""
     called: tuple[CollectiveCall, ...] = ()
     """The collectives of one rank."""
     gathers: tuple[str, ...] = ()
@@ -75,14 +75,14 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """True if the plan is right."""
+        """True if the plan is correct."""
         return not self.problem
 
 
 class BlockReference:
-    """An unsharded block and its results for each of ``givens``; :meth:`prove` compares a plan with them.
+    """Unsharded block with its results for each of ``givens``; :meth:`prove` compares a plan with them.
 
-    ``block`` has float64 parameters with random content. It is copied for every rank and stays unchanged.
+    ``block`` has random float64 parameters; every rank gets a copy, and the block stays unchanged.
     """
 
     def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
@@ -93,10 +93,10 @@ class BlockReference:
     def prove(self, plan: TensorPlan, tp: int, watch: Callable[[nn.Module], None] | None = None) -> Verdict:
         """Compares the block under ``plan`` on ``tp`` tensor ranks with the unsharded block.
 
-        ``watch``: called with the block of every rank before it runs.
+        ``watch``: a function of the block of every rank, called before the block runs.
         """
         verdict = Verdict()
-        # the example is the longest: an error shows sooner in the shorter ones after it
+        # the first arguments are the longest: shorter ones show an error sooner
         for given, truth in reversed([*zip(self.givens, self._outcomes, strict=True)]):
             verdict = self._prove(plan, tp, (given, truth), watch)
             if not verdict.holds:
@@ -141,7 +141,7 @@ class BlockReference:
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """Inside the context, this thread computes in float64 and without dropout."""
+    """Makes this thread compute in float64 and without dropout inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -153,11 +153,13 @@ def exactly() -> Iterator[None]:
 
 @contextmanager
 def _freeing_cycles() -> Iterator[None]:
-    """Frees at the end everything made inside: copies of blocks and their patches refer to each other, and keep all
-    activations alive if a rank has raised."""
+    """Frees cycles at the end of the context: copies of blocks and their patches refer to each other.
+
+    After an error on a rank, such cycles would keep all activations alive.
+    """
     collecting = gc.isenabled()
     gc.collect(0)
-    gc.disable()  # so all of it is of the youngest generation, cheap to collect
+    gc.disable()  # all new objects stay in the youngest generation, which is cheap to collect
     try:
         yield
     finally:
@@ -167,7 +169,7 @@ def _freeing_cycles() -> Iterator[None]:
 
 
 class _TrialOutcome(NamedTuple):
-    """The results of one simulated rank."""
+    """Results of one simulated rank."""
 
     outcome: BlockResult
     called: list[CollectiveCall]
@@ -176,7 +178,7 @@ class _TrialOutcome(NamedTuple):
 
 
 class _WrongOutputError(Exception):
-    """An output is wrong, so that no backward is needed."""
+    """Error for a wrong output, which makes the backward unnecessary."""
 
 
 def _refuse_outputs(wholes: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -191,8 +193,10 @@ def _run_trial(
     context: GlobalTensorContext | None = None,
     check: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> BlockResult:
-    """Runs the block on copies of ``given``, then backward from a fixed random gradient of every float output that is
-    used; ``check`` sees the outputs before."""
+    """Runs the block on copies of ``given``, then backward from a fixed random gradient of every used float output.
+
+    ``check`` gets the outputs before backward.
+    """
     fresh = _Fresh(context)
     args, kwargs = pytree.tree_map(fresh, given)
     with highest_draws():
@@ -222,7 +226,7 @@ def _evaluate(
 
 
 class _Fresh:
-    """Copies arguments. The copy of a tensor that requires a gradient is no leaf, so the block may write into it."""
+    """Copy of arguments. The copy of a tensor that requires a gradient is no leaf, so the block may write into it."""
 
     def __init__(self, context: GlobalTensorContext | None) -> None:
         self.inputs: list[Tensor] = []
@@ -235,13 +239,13 @@ class _Fresh:
         if not leaf.requires_grad:
             return twin
         self.inputs.append(twin.requires_grad_())
-        if self._context is not None and self._context.sequence:  # the block before leaves the stream sharded
+        if self._context is not None and self._context.sequence:  # the previous block returns a sharded stream
             twin = enter_stream(self._context, twin)
         return twin.clone()
 
 
 def _shard_low_rank(block: nn.Module, plan: TensorPlan, rank: int) -> set[str]:
-    """Assigns a rank its shard of every low-rank weight that is sharded; returns their names."""
+    """Replaces every sharded low-rank weight by the shard of ``rank``; returns the names of these weights."""
     found = {}
     for name, parameter in block.named_parameters():
         if isinstance(parameter, LowRankWeight) and (cut := plan.parameters.get(name)) is not None:
@@ -258,7 +262,7 @@ def _plain(leaf: Tensor) -> Tensor:
 
 
 def _differences(plan: TensorPlan, truth: BlockResult, ranks: Sequence[BlockResult]) -> Iterator[str]:
-    """The differences from the unsharded block, outputs first."""
+    """Yields the differences from the unsharded block, outputs first."""
     of_parameters = (grad for grads in truth.parameters.values() for grad in grads)
     gradients = [grad for grad in (*truth.inputs, *of_parameters) if grad is not None]
     largest = max((_top(grad) for grad in gradients), default=0.0)
@@ -290,7 +294,7 @@ def _of_leaves(
 def _assembled(
     plan: TensorPlan, name: str, whole: Tensor | None, parts: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
-    """The gradient of the full parameter, or that of every rank for a replicated parameter that is not partial."""
+    """Returns the gradient of the full parameter; every rank's gradient if the parameter is replicated, not partial."""
     cut = plan.parameters.get(name)
     if cut is None and name not in plan.partial:
         return parts
@@ -299,7 +303,7 @@ def _assembled(
     total = torch.zeros_like(whole)
     for rank, part in enumerate(parts):
         assert part is not None
-        if cut is None or total.shape[cut.dim] == 1:  # multiplied by a vector along the dim that is sharded
+        if cut is None or total.shape[cut.dim] == 1:  # multiplied by a vector along the sharded dim
             total += part
         else:
             total.index_add_(cut.dim, torch.tensor(rows_of_rank(cut.ranges, rank)), part)
@@ -307,7 +311,7 @@ def _assembled(
 
 
 def _wrong(mine: Tensor | None, whole: Tensor | None, largest: float) -> str:
-    """Returns a clause that describes the error of a value, or "". ``largest``: over all gradients of the block."""
+    """Returns a clause about the error of a value, or "". ``largest``: the largest gradient of the block."""
     if mine is None or whole is None:
         return "" if mine is None and whole is None else "is missing" if mine is None else "is unexpected"
     if mine.shape != whole.shape:
@@ -338,7 +342,7 @@ _DRAWS = frozenset(
 
 
 class Exact(TorchFunctionMode):
-    """Inside this mode fp32 means float64, dropout is off, and every thread draws its random numbers from ``seed``."""
+    """Function mode with float64 in place of fp32, without dropout, and with random numbers drawn from ``seed``."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -353,9 +357,9 @@ class Exact(TorchFunctionMode):
             kwargs.setdefault("generator", self._generator)
         if func in _FLOAT:
             func = Tensor.double
-        if func in _GROUPED and args[0].dtype == torch.float64:  # torch has no float64 kernel for it
+        if func in _GROUPED and args[0].dtype == torch.float64:  # torch has no float64 kernel for grouped products
             return _grouped_mm(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:  # this mode would not see its inner functions
+        if func is functional.multi_head_attention_forward:  # its inner functions bypass this mode
             with self:
                 return multi_head_in_steps(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
@@ -367,7 +371,7 @@ class Exact(TorchFunctionMode):
 
 
 def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Returns the products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
+    """Returns the products of rows ``offs[e-1]:offs[e]`` of x with matrix e, for all e."""
     ends = [0, *offs.tolist()]
     left = x_SI.shape[0] - ends[-1]
     if isinstance(weight_EIO, LowRankWeight) and not isinstance(x_SI, GlobalTensor) and not left:

@@ -1,13 +1,14 @@
-"""Views and products of a weight that is kept as sums of thin products, in time and memory that grow with its edges.
+"""Views and products of a weight stored as a sum of thin products, in time and memory that grow with rows plus columns.
 
     W[o, i]    = sum over terms and z of left[o, 1, z] right[1, i, z]
     W[e, o, i] = sum over terms and z of left[e, o, 1, z] right[1, 1, i, z], or left[1, o, 1, z] right[e, 1, i, z]
 
     view        a view of the factors, if every dim of the result is in the same factors as before
     product     x @ right, then @ left: no tensor of the weight's size exists
-    the rest    :meth:`Factors.full`, the weight with all of its numbers
+    the rest    :meth:`Factors.full`, the full weight
 
-All of it runs in autograd: a gradient of the weight is one of its factors. Shape suffix: Z the columns of both factors.
+Everything runs in autograd: a gradient of the weight is a gradient of the factors. Shape suffix: Z the columns of both
+factors.
 """
 
 import math
@@ -26,25 +27,25 @@ from engine.parallel.tensor.global_tensor.layout import dim_groups, positive_dim
 
 LEFT, RIGHT, BOTH, NEITHER = "LREN"
 Term = tuple[Tensor, Tensor]
-"""Left and right factor: each has the weight's dims, of size one where it lacks them, and Z."""
+"""Left and right factor: each has the weight's dims (size one for a dim of the other factor) and Z."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A weight, or a view of one: the sum of its terms."""
+    """Weight, or a view of one, as a sum of terms."""
 
     terms: tuple[Term, ...]
     kinds: str
-    """For each dim, which factors have it: LEFT, RIGHT, BOTH or NEITHER (size one, or expanded)."""
+    """The factors that have each dim: LEFT, RIGHT, BOTH or NEITHER (size one, or expanded)."""
     twin: Tensor
-    """A meta tensor with the weight's shape, strides and place in the full parameter."""
+    """A meta tensor with the weight's shape, strides and offset in the full parameter."""
     rows: dict[int, tuple[Term, ...]] = field(default_factory=dict)
-    """The terms of each expert, taken apart once: the gradient of all experts is then put together once."""
+    """The terms of each expert, split once, so that backward joins the gradient of all experts once."""
 
-    # ---- numbers
+    # ---- values
 
     def full(self) -> Tensor:
-        """All numbers."""
+        """Returns the full weight."""
         letters = string.ascii_letters[: len(self.kinds)]
         left, right = ("".join(self._letters(letters, side)) for side in (LEFT, RIGHT))
         out = "".join(one for one, kind in zip(letters, self.kinds, strict=True) if kind != NEITHER)
@@ -58,7 +59,7 @@ class Factors:
         return [one for one, kind in zip(letters, self.kinds, strict=True) if kind in (side, BOTH)]
 
     def _thin(self) -> Iterator[Term]:
-        """Returns the factors without the dims that they lack."""
+        """Yields the terms with each factor squeezed to its own dims."""
         lacking = [
             tuple(dim for dim, kind in enumerate(self.kinds) if kind not in (side, BOTH)) for side in (LEFT, RIGHT)
         ]
@@ -70,7 +71,7 @@ class Factors:
         return tuple((left(a), right(b)) for a, b in self.terms)
 
     def permuted(self, dims: Sequence[int]) -> "Factors":
-        """Returns the dims in another order."""
+        """Returns the weight with the dims in another order."""
         order = [positive_dim(dim, len(self.kinds)) for dim in dims]
         kinds = "".join(self.kinds[dim] for dim in order)
 
@@ -80,32 +81,32 @@ class Factors:
         return Factors(self._changed(change, change), kinds, self.twin.permute(order))
 
     def transposed(self, first: int, second: int) -> "Factors":
-        """Two dims swapped."""
+        """Returns the weight with two dims swapped."""
         dims = list(range(len(self.kinds)))
         dims[first], dims[second] = dims[second], dims[first]
         return self.permuted(dims)
 
     def unsqueezed(self, dim: int) -> "Factors":
-        """Returns a new dim of size one."""
+        """Returns the weight with a new dim of size one."""
         place = positive_dim(dim, len(self.kinds) + 1)
         return self.indexed((*(slice(None),) * place, None))
 
     def expanded(self, sizes: Sequence[int]) -> "Factors":
-        """Dims of size one that neither factor has, repeated without memory.
+        """Returns the weight with dims of size one that neither factor has repeated without memory.
 
         Raises:
-            NoRuleError: a factor has such a dim.
+            NoRuleError: a factor has an expanded dim.
         """
         new = len(sizes) - len(self.kinds)
         twin, made = self.twin.expand(tuple(sizes)), self
         for _ in range(new):
             made = made.unsqueezed(0)
         if any(a != b and k != NEITHER for a, b, k in zip(made.twin.shape, twin.shape, made.kinds, strict=True)):
-            raise NoRuleError("a dim of a factor")
+            raise NoRuleError("a dim of a factor cannot be expanded; the full weight is used.")
         return Factors(made.terms, made.kinds, twin)
 
     def reshaped(self, twin: Tensor) -> "Factors":
-        """Returns the elements in row-major order in the shape of ``twin``, its view.
+        """Returns the elements in row-major order in the shape of ``twin``, a view of the weight's twin.
 
         Raises:
             NoRuleError: dims of different factors become one.
@@ -114,7 +115,7 @@ class Factors:
         for old, new in dim_groups(tuple(self.twin.shape), tuple(twin.shape)):
             found = {self.kinds[dim] for dim in old if self.twin.shape[dim] != 1} or {NEITHER}
             if len(found) > 1 or (found == {NEITHER} and math.prod(twin.shape[dim] for dim in new) > 1):
-                raise NoRuleError("dims of different factors")
+                raise NoRuleError("dims of different factors cannot become one; the full weight is used.")
             (kind,) = found
             kinds += kind * len(new)
             for side, made in sizes.items():
@@ -123,15 +124,15 @@ class Factors:
         return Factors(self._changed(lambda a: a.reshape(*left, -1), lambda b: b.reshape(*right, -1)), kinds, twin)
 
     def indexed(self, index: Any) -> "Factors":
-        """``weight[index]`` with whole numbers, slices, new dims and at most one list of places.
+        """Returns ``weight[index]`` for whole numbers, slices, new dims and at most one list of positions.
 
         Raises:
-            NoRuleError: another kind of index.
+            NoRuleError: the index has other entries.
         """
         entries = _entries(index, len(self.kinds))
         places = [entry for entry in entries if isinstance(entry, Tensor)]
         if places and (len(places) > 1 or any(isinstance(entry, int) for entry in entries)):
-            raise NoRuleError("several lists of places")
+            raise NoRuleError("an index has several lists of positions; the full weight is used.")
         kinds, mine, dim = "", {LEFT: list[Any](), RIGHT: list[Any]()}, 0
         for entry in entries:
             kind = NEITHER if entry is None else self.kinds[dim]
@@ -157,17 +158,17 @@ class Factors:
         return self.rows[place % len(self.rows)]
 
     def _apart(self, factor: Tensor, side: str) -> Sequence[Tensor]:
-        """Returns a factor for each matrix of a stack."""
+        """Returns one factor for each matrix of a stack."""
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     def plus(self, left: Tensor, right: Tensor) -> "Factors":
-        """Returns the sum with ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
+        """Returns the weight plus ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
 
         Raises:
             NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].
         """
         if self.kinds[-2:] != LEFT + RIGHT or len(self.kinds) > 3:
-            raise NoRuleError("a product of other dims")
+            raise NoRuleError("only a matrix [O, I] or a stack [E, O, I] takes another term; the full weight is used.")
         more = left.unsqueeze(-2), right.mT.unsqueeze(-3)
         twin, stack = torch.empty(self.twin.shape, device="meta"), tuple(self.twin.shape[:-2])
         if not stack:
@@ -178,37 +179,38 @@ class Factors:
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
-        """For each term the factor [.., I, Z] of the dim that a product sums over, and that [.., O, Z] of the other.
+        """Returns, for each term, the factor [.., I, Z] of the ``summed`` dim and the factor [.., O, Z] of the other
+        dim.
 
         Raises:
-            NoRuleError: both dims lie in one factor, or one in both.
+            NoRuleError: both dims are in one factor, or one dim is in both factors.
         """
         summed, kept = positive_dim(summed, len(self.kinds)), positive_dim(kept, len(self.kinds))
         if {self.kinds[summed], self.kinds[kept]} != {LEFT, RIGHT}:
-            raise NoRuleError("dims of one factor")
+            raise NoRuleError("the product needs its two dims in different factors; the full weight is used.")
         inner = 0 if self.kinds[summed] == LEFT else 1
         return [(term[inner].squeeze(kept), term[1 - inner].squeeze(summed)) for term in self.terms]
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [.., I] W' + b, for W [O, I]."""
+        """Computes x [.., I] W' + b, for W [O, I]."""
         (first, last), *more = self.between(1, 0)
         y = functional.linear(x @ first, last, bias)
         return _total((y, *((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in more)))
 
     def after(self, x: Tensor) -> Tensor:
-        """x [.., S, I] W [.., I, O]."""
+        """Computes x [.., S, I] W [.., I, O]."""
         return _total((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in self.between(-2, -1))
 
     def before(self, x: Tensor) -> Tensor:
-        """W [.., O, I] x [.., I, S]."""
+        """Computes W [.., O, I] x [.., I, S]."""
         columns = x.unsqueeze(-1) if x.ndim == 1 else x
         y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
         return y.squeeze(-1) if x.ndim == 1 else y
 
     def grouped(self, x_SI: Tensor, groups: Tensor) -> Tensor:
-        """x W of the matrix at ``groups`` [S] of a stack [E, I, O], row by row.
+        """Multiplies each row of x [S, I] with the matrix of a stack [E, I, O] at its index in ``groups`` [S].
 
-        A factor that all matrices share is one for all terms, so that few tensors of the size of x exist at once.
+        A factor common to all matrices is joined over the terms, so that few tensors of the size of x exist at once.
         """
         inner, outer = zip(*self.between(1, 2), strict=True)
         if self._stacks(1):
@@ -221,7 +223,7 @@ class Factors:
         return _total(_by_group(part, factor.mT, groups) for part, factor in zip(parts, outer, strict=True))
 
     def _stacks(self, dim: int) -> bool:
-        """Returns True if the factor with ``dim`` has one matrix for each of the stack."""
+        """Returns True if the factor with ``dim`` differs between the matrices of the stack."""
         return self.kinds[0] in (self.kinds[dim], BOTH)
 
     def embedding(self, ids: Tensor) -> Tensor:
@@ -229,14 +231,14 @@ class Factors:
         return _total(functional.embedding(ids, outer_VZ) @ inner_HZ.mT for inner_HZ, outer_VZ in self.between(1, 0))
 
     def einsum(self, x: Tensor, letters: tuple[str, str], out: str) -> Tensor:
-        """Returns the product of x with W; ``letters`` name the dims of both.
+        """Returns the product of x with W; ``letters`` name the dims of x and of W.
 
         Raises:
-            NoRuleError: a letter stands twice in one operand.
+            NoRuleError: an operand has one letter twice.
         """
         of_x, of_w = letters
         if len(set(of_w)) < len(of_w) or len(set(of_x)) < len(of_x) or NEITHER in self.kinds:
-            raise NoRuleError("a diagonal")
+            raise NoRuleError("einsum takes a diagonal; the full weight is used.")
         z = next(one for one in string.ascii_letters if one not in of_x + of_w + out)
         sides = ["".join(self._letters(of_w, side)) for side in (LEFT, RIGHT)]
         first = next((place for place, side in enumerate(sides) if any(one not in out for one in side)), 1)
@@ -250,12 +252,12 @@ class Factors:
 
 
 def _joined(factors: Sequence[Tensor]) -> Tensor:
-    """Factors [1, .., Z] of several terms, side by side."""
+    """Concatenates factors [1, .., Z] of several terms along Z."""
     return torch.cat([factor.squeeze(0) for factor in factors], -1)
 
 
 def _by_group(rows_SA: Tensor, stack_EAB: Tensor, groups: Tensor) -> Tensor:
-    """Each row times the matrix of its group."""
+    """Multiplies each row with the matrix of its group."""
     if stack_EAB.stride(0) == 0:  # one matrix for all
         return rows_SA @ stack_EAB[0]
     if bool((groups.diff() < 0).any()):
@@ -269,12 +271,12 @@ def _total(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
 
 
 def _entries(index: Any, dims: int) -> list[Any]:
-    """One entry for each dim, and None for each new dim."""
+    """Returns one entry for each dim, and None for each new dim."""
     given = list(index) if isinstance(index, tuple) else [index]
     entries = [_entry(entry) for entry in given]
     missing = dims - sum(entry is not None and entry is not Ellipsis for entry in entries)
     if missing < 0 or sum(entry is Ellipsis for entry in entries) > 1:
-        raise NoRuleError("too many indices")
+        raise NoRuleError("the index has too many entries; torch raises its own error.")
     place = next((number for number, entry in enumerate(entries) if entry is Ellipsis), len(entries))
     return [*entries[:place], *(slice(None),) * missing, *entries[place + 1 :]]
 
@@ -284,4 +286,4 @@ def _entry(entry: Any) -> Any:
         return entry if entry.ndim else int(entry)
     if entry is None or entry is Ellipsis or isinstance(entry, slice) or type(entry) is int:
         return entry
-    raise NoRuleError("another kind of index")
+    raise NoRuleError("an index has an entry other than a number, slice, None or positions; the full weight is used.")

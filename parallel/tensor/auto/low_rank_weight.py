@@ -1,12 +1,12 @@
-"""Large weights of a block that is searched or proven: products of two thin random matrices, at their full shape.
+"""Large weights of a block in a search or a proof: products of two thin random matrices, with the full shape.
 
-A block of a billion parameters, its gradients and a copy for every rank do not fit into a host. The code of the block
-needs the weight's shape and its products; a proof needs only the gradient's product with a random vector. So
+A block of a billion parameters, with gradients and a copy for every rank, does not fit into a host. The code of the
+block needs the weight's shape and products; a proof needs only the gradient's product with a random vector. So
 
     W = A B' + P v' + u Q'        A, B thin and random; u, v random vectors; P, Q zero
 
-is a weight of any size in the memory of its edges; each product takes two thin ones. The zero factors are leaves of
-the graph, and their gradients equal products with the weight's gradient G: dP = G v, dQ = u' G.
+is a weight of any size in memory that grows with rows plus columns; each product takes two thin ones. The zero factors
+are leaves of the graph, and their gradients equal products with the weight's gradient G: dP = G v, dQ = u' G.
 
 Two gradients are equal if their products with a random vector agree (Freivalds 1977): exceptions have
 measure zero. Two programs that agree on such weights agree on all: their difference is a sum of products of entries of
@@ -14,8 +14,8 @@ weights, and none with at most RANK factors from one weight vanishes on all matr
 stack [E, O, I] are one weight: a matrix of E O rows and I columns, or of O rows and E I columns, whichever has the
 shorter edges.
 
-Functions without a rule get all numbers of the weight, so the result is always that of the dense weight. Code that
-reads a weight below torch functions, or without a graph, raises: the caller draws that weight whole.
+Functions without a rule get the full weight, so every result equals the result of the dense weight. Code that reads a
+weight below torch functions, or without a graph, raises: the caller then draws that weight in full.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ RANK = 4
 
 
 class WholeWeightError(Exception):
-    """Code reads a weight in a way that its factors cannot answer; ``weight`` is its name."""
+    """Error for a read that needs the full weight; ``weight``: the parameter's name."""
 
     def __init__(self, weight: str) -> None:
         super().__init__(f"{weight} is read below torch functions or without a graph")
@@ -47,7 +47,7 @@ class WholeWeightError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors that a low-rank parameter is made of; each has the parameter's dims and a last one of columns."""
+    """Tensors of a low-rank parameter; each has the parameter's dims and a last dim of columns."""
 
     random: tuple[Tensor, Tensor]
     """A [O, 1, RANK] and B [1, I, RANK]; of experts A [E, O, 1, RANK] and B [1, 1, I, RANK], or E in B alone."""
@@ -58,7 +58,7 @@ class Parts:
     shape: tuple[int, ...]
 
     def factors(self) -> Factors:
-        """The parameter: one term for a matrix; for experts three, so that gradients pass through thin factors only."""
+        """Returns the parameter: one term for a matrix; three for experts, so that gradients pass thin factors only."""
         (a, b), (u, v), (p, q) = self.random, self.vectors, self.zeros
         terms: tuple[Term, ...] = ((a, b), (p, v), (u, q))
         if len(self.shape) == 2:
@@ -68,11 +68,11 @@ class Parts:
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
-        """Returns the same numbers, with leaves of their own."""
+        """Returns the same weight with new leaves."""
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
-        """Returns the given rows of ``dim``."""
+        """Returns the shard with the given ``rows`` of ``dim``."""
         where, shape = torch.tensor(rows), list(self.shape)
         shape[dim] = len(rows)
 
@@ -89,15 +89,15 @@ def _leaves(random: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class LowRankWeight(Tensor):
-    """A float64 weight, or a view of one, that answers with its full shape and computes with its factors."""
+    """Float64 weight, or a view of one, with the full shape; products run on the factors."""
 
     factors: Factors
     weight: str
-    """Name of the parameter."""
+    """The name of the parameter."""
     refused: set[str]
-    """Names of the parameters that code has read in a way that factors cannot answer."""
+    """Names of the parameters that code has read in full, shared by all weights of a block."""
     parts: Parts | None
-    """Those of a parameter; None for a view."""
+    """The tensors of a parameter; None for a view."""
 
     @staticmethod
     def __new__(cls, factors: Factors, weight: str, refused: set[str], parts: Parts | None = None) -> "LowRankWeight":
@@ -154,7 +154,7 @@ class LowRankWeight(Tensor):
         return LowRankWeight(factors, self.weight, self.refused)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "LowRankWeight":
-        """Returns a parameter of the given rows of ``dim``."""
+        """Returns a parameter with the given ``rows`` of ``dim``."""
         assert self.parts is not None
         return _parameter(self.parts.shard(dim, rows), self.weight, self.refused)
 
@@ -162,10 +162,10 @@ class LowRankWeight(Tensor):
 def low_rank_parameter(
     shape: Sequence[int], weight: str, generator: torch.Generator, refused: set[str]
 ) -> LowRankWeight:
-    """Returns a random parameter of ``shape`` [.., O, I] with entries as large as a dense one's."""
+    """Returns a random parameter of ``shape`` [.., O, I] with entries as large as in a dense parameter."""
     *experts, outputs, inputs = shape
     ones = (1,) * len(experts)
-    # a stack is one matrix, of which the longer edge is that of all experts
+    # a stack is one matrix; all experts are on its longer edge
     left = (*(experts if inputs > outputs else ones), outputs, 1)
     right = (*(ones if inputs > outputs else experts), 1, inputs)
 
@@ -178,9 +178,9 @@ def low_rank_parameter(
 
 
 def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
-    """Returns the leaves that receive the gradient of ``parameter``: itself, or the zero factors of a low-rank one.
+    """Returns the leaves that receive the gradient of ``parameter``: itself, or the zero factors of a low-rank weight.
 
-    Each has the parameter's dims, of size one where it was multiplied by a vector, and a last one.
+    A zero factor has the parameter's dims (size one for a dim multiplied by a vector) and a last dim.
     """
     if isinstance(parameter, LowRankWeight) and parameter.parts is not None:
         return parameter.parts.zeros
@@ -188,7 +188,7 @@ def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns a number that a tensor shares with its views only."""
+    """Returns an id of the memory, equal for a tensor and its views only."""
     whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
     return int(whole.untyped_storage()._cdata)
 
@@ -226,11 +226,11 @@ def _sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _through_twin(name: str) -> Callable[..., LowRankWeight]:
-    """Returns the rule of a function that changes the shape alone: torch's own function on the twin says how."""
+    """Returns the rule of a function that changes the shape alone: torch's function on the twin gives the new shape."""
 
     def change(factors: Factors, *args: Any, **kwargs: Any) -> Factors:
         if any(isinstance(arg, torch.dtype) for arg in args):
-            raise NoRuleError("another dtype")
+            raise NoRuleError("only float32 and float64 have a rule; the full weight is used.")
         return factors.reshaped(getattr(factors.twin, name)(*args, **kwargs))
 
     return _viewed(change)
@@ -240,13 +240,13 @@ def _same(weight: LowRankWeight, *args: Any, **kwargs: Any) -> LowRankWeight:
     """Ignores a conversion: all weights are float64 on the CPU."""
     wanted = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
     if any(dtype not in (torch.float64, torch.float32) for dtype in wanted):
-        raise NoRuleError("another dtype")
+        raise NoRuleError("only float32 and float64 have a rule; the full weight is used.")
     return weight.view_of(weight.factors)
 
 
 def _last_two(factors: Factors) -> Factors:
     if len(factors.kinds) != 2:  # T reverses more dims
-        raise NoRuleError("more dims")
+        raise NoRuleError("T and t have a rule for matrices only; the full weight is used.")
     return factors.transposed(0, 1)
 
 
@@ -263,7 +263,7 @@ def _index_select(factors: Factors, dim: int, index: Tensor) -> Factors:
 
 
 def _several(name: str) -> Callable[..., tuple[LowRankWeight, ...]]:
-    """``split``, ``chunk``, ``unbind``: torch's own function on the numbers of the rows says how."""
+    """Returns the rule of ``split``, ``chunk`` or ``unbind``: torch's function on the row numbers gives the pieces."""
 
     def rule(weight: LowRankWeight, *args: Any, **kwargs: Any) -> tuple[LowRankWeight, ...]:
         dim = kwargs.pop("dim", None)
@@ -282,16 +282,16 @@ _WITH_DIM: Mapping[str, int] = MappingProxyType({"split": 2, "chunk": 2, "unbind
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if type(weight) is not LowRankWeight or _has_weight((x, bias)) or weight.ndim != 2:
-        raise NoRuleError("another operand")
+        raise NoRuleError("linear has a rule for a matrix as its weight only; the full weight is used.")
     return weight.factors.linear(x, bias)
 
 
 def _matmul(a: Any, b: Any) -> Any:
     if _has_weight(a) and _has_weight(b):
-        raise NoRuleError("two weights")
+        raise NoRuleError("a product of two weights has no rule; the full weights are used.")
     of_weight = b if _has_weight(b) else a
     if of_weight.ndim < 2:
-        raise NoRuleError("a vector of a weight")
+        raise NoRuleError("a product with a vector of a weight has no rule; the full weight is used.")
     return b.factors.after(a) if of_weight is b else a.factors.before(b)
 
 
@@ -301,7 +301,7 @@ def _rmatmul(b: Any, a: Any) -> Any:
 
 def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     if beta != 1 or (alpha != 1 and not _has_weight(bias)):
-        raise NoRuleError("another form")
+        raise NoRuleError("these options have no rule; the full weight is used.")
     if _has_weight(bias):
         left, right = (leaf.factors.full() if _has_weight(leaf) else leaf for leaf in (a, b))
         return bias.view_of(bias.factors.plus(alpha * left, right))
@@ -310,7 +310,7 @@ def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> A
 
 def _embedding(ids: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, **options: Any) -> Any:
     if padding_idx is not None or max_norm is not None or weight.ndim != 2 or options.get("scale_grad_by_freq"):
-        raise NoRuleError("another form")
+        raise NoRuleError("these options have no rule; the full weight is used.")
     return weight.factors.embedding(ids)
 
 
@@ -318,7 +318,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     plain = isinstance(equation, str) and "->" in equation and "." not in equation and len(tensors) == 2
     if not plain or sum(map(_has_weight, tensors)) != 1:
-        raise NoRuleError("another form")
+        raise NoRuleError("these options have no rule; the full weight is used.")
     terms, out = equation.replace(" ", "").split("->")
     pairs = sorted(zip(tensors, terms.split(","), strict=True), key=lambda pair: _has_weight(pair[0]))
     (x, of_x), (weight, of_weight) = pairs

@@ -1,11 +1,11 @@
-"""One run of a block, observed: its products of activations with parameters.
+"""Trace of one run of a block: the products of activations with parameters.
 
-A function mode records them. It changes some functions, so that a gradient is zero only where a row is not needed:
+A function mode records the products and changes some functions, so that a gradient is zero only if a row is not needed:
 
-    relu          leaks; the rows of a dead unit would otherwise seem not needed
+    relu          leaks; otherwise the rows of a dead unit would have no gradient
     norms         do not differentiate their statistics; a norm over a sharded width then counts as elementwise
 
-A parameter plus a tensor of its shape is a weight as the parameter is.
+A parameter plus a tensor of the same shape counts as that parameter.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_s
 
 @dataclass(frozen=True, slots=True)
 class MatmulRecord:
-    """A product of an activation with a parameter or a view of one."""
+    """Product of an activation with a parameter or a view of one."""
 
     weight: str
     bias: str | None
@@ -36,7 +36,7 @@ class MatmulRecord:
     dropped: bool = False
     """True if x is the direct output of a dropout."""
     made: Tensor | None = None
-    """The weight, of the parameter's shape, where that is the parameter plus something else."""
+    """The weight, if it is the parameter plus another tensor of the same shape."""
 
 
 _LEAK = 0.3
@@ -47,7 +47,7 @@ DROPOUTS = frozenset(
 
 
 class _Form(NamedTuple):
-    """The positions of a function's operands, and the dims that it sums over."""
+    """Positions of a function's operands, and the summed dims."""
 
     x: int
     weight: int
@@ -67,7 +67,7 @@ _SUMS: Mapping[Any, tuple[int, ...]] = MappingProxyType(
     dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), (0, 1))
     | dict.fromkeys((torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm), (0,))
 )
-"""Functions that add to a parameter, and the positions where that may be."""
+"""Functions that add to a parameter, and the possible positions of the parameter."""
 _RELUS = frozenset((functional.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_))
 _STATISTICS = frozenset((Tensor.mean, torch.mean, Tensor.var, torch.var, Tensor.sum, torch.sum))
 _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm))
@@ -83,7 +83,7 @@ class MatmulTrace(TorchFunctionMode):
         self._dropped: list[Tensor] = []
         self._owner = {memory_of(p): (name, p) for name, p in block.named_parameters()}
         self._made: dict[int, Tensor] = {}
-        """Sums of a parameter and something of its shape, by their memory."""
+        """Sums of a parameter and another tensor of the same shape, by memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,7 +93,8 @@ class MatmulTrace(TorchFunctionMode):
         if func in _BY_FUNCTION and self._note(_BY_FUNCTION[func], args, kwargs):
             return func(*args, **kwargs).detach()
         if func in DROPOUTS and (args[1] if len(args) > 1 else kwargs.get("p", 0.5)):
-            self._dropped.append(func(*args, **kwargs).view_as(args[0]))  # no dropout here, but another tensor
+            # eval mode drops nothing; a new tensor object marks the result
+            self._dropped.append(func(*args, **kwargs).view_as(args[0]))
             return self._dropped[-1]
         if func in _RELUS:
             return functional.leaky_relu(args[0], _LEAK)
@@ -107,7 +108,7 @@ class MatmulTrace(TorchFunctionMode):
         return out
 
     def _note(self, form: _Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Records a product with a parameter; returns whether it is to be detached."""
+        """Records a product with a parameter; returns True if the product is to be detached."""
         weight = args[form.weight] if len(args) > form.weight else kwargs.get("weight", kwargs.get("mat2"))
         found = self._owner_of(weight)
         if found is None or weight is None or weight.dim() < 2:
@@ -128,7 +129,7 @@ class MatmulTrace(TorchFunctionMode):
         return name in self._cut_off
 
     def _note_sum(self, terms: Sequence[Any], made: Tensor) -> None:
-        """Remembers a sum of a parameter and something of its shape as a weight of that parameter."""
+        """Records a sum of a parameter and another tensor of the same shape as a weight of that parameter."""
         for name, parameter in filter(None, map(self._owner_of, terms)):
             if parameter.dim() > 1 and made.shape == parameter.shape and made.stride() == parameter.stride():
                 self._owner[memory_of(made)], self._made[memory_of(made)] = (name, parameter), made
@@ -138,7 +139,7 @@ class MatmulTrace(TorchFunctionMode):
 
 
 def _without_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the value of the norm, with the gradient of an elementwise product with its weight."""
+    """Returns the value of the norm, with the gradient of an elementwise product with the norm's weight."""
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
     bias = args[3] if len(args) > 3 else kwargs.get("bias")
     x = args[0]

@@ -1,22 +1,22 @@
 """Search for the styles of a block: for each group of parameters the cheapest strategy that passes the proof.
 
     at once      all groups with plain tensors
-    by module    each group in the module around it, and then the block with the strategies found
+    by module    each group in its enclosing module, then the block with the strategies found
     one by one   each group in the block, together with the decided groups
 
-The first of them to pass the proof of the whole block decides.
+The first of these that passes the proof of the whole block decides.
 
-A trial also records the numbers of its modules that the code of a block reads. A number that was not read can have any
-value: dividing it gives the same result, and need not be tried.
+A trial also records the numbers of modules that the code of a block reads. A number that was not read can have any
+value: its division changes nothing and is not tried.
 
-A group of parameters in the innermost module around it: the smaller block on which its strategies are tried.
+The enclosing module of a group is the innermost module around it, a smaller block for the trials:
 
-    block   norm ── self_attn ── + ── norm ── mlp ── +        the whole is proven once, when all groups are decided
+    block   norm ── self_attn ── + ── norm ── mlp ── +        proven once, after all groups are decided
                     q k v o                   gate up down
                     └ tried alone             └ tried alone
 
-Such a module gets the arguments that it has in a run of the whole block. Its outputs count if they reach an output of
-the block. A strategy that is right in the module alone can be wrong in the block; the block's proof decides.
+Such a module gets the arguments of a run of the whole block, and the proof compares the outputs that reach an output of
+the block. A strategy that is correct in the module alone can be wrong in the block; the block's proof decides.
 """
 
 import copy
@@ -55,7 +55,7 @@ TRIES = 24
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The decision about one group of a block."""
+    """Decision about one group of a block."""
 
     group: CoupledParameters
     way: ShardingStrategy
@@ -64,13 +64,13 @@ class Decided:
 
     @property
     def why(self) -> str:
-        """Why it was chosen, in words."""
+        """The reason of the choice, in words."""
         return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Searches the cheapest right strategy for the groups of ``block``; ``truth`` is the reference of that block."""
+    """Search of the cheapest correct strategy for the groups of ``block``; ``truth``: the reference of that block."""
 
     block: nn.Module
     truth: BlockReference
@@ -85,7 +85,8 @@ class Search:
         return found or self._one_by_one(groups, tp)
 
     def _at_once(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """Returns known decisions for groups of other blocks and plain tensors for the rest; empty if that is wrong."""
+        """Returns known decisions for groups of other blocks and plain tensors for the rest; empty if the proof
+        fails."""
         found = [one for group in groups if (one := self._likely(group, tp)) is not None]
         if len(found) < len(groups):
             return []
@@ -99,7 +100,7 @@ class Search:
         return next(before, None if way is None else Decided(group, way, ""))
 
     def _by_module(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """The strategies that are right in the modules around the groups; empty if they are wrong in the block."""
+        """Returns the strategies that are correct in the enclosing modules; empty if the proof of the block fails."""
         paths = [enclosing_module(group) for group in groups]
         if "" in paths:
             return []
@@ -120,7 +121,7 @@ class Search:
     def _one_by_one(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
         """Chooses a strategy for each group, proven together with the strategies chosen before it.
 
-        Groups without a right strategy are tried once more together with all others: code between groups may reject a
+        Groups without a correct strategy are tried once more together with all others: code between groups may reject a
         sharded input together with a replicated one.
         """
         styles: dict[str, str] = {}
@@ -155,7 +156,7 @@ class Search:
     def _with_numbers(
         self, group: CoupledParameters, before: Mapping[str, str], plain: ShardingStrategy, problem: str, tp: int
     ) -> Decided | None:
-        """Divides one number; where that changes the problem, divides a second one as well, and so on."""
+        """Divides one number; if the division changes the problem, divides a second number as well, and so on."""
         all_numbers = divisible_attributes(self.block, group, tp)
         problems: dict[tuple[Number, ...], str] = {(): problem}
         reads: dict[tuple[Number, ...], set[Number]] = {(): self._watched(before, plain, all_numbers, tp)[1]}
@@ -171,7 +172,7 @@ class Search:
                     continue
                 way = with_numbers(plain, wider)
                 verdict, reads[wider] = self._watched(before, way, all_numbers, tp)
-                if verdict.holds and (verdict := self._try(before, way, tp)).holds:  # as it is, and not watched
+                if verdict.holds and (verdict := self._try(before, way, tp)).holds:  # once more without the watch
                     return Decided(group, way, _note(way, "", verdict))
                 problems[wider] = verdict.problem
                 if verdict.problem != problems[chosen] and len(wider) < MOST:
@@ -209,30 +210,31 @@ def _together(ways: Iterable[ShardingStrategy]) -> ShardingStrategy:
 
 
 def _note(way: ShardingStrategy, first: str, verdict: Verdict) -> str:
-    """Returns the part of :attr:`Decided.why` that follows the divided numbers."""
+    """Returns the text of :attr:`Decided.why` after the divided numbers."""
     gathering = ", ".join(name for name in verdict.gathers if name != PROOF)
     gathers = f"; gathers for {gathering}" if gathering else ""
     if way.how == "local":
         return f"plain tensors{gathers}"
     if way.how == "local+":
         return gathers
-    return f"plain tensors: {first or 'the weight belongs to no linear layer'}{gathers}"
+    reason = f"the code does not fit plain shards ({first})" if first else "the weight belongs to no linear layer"
+    return f"global tensors: {reason}{gathers}"
 
 
 _CONFIG = "config."
 
 
 class AttributeReads:
-    """Notes in ``seen`` which of ``numbers`` are read."""
+    """Record of the ``numbers`` that code reads, in ``seen``."""
 
     def __init__(self, numbers: Collection[Number]) -> None:
         self._numbers = frozenset(numbers)
         self.seen: set[Number] = set(numbers)
-        """All of them until a block is watched."""
+        """The numbers that code has read; all numbers until a block is watched."""
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Records the attributes read of a private copy of a block: its modules get classes that report reads."""
+        """Records reads of attributes of a private copy of a block: its modules get classes that report reads."""
         if not self._watching:
             self._watching = True
             self.seen.clear()
@@ -254,7 +256,7 @@ class AttributeReads:
 
         try:
             config.__class__ = _asked(type(config), note)
-        except TypeError:  # a class with slots: as if all of it were read
+        except TypeError:  # a class with slots cannot report reads: count all its numbers as read
             self.seen |= {n for n in self._numbers if n.module == path and n.attribute.startswith(_CONFIG)}
             return
         module.config = config
@@ -273,16 +275,16 @@ def _asked(own: type, note: Callable[[str], None]) -> type:
 
 
 def enclosing_module(group: CoupledParameters) -> str:
-    """Path of the innermost module that holds all modules of the group's shards; empty for the block itself."""
+    """Returns the path of the innermost module with all modules of the group's shards; empty for the block itself."""
     owners = {tuple(name.split(".")[:-1]) for name in group.cuts}
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))]
     return ".".join(shared[:-1] if owners == {tuple(shared)} else shared)
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
-    """Returns the same group by the names that its parameters have in the module at ``path``.
+    """Returns the same group with the parameter names relative to the module at ``path``.
 
-    Partial gradients outside the module would be due to a partial gradient of its input, which is wrong there.
+    Partial parameters outside the module are dropped: a trial of the module alone has complete gradients of the input.
     """
 
     def local(name: str) -> str:
@@ -300,16 +302,18 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
 
 
 def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
-    """Returns the same strategy by the names in the block around the module at ``path``."""
+    """Returns the same strategy with names relative to the block around the module at ``path``."""
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))
 
 
 def reference_inside(truth: BlockReference, path: str) -> BlockReference | None:
-    """The reference of the module at ``path`` of the block of ``truth``; None if the block does not call it once, or
-    if it cannot run on copies of its arguments."""
+    """Returns the reference of the module at ``path`` of the block of ``truth``.
+
+    None: the block does not call the module exactly once, or the module cannot run on copies of its arguments.
+    """
     try:
-        call = _observed(truth, path, truth.givens[-1])  # the shortest: the proof of the block has all of them
+        call = _observed(truth, path, truth.givens[-1])  # the shortest suffice: the block's proof runs all of them
         module = truth.block.get_submodule(path)
         return BlockReference(module, [call.given], call.used) if call.used else None
     except WholeWeightError:
@@ -322,13 +326,13 @@ def reference_inside(truth: BlockReference, path: str) -> BlockReference | None:
 
 @dataclass
 class _Observed:
-    """A call of a module."""
+    """Call of a module."""
 
     given: Given = ((), {})
     outputs: list[Any] = field(default_factory=list)
     times: int = 0
     used: Collection[int] = frozenset()
-    """Leaves of its output that reach an output of the block; empty if it was not called once."""
+    """Leaves of the output that reach an output of the block; empty if the module was not called exactly once."""
 
 
 def _observed(truth: BlockReference, path: str, given: Given) -> _Observed:
@@ -338,7 +342,7 @@ def _observed(truth: BlockReference, path: str, given: Given) -> _Observed:
         out = block(*args, **kwargs)
         if call.times == 1:
             call.used = _reaching(call.outputs, float_leaves(out, truth.used))
-    call.outputs.clear()  # they hold the graph of the block
+    call.outputs.clear()  # outputs keep the graph of the block alive
     return call
 
 
@@ -364,15 +368,15 @@ def _watching(module: nn.Module) -> Iterator[_Observed]:
 
 
 def _copied(leaf: Any) -> Any:
-    """Returns an argument with content of its own; no leaf of the graph, so that the block may write into it.
+    """Returns a copy of an argument, no leaf of the graph, so that the block may write into it.
 
     Raises:
-        ValueError: it is a parameter; its gradient would be missed.
+        ValueError: the argument is a parameter; a copy would lose its gradient.
     """
     if not isinstance(leaf, Tensor):
         return copy.deepcopy(leaf)
     if isinstance(leaf, nn.Parameter | LowRankWeight):
-        raise ValueError("a parameter is an argument")
+        raise ValueError("the block passes a parameter to the module as an argument; a copy would lose its gradient.")
     twin = leaf.detach().clone()
     return twin.requires_grad_().clone() if leaf.requires_grad else twin
 
@@ -382,7 +386,7 @@ def _named(leaf: Any) -> Any:
 
 
 def _reaching(leaves: list[Any], outputs: list[Any]) -> frozenset[int]:
-    """Returns the places of the leaves of which a float output is a function with a gradient."""
+    """Returns the indices of the leaves that a float output depends on with a gradient."""
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     total = sum((out.sum() for out in outputs if out.requires_grad), torch.zeros(()))
     if not places or not total.requires_grad:

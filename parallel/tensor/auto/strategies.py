@@ -1,12 +1,12 @@
-"""The strategies by which the code of a block can run on shards, and the layers that are sharded by vocabulary.
+"""Strategies to run the code of a block on shards, and the choice of layers that are sharded by vocabulary.
 
-local     plain tensors; linear layers with f and g. Enough for code that says view(..., -1, head_dim), as most
-          Hugging Face models do
-local+    the same, with some of the whole numbers that the code reads divided by the number of ranks
-view      the parameters are global tensors and show their full shape; slower in Python, right for any use of widths
+local     plain tensors; linear layers with f and g. Sufficient for code with view(..., -1, head_dim), as
+          in most Hugging Face models
+local+    plain tensors, with some whole numbers that the code reads divided by the number of ranks
+view      parameters are global tensors with the full shape; slower in Python, correct for any use of widths
 
-They are listed cheapest first. Embeddings and heads are sharded by vocabulary if a tie or their number of rows
-connects them; without a head, the embedding with the most rows is. Other embeddings (positions, token types)
+The list begins with the cheapest. Embeddings and heads are sharded by vocabulary if a tie or an equal number of rows
+connects them; without a head, the embedding with the most rows is sharded. Other embeddings (positions, token types)
 are small; replicated, they need no sum.
 """
 
@@ -26,16 +26,16 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
 class ShardingStrategy(NamedTuple):
-    """One strategy: a style for each module or parameter of the group, by its name in the block."""
+    """Strategy for one group: a style for each module or parameter, by name in the block."""
 
     how: str
     styles: Mapping[str, str]
     changes: tuple[str, ...] = ()
-    """The attributes that get another value, for the plan's table."""
+    """The attributes with a new value, for the plan's table."""
 
 
 def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrategy | None:
-    """The strategy with plain tensors; None if code multiplies with a parameter that is not a linear layer's weight."""
+    """Returns the strategy with plain tensors; None if code multiplies with a parameter outside linear layers."""
     rows = (group.row, *group.beside)
     weights = (*group.columns, *rows)
     owners = {_owner(name) for name in weights}
@@ -60,11 +60,11 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrate
 
 
 def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> ShardingStrategy:
-    """Returns the strategy in which all sharded parameters show their full shape.
+    """Returns the strategy with all sharded parameters as global tensors of the full shape.
 
-    ``partial``: replicated parameters between columns and row have partial gradients. Otherwise a replicated tensor is
-    copied where it meets a sharded one, which also sums the partial gradient that reaches it there (a positional key
-    that all heads share).
+    ``partial``: replicated parameters between columns and row have partial gradients. Otherwise each meeting with a
+    sharded tensor copies the replicated tensor, and backward sums the partial gradient there (a positional key common
+    to all heads).
     """
     styles = {name: "partial" for name in group.partial if partial}
     for name, cut in group.cuts.items():
@@ -78,7 +78,7 @@ def _cut_style(block: nn.Module, name: str, cut: ParameterCut, tp: int) -> str:
 
 
 def _words(block: nn.Module, layer: str, kind: str, cut: ParameterCut, tp: int) -> str:
-    """Returns the style of a linear layer; without a ``head`` word the head width that its parent names applies."""
+    """Returns the style of a linear layer; without a ``head`` word the parent module's head width applies."""
     module = block.get_submodule(layer)
     dim = 0 if (kind == "column") != is_conv1d(module) else 1
     size = block.get_parameter(f"{layer}.weight").shape[dim]
@@ -86,8 +86,10 @@ def _words(block: nn.Module, layer: str, kind: str, cut: ParameterCut, tp: int) 
 
 
 def _extent(cut: ParameterCut, size: int, tp: int, default: int = 1) -> str:
-    """The words for the rows: even shards, fused equal parts, or exact rows. ``default``: the head width without a
-    word."""
+    """Returns the words for the rows: even shards, fused equal parts, or exact rows.
+
+    ``default``: the head width that needs no word.
+    """
     for unit in dict.fromkeys((default, 1)):
         for parts in (1, 2, 3):
             if _shares_heads(size, tp, parts, unit) and cut.ranges == cut_parts(size, tp, parts, unit):
@@ -105,19 +107,19 @@ def _owner(name: str) -> str:
 
 
 def _called(block: nn.Module, layer: str) -> bool:
-    """Returns True if the layer is called; nn.MultiheadAttention reads the weight of its output layer instead."""
+    """Returns True if the layer is called; nn.MultiheadAttention only reads the weight of its output layer."""
     return not isinstance(block.get_submodule(_owner(layer)), nn.MultiheadAttention)
 
 
 class Number(NamedTuple):
-    """An attribute of a module of the block, or of the module's config."""
+    """Attribute of a module of the block, or of the module's config, with a whole number as its value."""
 
     module: str
     attribute: str
 
 
 def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) -> list[Number]:
-    """Returns the whole numbers of the group's modules that the ranks can share."""
+    """Returns the whole numbers of the group's modules that divide among the ranks."""
     paths: dict[str, None] = {}
     for name in group.cuts:
         parts = name.split(".")[:-1]
@@ -129,7 +131,7 @@ def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) ->
             continue
         read = _names_read(module)
         own = [name for name in vars(module) if _shares(module, name, tp)]
-        # numbers that no method names may still be read by functions that get the module; they come last
+        # a function that gets the module may read numbers that no method names; they come last
         found += [Number(path, name) for name in sorted(own, key=lambda name: name not in read)]
         if "config" in read and hasattr(module, "config"):
             found += [Number(path, f"config.{name}") for name in sorted(read) if _shares(module.config, name, tp)]
@@ -149,7 +151,7 @@ def _names_read(module: nn.Module) -> set[str]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """The names in ``code``, and in its comprehensions and inner functions."""
+    """Yields the names in ``code``, and in its comprehensions and inner functions."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -169,7 +171,7 @@ STYLE = "vocabulary"
 
 
 def vocabulary_styles(model: nn.Module, called: Mapping[str, nn.Module], tp: int) -> dict[str, str]:
-    """The style "vocabulary" for modules of ``model``, by first name; ``called``: the embeddings that the forward
+    """Returns the style "vocabulary" for modules of ``model``, by first name; ``called``: modules that forward
     calls."""
     embeddings: dict[str, nn.Embedding] = {}
     for name, module in called.items():

@@ -14,24 +14,24 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 Result = TypeVar("Result")
 TensorRule = Callable[..., Any]
-"""Called with (context, function, *args, **kwargs); returns the function's result on global tensors."""
+"""A function of (context, function, *args, **kwargs) that returns the function's result on global tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of torch functions on global tensors."""
+    """Rules of torch functions on global tensors."""
 
     by_function: Mapping[Any, TensorRule]
     fallback: TensorRule
     """The rule of all other functions."""
 
     def __deepcopy__(self, memo: object) -> "Rules":
-        """A copied model shares the rules: they never change."""
+        """Returns ``self``: rules never change, so a copied model shares them."""
         return self
 
 
 class GlobalTensorContext:
-    """The context of all global tensors of a sharded model, or of one unit.
+    """Context of all global tensors of a sharded model, or of one unit.
 
     ``sequence``: sums of products stay sharded along the dim before the last one (sequence parallelism). ``regather``:
     inputs that column layers gather are gathered again in backward.
@@ -45,12 +45,12 @@ class GlobalTensorContext:
         self.partial: set[nn.Parameter] = set()
         """The plain parameters that met a global tensor: each rank has a partial gradient, to be summed once a step."""
         self.planned: frozenset[nn.Parameter] | None = None
-        """In training, the parameters that are summed once a step; a parameter that the plan's example did not show
-        as partial is summed at each use."""
+        """In training, the parameters summed once a step; a parameter that was not partial in the plan's example is
+        summed at each use."""
         self.equal: set[nn.Parameter] = set()
         """Parameters that plain code uses as well: their gradient is summed at each use, as for any plain tensor."""
         self.reached_below: str | None = None
-        """The name of the caller that has asked a global tensor for its memory."""
+        """The name of the caller that has asked a global tensor for memory."""
         self._entered: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._found: dict[Hashable, Any] = {}
 
@@ -59,11 +59,11 @@ class GlobalTensorContext:
         return self.planned is None or parameter in self.planned
 
     def clear(self) -> None:
-        """Forgets the tensors that have entered; called at the end of a block."""
+        """Drops the entered tensors; the block calls it at the end of its forward."""
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
-        """``enter(passed)``, made from ``given``: one result per key until ``passed`` is called, in backward.
+        """Returns ``enter(passed)``, made from ``given``: one result per key until backward calls ``passed``.
 
         The key contains the id of ``given``, which stays valid because the context keeps ``given`` alive.
         """
@@ -81,7 +81,7 @@ class GlobalTensorContext:
             del self._entered[key]
 
     def find(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """``make()``, called once for each key; a NoRuleError that it raises is remembered and raised again."""
+        """Returns ``make()``, called once for each key; its NoRuleError is stored and raised again as well."""
         try:
             found = self._found[key]
         except KeyError:
@@ -100,7 +100,7 @@ class GlobalTensorContext:
 
     @contextmanager
     def own_draws(self, device: torch.device) -> Iterator[None]:
-        """Inside, this rank draws its own random numbers; before and after, generators agree on all ranks."""
+        """Gives this rank its own random numbers inside the context; outside, generators agree on all ranks."""
         if self.axis.size == 1 or self.axis.dry:
             yield
             return

@@ -1,12 +1,12 @@
-"""The class :class:`GlobalTensor`: full shape outside, this rank's shard inside.
+"""Class :class:`GlobalTensor`: full shape outside, this rank's shard inside.
 
-    x.shape, x.size(-1), len(x), x.device      answered here, without communication
+    x.shape, x.size(-1), len(x), x.device      computed here, without communication
     torch.softmax(x, -1), x @ w, x[:, 1:] ...  the function's rule (``rules.table``), else all arguments are gathered
     Function.apply(x), x.data_ptr(), a kernel  refused: it would read memory that does not exist
 
-``torch.autograd.Function.apply`` does not call ``__torch_function__``. But to build the graph, torch asks an input that
-requires a gradient for its sizes, and a global tensor gets that question in ``__torch_dispatch__``. There the caller is
-recorded, and the first thing that the Function does with the global tensor raises.
+``torch.autograd.Function.apply`` does not call ``__torch_function__``. To build the graph, however, torch reads the
+sizes of inputs that require a gradient, and this read reaches ``__torch_dispatch__``. There the caller is recorded, and
+the Function's first operation on the global tensor raises.
 """
 
 import sys
@@ -30,8 +30,8 @@ Function = Callable[..., Any]
 
 
 class GlobalTensor(WrapperTensor):
-    """A sharded tensor. ``local``: this rank's shard, in the autograd graph; ``full``: the full shape; ``sets``: the
-    indices of each dim that every rank holds."""
+    """Sharded tensor. ``local``: this rank's shard, in the autograd graph; ``full``: the full shape; ``sets``: the
+    indices of each dim on every rank."""
 
     local: Tensor
     full: torch.Size
@@ -78,10 +78,10 @@ class GlobalTensor(WrapperTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         x = next(global_tensors_in(args, kwargs or {}))
-        if func is torch.ops.aten.dim.default:  # torch.pow(x, 3.0) asks this of x to tell a 0-dim tensor
+        if func is torch.ops.aten.dim.default:  # torch.pow(x, 3.0) reads the dims of x to recognise a 0-dim tensor
             return x.ndim
         x.views.reached_below = x.views.reached_below or _caller(str(func))
-        if func is torch.ops.aten.sym_size.default:  # torch asks this where no exception may be raised
+        if func is torch.ops.aten.sym_size.default:  # torch reads sizes where no exception may be raised
             return x.full
         return refuse_below(x.views)
 
@@ -93,7 +93,7 @@ class GlobalTensor(WrapperTensor):
     def __format__(self, _: str) -> str:
         return repr(self)
 
-    # ---- answered without communication
+    # ---- metadata, without communication
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -107,7 +107,7 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the shard, which may be a parameter that has been converted."""
+        """The dtype of the shard; conversion of a parameter changes it."""
         return self.local.dtype
 
     @property
@@ -161,7 +161,7 @@ class GlobalTensor(WrapperTensor):
 
 
 def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
-    """The global tensors among arguments, also in lists, tuples and dicts."""
+    """Yields the global tensors among arguments, also in lists, tuples and dicts."""
     for argument in args:
         if type(argument) is GlobalTensor:
             yield argument
@@ -181,7 +181,7 @@ def has_views(args: Any, kwargs: Any) -> bool:
 def show_parameter(
     parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, context: "GlobalTensorContext"
 ) -> GlobalTensor:
-    """A sharded parameter as a global tensor, for code that expects the full shape; nothing about it is remembered."""
+    """Returns a sharded parameter as a new global tensor, for code that expects the full shape."""
     return GlobalTensor(parameter, full, sets, context)
 
 
@@ -210,22 +210,22 @@ def _caller(function: str) -> str:
 
 
 def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments by torch's own names: torch takes numpy's names for them as well, and rules do not."""
+    """Returns keyword arguments under torch's names: torch also accepts numpy's names, rules do not."""
     if "axis" not in kwargs and "keepdims" not in kwargs:
         return kwargs
     return {{"axis": "dim", "keepdims": "keepdim"}.get(key, key): value for key, value in kwargs.items()}
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raises for code that has reached a global tensor below ``__torch_function__``.
+    """Raises because code has reached a global tensor below ``__torch_function__``.
 
     Raises:
-        EngineError: names the code and the remedy.
+        EngineError: always; the text names the code.
     """
     caller, context.reached_below = context.reached_below, None
     raise EngineError(
-        f"{caller} was given a tensor that is sharded over tensor ranks, but it takes plain tensors only; give the "
-        'module that calls it the style "replicate" in parallel.tensor_plan.'
+        f"{caller} got a tensor that is sharded over tensor ranks, but accepts plain tensors only; set the style "
+        '"replicate" for the module that calls it in parallel.tensor_plan.'
     )
 
 

@@ -1,11 +1,11 @@
-"""Index sets: the indices of a dim that each rank holds, sorted and compared by value. Pure arithmetic.
+"""Index sets: the indices of a dim on each rank, sorted and compared by value. Pure arithmetic.
 
-    blocks      0 0 0 1 1 1      every rank an equal block in rank order: collectives need no copy
+    blocks      0 0 0 1 1 1      an equal block on every rank, in rank order: collectives need no copy
     even        0 1 0 1 0 1      every index on one rank, equally many on each
     thirds      0 1 | 0 1 | 0 1  a fused q, k, v
     shared      01 01 | 01 01    an index on several ranks: gradients are partial
 
-A dim that every rank holds in full has None in place of an Index.
+A dim that is full on every rank has None in place of an Index.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,15 @@ Entry = TypeVar("Entry")
 
 
 class NoRuleError(Exception):
-    """The operation cannot be done on shards: the caller gathers instead."""
+    """Refusal of a rule: the operation cannot run on these shards, so the fallback gathers the arguments instead.
+
+    The fallback records the gather by the function's name; users see this name in the plan's notes, not this text.
+    """
 
 
 class Index:
-    """``ranks[r]``: the sorted indices of a dim of ``size`` that rank r holds; together they cover the dim."""
+    """Sharding of a dim of ``size`` indices; ``ranks[r]``: the sorted indices on rank r. Together they cover the
+    dim."""
 
     def __init__(self, ranks: Iterable[Indices], size: int) -> None:
         self.ranks = tuple(np.ascontiguousarray(held, dtype=np.int64) for held in ranks)
@@ -56,7 +60,7 @@ class Index:
 
     @cached_property
     def holders(self) -> Indices:
-        """For each index a bit mask of its holders: bit r is set if rank r holds it."""
+        """A bit mask of the holders of each index: bit r is set if rank r stores the index."""
         masks = np.zeros(self.size, dtype=np.int64)
         for rank, held in enumerate(self.ranks):
             masks[held] |= 1 << rank
@@ -74,12 +78,12 @@ class Index:
 
     @cached_property
     def even(self) -> bool:
-        """True if every index is on exactly one rank and all ranks hold equally many."""
+        """True if every index is on exactly one rank and all ranks have equally many."""
         return self.once and len(set(self.counts)) == 1
 
     @cached_property
     def order(self) -> Indices:
-        """For an even Index: the position of each index in the concatenation of all ranks' shards."""
+        """The position of each index in the concatenation of all ranks' shards; only for an even Index."""
         return np.argsort(np.concatenate(self.ranks))
 
     @cached_property
@@ -89,7 +93,7 @@ class Index:
 
     @cached_property
     def owned(self) -> "Index":
-        """The Index in which every index is on the first of its holders only."""
+        """The Index with every index on the first of its holders only."""
         masks = self.holders
         first = masks & -masks
         return Index((held[first[held] == 1 << rank] for rank, held in enumerate(self.ranks)), self.size)
@@ -119,7 +123,7 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
     if all(len(held) == size for held in ranks):
         return None
     if size == 1:
-        raise NoRuleError("one element")
+        raise NoRuleError("a dim of one element cannot be sharded, because it broadcasts.")
     return Index(ranks, size)
 
 
@@ -127,7 +131,7 @@ def common(a: Index | None, b: Index | None) -> Index | None:
     """Returns the intersection of both index sets on each rank.
 
     Raises:
-        NoRuleError: some index would have no holder.
+        NoRuleError: some index would be on no rank.
     """
     if a is b or b is None:
         return a
@@ -136,7 +140,7 @@ def common(a: Index | None, b: Index | None) -> Index | None:
     both = [np.intersect1d(x, y, assume_unique=True) for x, y in zip(a.ranks, b.ranks, strict=True)]
     found = index_of(both, a.size)
     if found is not None and 0 in found.kinds:
-        raise NoRuleError("an element without a holder")
+        raise NoRuleError("the operands are sharded differently: no rank stores some index of both.")
     return found
 
 
@@ -146,13 +150,13 @@ def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry,
 
 
 def covers(sets: Iterable[Index | None]) -> bool:
-    """Returns True if every element (one index of each dim) of dims sharded this way is on some rank."""
+    """Returns True if every element (one index per dim) of a tensor with these ``sets`` is on some rank."""
     kinds = [index.kinds for index in sets if index is not None]
     return len(kinds) < 2 or all(_meet(masks) for masks in product(*kinds))
 
 
 def held_once(sets: Iterable[Index | None]) -> bool:
-    """Returns True if every element of dims sharded this way is on exactly one rank."""
+    """Returns True if every element of a tensor with these ``sets`` is on exactly one rank."""
     kinds = [index.kinds for index in sets if index is not None]
     return bool(kinds) and all(_meet(masks).bit_count() == 1 for masks in product(*kinds))
 
@@ -168,17 +172,17 @@ def positions(have: Index | None, want: Index | None, rank: int) -> Indices | No
     """Returns the positions of ``want``'s indices within ``have``'s, on rank ``rank``; None if both are the same.
 
     Raises:
-        NoRuleError: the rank holds less than it should.
+        NoRuleError: some index of ``want`` is not on the rank.
     """
     if have == want:
         return None
     if want is None:
-        raise NoRuleError("more than is held")
+        raise NoRuleError("this rank does not store all the indices that the operation needs.")
     wanted = want.ranks[rank]
     if have is None:
         return wanted
     held = have.ranks[rank]
     places = np.searchsorted(held, wanted)
     if len(wanted) and (places[-1] >= len(held) or not np.array_equal(held[places], wanted)):
-        raise NoRuleError("more than is held")
+        raise NoRuleError("this rank does not store all the indices that the operation needs.")
     return places

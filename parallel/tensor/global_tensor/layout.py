@@ -1,10 +1,10 @@
-"""Full shapes and index sets of the results of operations. Pure arithmetic.
+"""Layouts of the results of operations: full shapes and index sets. Pure arithmetic.
 
 reshape works on groups of dims with equal products; a group without a sharded dim needs nothing:
 
     (B, T, 3 C)  ->  (B, T, 3, H, D)      groups  B | T | 3 C -> 3 H D
-                        rank 0 holds of 3 C the flat numbers {q0, k0, v0}
-                        unravelled into (3, H, D): all x {0} x all, a product: its factors are the sets of the new dims
+                        rank 0 has the flat numbers {q0, k0, v0} of 3 C;
+                        unravelled into (3, H, D): all x {0} x all, a product with the sets of the new dims as factors
 """
 
 import math
@@ -19,17 +19,17 @@ Shape = tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """The shape that the code sees, and the indices of each dim that every rank holds."""
+    """Full shape, and the indices of each dim on every rank."""
 
     shape: Shape
     sets: Sets
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """Returns the broadcast of all dims but the last ``tail`` (size 1 there), with the indices each rank holds of all.
+    """Returns the broadcast of all dims but the last ``tail`` (size 1 there), with the indices common to all operands.
 
     Raises:
-        NoRuleError: some element would have no holder.
+        NoRuleError: some element would be on no rank.
     """
     dims = max(len(layout.shape) for layout in layouts)
     shape: list[int] = [1] * dims
@@ -39,7 +39,7 @@ def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
         for dim in range(len(layout.shape) - tail):
             if layout.shape[dim] != 1:
                 if shape[offset + dim] not in (1, layout.shape[dim]):
-                    raise NoRuleError("sizes do not agree")
+                    raise NoRuleError("the sizes do not agree; torch raises its own error.")
                 shape[offset + dim] = layout.shape[dim]
                 sets[offset + dim] = common(sets[offset + dim], layout.sets[dim])
     return checked(tuple(shape), tuple(sets))
@@ -49,10 +49,10 @@ def checked(shape: Shape, sets: Sets) -> Layout:
     """Returns the layout of ``shape`` and ``sets``.
 
     Raises:
-        NoRuleError: some element would have no holder.
+        NoRuleError: some element would be on no rank.
     """
     if not covers(sets):
-        raise NoRuleError("an element without a holder")
+        raise NoRuleError("two dims are sharded in such a way that some element would be on no rank.")
     return Layout(shape, sets)
 
 
@@ -63,18 +63,18 @@ def local_shape(layout: Layout, rank: int) -> Shape:
 
 
 def positive_dim(dim: int, dims: int) -> int:
-    """``dim`` counted from the front, for a tensor of ``dims`` dims.
+    """Returns ``dim`` counted from the front, for a tensor of ``dims`` dims.
 
     Raises:
         NoRuleError: there is no such dim; the fallback lets torch raise its own error.
     """
     if not -max(dims, 1) <= dim < max(dims, 1):
-        raise NoRuleError("no such dim")
+        raise NoRuleError("the tensor has no such dim; torch raises its own error.")
     return dim % max(dims, 1)
 
 
 def infer_size(numel: int, shape: Sequence[int]) -> Shape:
-    """``shape`` with its -1 replaced."""
+    """Returns ``shape`` with -1 replaced by the size that ``numel`` elements need."""
     if -1 not in shape:
         return tuple(shape)
     known = -math.prod(shape)
@@ -85,7 +85,7 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
     """Returns the layout after a reshape to ``shape``.
 
     Raises:
-        NoRuleError: a rank's elements are no product of index sets in the new shape.
+        NoRuleError: a rank's elements do not form a product of index sets in the new shape.
     """
     sets: list[Index | None] = [None] * len(shape)
     for old, new in dim_groups(layout.shape, shape):
@@ -102,6 +102,7 @@ def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
     while i < len(old) or j < len(new):
         left, right = list(range(i, min(i + 1, len(old)))), list(range(j, min(j + 1, len(new))))
         i, j = i + len(left), j + len(right)
+        # the smaller product takes the next dim, until both are equal
         while (a := math.prod(old[d] for d in left)) != (b := math.prod(new[d] for d in right)):
             if (a < b or j == len(new)) and i < len(old):
                 left.append(i)
@@ -110,7 +111,7 @@ def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
                 right.append(j)
                 j += 1
             else:
-                raise NoRuleError("sizes do not agree")
+                raise NoRuleError("the sizes do not agree; torch raises its own error.")
         yield left, right
 
 
@@ -129,8 +130,8 @@ def _flat(group: Layout, rank: int) -> Indices:
 def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
     sets = [np.unique(along).astype(np.int64) for along in np.unravel_index(flat, shape)]
     if math.prod(map(len, sets)) != len(flat):
-        raise NoRuleError("no product of sets")
-    return sets  # the elements lie in the product of the sets and are as many, so they are the product
+        raise NoRuleError("the shard of a rank is not a block of rows and columns in the new shape.")
+    return sets  # the elements are a subset of the product of the sets and as many, so they equal the product
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
@@ -141,7 +142,7 @@ def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
 
 
 def repeated(index: Index, times: int, interleaved: bool) -> Index:
-    """Every index ``times`` times: a a b b if interleaved, otherwise a b a b."""
+    """Returns the Index with every index repeated ``times`` times: a a b b if interleaved, otherwise a b a b."""
     if interleaved:
         ranks = [(own[:, None] * times + np.arange(times)).ravel() for own in index.ranks]
     else:

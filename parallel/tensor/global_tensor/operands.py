@@ -1,6 +1,6 @@
-"""The shard of each operand that this rank needs for an operation; shapes are aligned at the last dims.
+"""Shards of the operands that this rank needs for an operation; shapes are aligned at the last dims.
 
-    global tensor                           its local shard, or the slice of it that is needed
+    global tensor                           its local shard, or a slice of the shard
     parameter                               a slice; the gradient is recorded as partial
     plain, with a gradient                  f: the gradient is summed over the ranks, once for all uses of the object
     plain, with a gradient, one dim         a slice: the gradient is gathered, half the bytes of a sum
@@ -34,7 +34,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 class Joined(NamedTuple):
-    """The layout of a result, and the index sets that each operand must have for it."""
+    """Layout of a result, and the index sets that each operand must have for it."""
 
     shape: Shape
     sets: Sets
@@ -42,10 +42,10 @@ class Joined(NamedTuple):
 
 
 def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
-    """Returns the broadcast of the operands and the indices each rank holds of all, without the last ``tail`` dims.
+    """Returns the broadcast of the operands, and the indices on each rank, without the last ``tail`` dims.
 
     Raises:
-        NoRuleError: some element would have no holder.
+        NoRuleError: some element would be on no rank.
     """
     layouts = tuple(map(layout_of, tensors))
     return context.find(("join", tail, layouts), lambda: _join(layouts, tail))
@@ -80,7 +80,7 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
     """Returns the shard of a plain tensor; its first dims become sharded as ``wanted``."""
-    if plain.requires_grad:  # its gradient is complete only after a sum or a gather: once a step, or here
+    if plain.requires_grad:  # the gradient is complete only after a sum or a gather: once a step, or here
         if isinstance(plain, nn.Parameter) and plain not in context.equal and context.sums_once(plain):
             context.partial.add(plain)
         elif torch.is_grad_enabled() and context.axis.size > 1:
@@ -101,10 +101,10 @@ def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
 
 
 def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
-    """Returns the slice of ``local`` for ``want``: a view if its indices are evenly spaced.
+    """Returns the slice of ``local`` for ``want``: a view if the indices are evenly spaced.
 
     Raises:
-        NoRuleError: this rank does not hold it.
+        NoRuleError: some index of ``want`` is not on this rank.
     """
     place = context.find(("pick", have, want), lambda: _place(have, want, context.axis.index))
     if place is None:

@@ -1,4 +1,4 @@
-"""Redistribution: shards to full tensors and back, and sums over the ranks (DTensor: redistribute).
+"""Redistribution of shards to full tensors and back, and sums over the ranks (DTensor: redistribute).
 
                                               forward                   backward
     full            global -> plain           all-gather                own slice
@@ -7,11 +7,12 @@
     add_rows        ... sharded along rows    reduce-scatter            all-gather
 
 
-``full`` is for plain code: its gradient is equal on all ranks, so each rank takes its own slice. ``gather_global`` is
-for further sharded computation: each rank has a partial gradient of the result, and they are summed.
+``full`` is for plain code: the gradient of the result is equal on all ranks, so each rank takes its own slice.
+``gather_global`` is for further sharded computation: each rank has a partial gradient of the result, and the ranks sum
+them.
 
-If the ranks hold unequal numbers of elements, or some elements are on several ranks, there is no all-gather that fits.
-Then every rank writes its shard into zeros, each element only on the first of its holders, and the ranks sum.
+An all-gather needs shards of equal size without common elements. In other cases every rank writes its shard into zeros,
+each element only on the first of its holders, and an all-reduce sums them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -53,12 +54,13 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
     context.note_gather(reason)
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     if not dims:
-        # all ranks hold everything: the plain gradient is complete on each, but before here gradients are partial and
-        # will be summed, so only one rank may pass it on
+        # every rank has all elements and a complete gradient of the result, but gradients of ``x`` are partial and will
+        # be summed: only one rank may pass the gradient on
         owner: Tensor = _Owner.apply(x.local, context.axis.index == 0)  # type: ignore[no-untyped-call]
         return owner
     index = x.sets[dims[0]]
     if len(dims) == 1 and index is not None and index.even:
+        # collectives have no bool; one byte each has the same bits
         as_bytes = x.local.view(torch.uint8) if x.local.dtype is torch.bool else x.local
         joined = in_order(context, gather_whole(as_bytes, context.axis, dims[0]), dims[0], index)
         return joined.view(x.local.dtype) if joined.dtype != x.local.dtype else joined
@@ -66,7 +68,7 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
 
 
 def gather_global(x: GlobalTensor) -> GlobalTensor:
-    """Returns ``x`` with all elements on every rank, gathered once for all uses; gradients are summed."""
+    """Returns ``x`` with all elements on every rank, gathered over "tp" once for all uses; gradients are summed."""
     context, local = x.views, x.local
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[dims[0]] if len(dims) == 1 else None
@@ -85,7 +87,7 @@ def gather_global(x: GlobalTensor) -> GlobalTensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """All-reduces ``local`` over the tensor ranks; no other code reads ``local``."""
+    """All-reduces ``local`` over the tensor ranks, in place: no other code may read ``local``."""
     return reduce_from(local, context.axis, label)
 
 
@@ -97,7 +99,7 @@ def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
 
 
 def stream_dim(x: GlobalTensor) -> int | None:
-    """Returns the only sharded dim if it is sharded into equal blocks in rank order; otherwise None."""
+    """Returns the sharded dim if there is one only, sharded into equal blocks in rank order; otherwise None."""
     cut = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None
@@ -113,8 +115,8 @@ def add_rows(
     Raises:
         SequenceError: the number of ranks does not divide the rows.
     """
-    # [B S, O] from flattened activations: shard S inside every batch entry, not B S as one dim, or the blocks would
-    # differ from those of a [B, S, O] stream
+    # [B S, O] from flattened activations: shard S inside every batch entry, not B S as one dim, because the blocks
+    # must be those of a [B, S, O] stream
     rows = folded if folded is not None and local.ndim == 2 else tuple(local.shape[:-1])
     ranks = context.axis.size
     if not context.sequence or ranks == 1 or not rows or (len(rows) == 1 and rows[0] % ranks):
@@ -122,7 +124,7 @@ def add_rows(
     if rows[-1] % ranks:
         raise SequenceError(
             f"a sequence of length {rows[-1]} does not divide among {ranks} tensor ranks, as sequence_parallel "
-            f"requires; pad it to a multiple of {ranks}, or switch sequence_parallel off."
+            f"requires; pad it to a multiple of {ranks}, or set parallel.sequence_parallel to false."
         )
     shape = tuple(local.shape)
     mine = scatter_from(local.view(*rows, shape[-1]), context.axis, -2, label, owned=True)
@@ -136,14 +138,14 @@ def add_rows(
 
 
 def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ...]) -> GlobalTensor:
-    """Returns the global tensor of ``shape`` [.., S, O]; ``local`` contains this rank's rows."""
+    """Returns the global tensor of ``shape`` [.., S, O] with this rank's rows ``local``; nothing is communicated."""
     ranks = context.axis.size
     index = context.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
     return GlobalTensor(local, shape, (*(None,) * (len(shape) - 2), index, None), context)
 
 
 def in_order(context: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
-    """Returns the concatenated shards of all ranks with every index moved to its place."""
+    """Returns the concatenated shards of all ranks with the indices of ``dim`` in ascending order."""
     if index.blocks:
         return joined
     return joined.index_select(dim, on_device(context, ("order", index, joined.device), index.order, joined.device))
@@ -153,7 +155,7 @@ def _sum_of_owned(x: GlobalTensor) -> Tensor:
     context, local, dtype = x.views, x.local, x.local.dtype
     if dtype is torch.bool:
         local = local.to(torch.uint8)
-    # zero the elements that an earlier rank holds too, spread the rest over the full shape, sum
+    # several holders of an element must not count it twice: zero it on all but the first, then sum over the ranks
     mask = context.find(("mask", x.sets), lambda: _owned_mask(x.sets, context.axis.index))
     if mask is not None:
         key = ("mask", x.sets, local.device)
@@ -168,12 +170,12 @@ def _sum_of_owned(x: GlobalTensor) -> Tensor:
 
 
 def _owned_mask(sets: Sets, rank: int) -> Any:
-    """Over the sharded dims of a shard: whether this rank is the first holder of an element; None if it always is."""
+    """Returns a mask over the sharded dims: True where ``rank`` is the element's first holder; None if it always is."""
     holders = [index.holders[index.ranks[rank]] for index in sets if index is not None]
     meets = holders[0]
     for mask in holders[1:]:
         meets = meets[..., None] & mask
-    first = (meets & -meets) == 1 << rank  # the lowest set bit of the mask is the first holder
+    first = (meets & -meets) == 1 << rank  # the lowest set bit names the first holder
     return None if bool(np.all(first)) else first
 
 
@@ -183,7 +185,7 @@ def _aligned(sets: Sets, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Owner(torch.autograd.Function):
-    """A tensor that all ranks hold, each with a partial gradient: the plain gradient goes to one of them."""
+    """Pass of a tensor that is full on all ranks: backward sends the gradient to the owner only, zeros to others."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, owner: bool) -> Tensor:

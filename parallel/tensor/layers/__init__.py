@@ -1,1 +1,1 @@
-"""Sharded layers, and how a plan puts them on a user's model."""
+"""Sharded layers, and the installation of a tensor plan on a user's model."""

@@ -1,9 +1,9 @@
-"""Dropout on the way into an adapter, on a random stream that suits its input (PEFT's ``lora_dropout``).
+"""Dropout in front of an adapter (PEFT's ``lora_dropout``), on a random stream that suits the adapter's input.
 
-    beside a column layer    the input is full: all ranks draw one mask, though the region is open
-    beside a row layer       the input is a shard: each rank draws a mask of its own, though the region is closed
+    of a column layer    the input is full: all ranks draw one mask, though the region is open
+    of a row layer       the input is a shard: each rank draws a mask of its own, though the region is closed
 
-Otherwise the first product of the adapter, which every rank holds whole, would get other gradients on each rank.
+Otherwise the adapter's first matrix, which is replicated on all ranks, would get a different gradient on each rank.
 """
 
 from contextlib import nullcontext
@@ -16,18 +16,18 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.layers.parallel_region import Region
 
 BASE = ".base_layer"
-"""The name that PEFT gives the layer inside its own."""
+"""The name of the wrapped layer inside PEFT's layer."""
 
 
 class AdapterDropout(nn.Module):
-    """A dropout that draws alike on all tensor ranks, or apart."""
+    """Dropout that draws one mask for all tensor ranks, or a mask for each rank."""
 
     tensor_region: Region
     tensor_stream: int | None
-    """The number of its stream, which all ranks draw from; None: each rank has a stream of its own."""
+    """The number of the random stream that all ranks share; None: each rank has a stream of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the module's own forward."""
+        """Runs the dropout of the original class on the chosen random stream."""
         stream = self.tensor_region.drawing(x.device, self.tensor_stream) if self.training else nullcontext()
         with stream:
             dropped: Tensor = super().forward(x)
@@ -35,11 +35,11 @@ class AdapterDropout(nn.Module):
 
 
 def place_dropouts(parent: nn.Module, region: Region, stream: int | None, patches: ForwardPatches) -> None:
-    """Give the dropouts of the adapters in ``parent``, PEFT's layer around a sharded one, their streams."""
+    """Sets the random stream of each ``lora_dropout`` in ``parent``, PEFT's layer around a sharded layer."""
     dropouts: Any = getattr(parent, "lora_dropout", None)
     for module in dropouts.values() if isinstance(dropouts, nn.ModuleDict) else ():
         if isinstance(module, _DropoutNd) and module.p > 0:
-            note = f"draws {'alike on all tensor ranks' if stream is not None else 'apart on each tensor rank'}"
+            note = f"draws {'one mask for all tensor ranks' if stream is not None else 'a mask for each tensor rank'}"
             with patches.changing(module, PatchLayer.TENSOR, note):
                 own = type(module)
                 module.__class__ = type(f"Adapter{own.__name__}", (AdapterDropout, own), {})

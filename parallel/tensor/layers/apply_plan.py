@@ -1,4 +1,4 @@
-"""Apply a tensor plan to a model in place, and assemble full parameters from their shards.
+"""Installation of a tensor plan on a model in place, and assembly of full parameters from shards.
 
     parameters    get the data of this rank's shard; the objects, their names and ties stay
     layers        change their class to a sharded one (``layers.linear``, ``layers.vocab_parallel``)
@@ -55,12 +55,15 @@ _CONFIG = "config."
 
 
 def local_shard(full: Tensor, cut: ParameterCut, index: int) -> Tensor:
-    """The shard of ``full`` on tensor rank ``index``: a new contiguous tensor. Inverse: :func:`assemble`."""
+    """Returns the shard of ``full`` on tensor rank ``index``, a new contiguous tensor. Inverse: :func:`assemble`."""
     return local_rows(full, cut.dim, cut.ranges, index)
 
 
 def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
-    """The full tensor from every rank's shard, in rank order; a shared range is taken from its first holder."""
+    """Returns the full tensor made from ``parts``, every rank's shard in rank order.
+
+    A range that several ranks store is taken from the first of them.
+    """
     taken = [0] * len(parts)
     pieces: dict[int, Tensor] = {}
     for piece in cut.ranges:
@@ -75,10 +78,10 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 def apply_plan(
     model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
 ) -> GlobalTensorContext:
-    """Shard ``model`` in place for this rank. Nothing is communicated.
+    """Shards ``model`` in place for this rank. Nothing is communicated.
 
-    Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks hold; state-dict names stay
-    too. Works on the meta device. ``already_cut``: parameters whose data is the shard already.
+    Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks stay valid; state-dict names
+    stay too. The meta device works as well. ``already_cut``: names of parameters with the shard as their data already.
     """
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)
@@ -89,7 +92,7 @@ def apply_plan(
 
 
 def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> GlobalTensorContext:
-    """:func:`apply_plan` without content, for a run on shapes: no memory is allocated, and ``patches`` restore the
+    """Does :func:`apply_plan` without content, for a run on shapes: no memory is allocated, ``patches`` restore
     weights."""
 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
@@ -107,7 +110,7 @@ def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: 
 
 
 def _whole_shape(parameter: Tensor, cut: ParameterCut) -> tuple[int, ...]:
-    """The full shape of a parameter, whether it holds the full tensor or its shard."""
+    """Returns the full shape of a parameter, no matter if its data is full or a shard."""
     shape = list(parameter.shape)
     shape[cut.dim] = max(piece.stop for piece in cut.ranges)
     return tuple(shape)
@@ -124,7 +127,7 @@ class _Installer:
         self.own_configs: set[str] = set()
 
     def install(self, parameters: Mapping[str, nn.Parameter]) -> GlobalTensorContext:
-        """Everything but the content of parameters, which are full or hold their shard."""
+        """Installs views, attributes and layer classes; ``parameters`` have their shards (or shapes) already."""
         self.context.equal.update(parameters[name] for name in self.plan.equal)
         self.show(parameters)
         for change in self.plan.attributes:
@@ -145,7 +148,7 @@ class _Installer:
             setattr(owner, attribute, change.value)
 
     def show(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Replace the attributes of parameters with the style "view" by properties that read global tensors."""
+        """Replaces the attributes of parameters with the style "view" by properties that read global tensors."""
         wholes = {id(parameters[name]): name for name in self.plan.shown}
         parents: dict[int, nn.Module] = {}
         for path, module in self.modules.items():
@@ -156,15 +159,15 @@ class _Installer:
                 for cut in [self.plan.parameters[wholes[id(p)]]]
             }
             if cuts:
-                note = f"reads {', '.join(cuts)} as global tensors, of which each tensor rank holds a shard"
+                note = f"reads {', '.join(cuts)} as global tensors, sharded over the tensor ranks"
                 with self.patches.changing(module, PatchLayer.TENSOR, note):
                     module.__class__ = shown_class(type(module), cuts, self.context)
                 parent = self.modules[path.rpartition(".")[0]]
                 parents[id(parent)] = parent
         for parent in parents.values():
-            # always: the second run of a recomputed block may stop inside, and these tensors would hold its whole graph
+            # always_call: the second run of a recomputed block may stop inside; its tensors would keep the graph alive
             handle = parent.register_forward_hook(lambda *_: self.context.clear(), always_call=True)
-            self.patches.hook(parent, PatchLayer.TENSOR, handle, "forgets its global tensors at the end of its forward")
+            self.patches.hook(parent, PatchLayer.TENSOR, handle, "drops its global tensors at the end of its forward")
 
     def wrap_layers(self) -> None:
         for number, (name, cut) in enumerate(self.plan.layers.items()):
@@ -200,8 +203,7 @@ class _Installer:
         return self.regions.setdefault(cut.region, Region(self.axis, self.context))
 
     def _swap(self, module: nn.Module, kind: LayerKind) -> None:
-        """Change the module's class to a sharded one derived from its own; plain library layers become our public
-        classes."""
+        """Changes the module's class to a sharded subclass of it; plain library layers become our public classes."""
         own = type(module)
         layer, public, library = _CLASSES[kind]
         if (kind, own) not in self.classes:
@@ -226,7 +228,7 @@ _CLASSES: Mapping[LayerKind, tuple[type[nn.Module], type[nn.Module], type[nn.Mod
 def shown_class(
     own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], context: GlobalTensorContext
 ) -> type:
-    """A subclass of ``own`` whose attributes named in ``cuts`` (sharding, full shape) read as global tensors."""
+    """Returns a subclass of ``own``; its attributes named in ``cuts`` (sharding, full shape) read as global tensors."""
     properties = {name: _shown(own, name, (cut, shape), context) for name, (cut, shape) in cuts.items()}
     return type(f"Shown{own.__name__}", (own,), properties)
 

@@ -1,12 +1,11 @@
-"""A language-model head with lazy logits: cross-entropy then computes them in chunks of tokens and never stores them
-all.
+"""Language-model head with lazy logits: cross-entropy computes them in chunks of tokens and never stores all of them.
 
-    logits = head(x)                      nothing is computed: x, weight and bias are kept
+    logits = head(x)                      nothing is computed: x, weight and bias are saved
     logits.float().view(-1, V) ...        still nothing; shapes change as the code asks (``logits.lazy_logits``)
     cross_entropy(logits, labels)         in chunks (``kernels.ops.linear_cross_entropy``)
-    logits.argmax(-1), anything else      computes the logits, once, and goes on as with any tensor
+    logits.argmax(-1), anything else      computes the logits once, then behaves as for any tensor
 
-The model and its loss function stay as they are. A head that is sharded over "tp" sends the same bytes with the same
+The model and the loss function stay unchanged. A head that is sharded over "tp" sends the same bytes under the same
 labels as without lazy logits.
 """
 
@@ -35,7 +34,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """The settings of a lazy head."""
+    """Vocabulary and kernels of a lazy head."""
 
     vocabulary: Vocabulary
     kernels: Kernels
@@ -47,7 +46,7 @@ class LazyLMHead(nn.Module):
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Keep x; a sharded head first brings x into the region, as for its product."""
+        """Saves x for the loss; a sharded head first brings x into the region, as for its product."""
         late, own = self.tensor_late, self._parameters
         weight, bias = own.get("weight"), own.get("bias")
         planned = "multiply" in vars(self)  # a pipeline with a split backward has replaced the product
@@ -63,7 +62,7 @@ class LazyLMHead(nn.Module):
         return ShardedLogits.late(hidden, product_of(hidden, weight))
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """The layer's own product."""
+        """Returns the product of the original head."""
         own: Any = super()
         logits: Tensor = own.multiply(x_D) if isinstance(self, HeadLayer) else own.forward(x_D)
         return logits
@@ -74,22 +73,21 @@ class LateLinear(LazyLMHead, nn.Linear):
 
 
 def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Make the logits of ``module`` lazy. Communicates nothing.
+    """Makes the logits of ``module`` lazy. Communicates nothing.
 
-    ``module``: a linear layer to the vocabulary. It is full on an axis of one rank (without tensor parallelism, or
-    equal on all ranks: give an axis of size 1), or ``apply_plan`` has sharded it as a head. ``kernels`` choose how a
-    chunk is computed.
+    ``module``: a linear layer to the vocabulary. A replicated layer takes an ``axis`` of size 1; otherwise
+    ``apply_plan`` has sharded the layer as a head over ``axis``. ``kernels`` choose the implementation of a chunk.
 
-    The caller must know:
+    Constraints:
         - Weights are read when the loss is computed, after the module has returned. A head whose weights are freed or
           replaced by then (ZeRO 3 gathers them for the module's forward only) must not be lazy.
         - Lazy logits stay on their pipeline stage: only a head on the stage of the loss may be lazy.
-        - Lazy logits must be read before the weights are updated; a first read after that raises. The version counter
-          of the parameter tells, so code that writes past autograd must increment it.
-        - Gradients of the weight come from the loss's backward and not from the module's: hooks on the module's
-          backward miss them; hooks on parameters get them.
+        - Lazy logits must be read before the weights are updated; a first read after that raises. The
+          parameter's version counter detects this, so code that writes past autograd must increment the counter.
+        - The loss's backward computes the gradient of the weight: backward hooks on the module miss
+          this gradient; hooks on parameters get it.
         - Outside training (no gradients, a dry axis, the meta device, a function mode as in traces, compilation) the
-          head returns its logits as before.
+          head returns computed logits.
 
     Raises:
         PlanError: the module computes more than a matrix product, or its forward has been replaced.
@@ -98,8 +96,8 @@ def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, pat
     product = fused is None or (isinstance(fused, FusedForward) and fused.activation == "none")
     if not has_plain_forward(module) or is_conv1d(module) or not product:
         raise PlanError(
-            f"a {type(module).__name__} was given as a head with lazy logits, which takes a layer with the forward of "
-            "nn.Linear; leave this head as it is."
+            f"a {type(module).__name__} was given as a head with lazy logits, which require the forward of "
+            "nn.Linear; do not install lazy logits on this head."
         )
     own: type[nn.Module] = type(module)
     cut = getattr(module, "tensor_vocabulary", None)

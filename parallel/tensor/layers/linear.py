@@ -11,13 +11,13 @@
 
     Experts sharded by their hidden width need no routing between ranks: every rank processes all tokens.
 
-A layer of a user's model becomes one of these and stays the same object: ``apply_plan`` changes its class to one that
-derives from ``ColumnLayer`` or ``RowLayer`` and from the class it had, so hooks, attributes, ``isinstance`` and the
-user's own forward stay. ``ColumnLinear`` and ``RowLinear`` are for model writers.
+A layer of a user's model stays the same object: ``apply_plan`` changes its class to one that derives from
+``ColumnLayer`` or ``RowLayer`` and from the original class, so hooks, attributes, ``isinstance`` and the user's own
+forward stay. ``ColumnLinear`` and ``RowLinear`` are for model writers.
 
 Weights are [out, in] as in ``nn.Linear``, or [in, out] as in Hugging Face's ``Conv1D``.
 
-Shape suffixes: I inputs, O outputs, P this rank's shard of either.
+Shape suffixes: I inputs, O outputs, P this rank's shard of the inputs or outputs.
 """
 
 from typing import Any
@@ -42,12 +42,12 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Returns True if this layer is one of the engine's sharded layers."""
+    """Returns True if ``module`` has the class of a sharded layer."""
     return any(_ours(base) for base in type(module).__mro__)
 
 
 def has_plain_forward(module: nn.Module) -> bool:
-    """Returns True if forward is the library's own: a matrix product and nothing else."""
+    """Returns True if forward is that of ``nn.Linear`` or Conv1D: a matrix product and nothing else."""
     owner = next((base for base in type(module).__mro__ if "forward" in vars(base) and not _ours(base)), nn.Module)
     return owner is nn.Linear or owner.__name__ == "Conv1D"
 
@@ -59,7 +59,7 @@ def _ours(base: type) -> bool:
 def is_replaced(x: Tensor, kernels: Kernels) -> bool:
     """Returns True if a layer's product with ``x`` runs through ``kernels.ops.linear``, not the layer's own forward.
 
-    References take the layer's own, unless weight gradients are to be added to main gradients.
+    Reference kernels use the layer's own forward, unless weight gradients are added to main gradients.
     """
     if not kernels.replaces(x.device) or (kernels.mode == "reference" and not kernels.main):
         return False
@@ -70,23 +70,23 @@ def is_replaced(x: Tensor, kernels: Kernels) -> bool:
 class ColumnLayer(nn.Module):
     """x [.., I], full and equal on all ranks -> y [.., P], this rank's columns.
 
-    Backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region that are
-    given the same tensor. Under sequence parallelism x is a global tensor sharded along the sequence: forward gathers
+    Backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region that
+    receive the same tensor. Under sequence parallelism x is a global tensor sharded along the sequence: forward gathers
     it, and backward reduce-scatters its gradient.
     """
 
     tensor_region: Region
     tensor_plain = False
-    """Returns True if forward is a matrix product and nothing else."""
+    """True if forward is a matrix product and nothing else."""
     tensor_activation: Activation | None = None
     """An activation that the layer applies to its product; the model's own activation module is then a no-op."""
 
     def forward(self, x_I: Tensor) -> Tensor:
-        """Run the layer's own forward on the region's copy of x."""
+        """Runs the layer's own forward on the region's copy of x."""
         return self.tensor_region.enter(self, x_I).multiply(self)
 
     def multiply(self, x_I: Tensor) -> Tensor:
-        """The layer's own product, followed by the fused activation."""
+        """Returns the layer's own product, followed by the fused activation."""
         kernels = self.tensor_region.axis.kernels
         if self.tensor_plain and is_replaced(x_I, kernels):
             return fused_forward(self, x_I, self.tensor_activation or "none", kernels)
@@ -96,22 +96,22 @@ class ColumnLayer(nn.Module):
 class RowLayer(nn.Module):
     """x [.., P], this rank's shard of the features -> y [.., O], full and equal on all ranks.
 
-    Forward sums y over "tp" (label "row outputs"); the bias, which every rank holds, is added once, after the sum.
-    Under sequence parallelism y is a global tensor sharded along the sequence: the sum is reduce-scattered.
+    Forward sums y over "tp" (label "row outputs"); the bias, which is replicated, is added once, after the sum. Under
+    sequence parallelism y is a global tensor sharded along the sequence: the sum is reduce-scattered.
     """
 
     tensor_region: Region
     tensor_product: str
 
     def forward(self, x_P: Tensor) -> Tensor:
-        """Multiply, sum, close the region, add the bias."""
+        """Multiplies, sums, closes the region and adds the bias."""
         region = self.tensor_region
         y_O = region.product(self, x_P)
         region.leave(x_P.device)
         return plus_bias(y_O, self._parameters["bias"])
 
     def multiply(self, x_P: Tensor) -> Tensor:
-        """This rank's partial product, without the bias."""
+        """Returns this rank's partial product, without the bias."""
         weight: Any = self.weight
         kernels = self.tensor_region.axis.kernels
         if self.tensor_product != "own" and is_replaced(x_P, kernels):
@@ -133,11 +133,11 @@ class RowLayer(nn.Module):
 
 
 class ColumnLinear(ColumnLayer, nn.Linear):
-    """An ``nn.Linear`` that holds ``out_features / size`` of its outputs; the arguments are full sizes.
+    """An ``nn.Linear`` with ``out_features / size`` of the outputs on each rank; the arguments are full sizes.
 
-    Weights are drawn as for the full layer, so that ranks with the same seed hold shards of one matrix. Layers that
-    share an input, as query, key and value do, share it if they are given the same ``region``; the row layer that
-    follows must be given that region too.
+    Weights are drawn as for the full layer, so that ranks with the same seed have shards of one matrix. Layers with a
+    common input (query, key and value) share one copy of it if they get the same ``region``; the row layer that follows
+    must get that region too.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -153,7 +153,7 @@ class ColumnLinear(ColumnLayer, nn.Linear):
 
 
 class RowLinear(RowLayer, nn.Linear):
-    """An ``nn.Linear`` that holds ``in_features / size`` of its inputs; see :class:`ColumnLinear`.
+    """An ``nn.Linear`` with ``in_features / size`` of the inputs on each rank; see :class:`ColumnLinear`.
 
     Raises:
         PlanError: the number of ranks does not divide ``in_features``.
@@ -174,7 +174,7 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 
 def prepare_column(module: nn.Module, region: Region) -> None:
-    """Give an already sharded column layer its region and its local sizes."""
+    """Sets the region and the local sizes of a column layer with a sharded weight."""
     plain = has_plain_forward(module)
     region.add(module, plain)
     module.tensor_region, module.tensor_plain = region, plain  # type: ignore[assignment]
@@ -186,7 +186,7 @@ def prepare_column(module: nn.Module, region: Region) -> None:
 
 
 def prepare_row(module: nn.Module, region: Region) -> None:
-    """Give an already sharded row layer its region and its local sizes."""
+    """Sets the region and the local sizes of a row layer with a sharded weight."""
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     plain = has_plain_forward(module)
@@ -199,14 +199,14 @@ def prepare_row(module: nn.Module, region: Region) -> None:
 
 
 def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
-    """Keep rank ``index``'s shard of the weight along ``dim``, and of the bias if it lies along the same dim."""
+    """Cuts the weight along ``dim`` to the shard of rank ``index``, and the bias as well if ``dim`` is 0."""
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" or dim == 0:
             parameter.data = local_rows(parameter.data, dim, ranges, index)
 
 
 def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) -> Tensor:
-    """The ranges of ``full`` that rank ``index`` holds, in order, as a new contiguous tensor."""
+    """Returns the ``ranges`` of rank ``index`` in ``full``, in order, as a new contiguous tensor."""
     return torch.cat([full.narrow(dim, r.start, r.stop - r.start) for r in ranges if index in r.holders], dim)
 
 
@@ -219,7 +219,7 @@ class GatheredColumnLayer(ColumnLayer):
     tensor_widths: tuple[int, ...]
 
     def forward(self, x_I: Tensor) -> Tensor:
-        """Compute this rank's columns, then gather those of all ranks."""
+        """Computes this rank's columns, then gathers the columns of all ranks."""
         region = self.tensor_region
         y_O = gather_last(super().forward(x_I), self.tensor_widths, region.axis, COLUMN_OUTPUTS)
         region.leave(x_I.device)
@@ -227,7 +227,8 @@ class GatheredColumnLayer(ColumnLayer):
 
 
 class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
-    """An ``nn.Linear`` that holds ``out_features / size`` of its outputs and gathers them; see :class:`ColumnLinear`.
+    """An ``nn.Linear`` with ``out_features / size`` of the outputs on each rank, which gathers them; see
+    :class:`ColumnLinear`.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -240,7 +241,7 @@ class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
 
 
 def prepare_gathered(module: nn.Module, widths: tuple[int, ...]) -> None:
-    """Give an already sharded layer the widths of all ranks' outputs."""
+    """Sets ``widths``, the number of outputs of every rank, in a column layer that gathers."""
     module.tensor_widths = widths  # type: ignore[assignment]
 
 
@@ -254,7 +255,8 @@ class ExpertsLayer(nn.Module):
     tensor_region: Region
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Bring all inputs into the region, run the module's own forward, sum its outputs."""
+        """Brings all float inputs into the region, runs the module's own forward and sums its float outputs over
+        "tp"."""
         region = self.tensor_region
         device = next(self.parameters()).device
 
@@ -274,6 +276,6 @@ def _is_float(leaf: Any) -> bool:
 
 
 def prepare_experts(module: nn.Module, region: Region) -> None:
-    """Give a module whose parameters are sharded its region."""
+    """Sets the region of a module that computes with sharded experts."""
     region.add(module, plain=False)
     module.tensor_region = region  # type: ignore[assignment]

@@ -1,14 +1,14 @@
-"""The region between the column layers and the row layer of an attention or an MLP.
+"""Region between the column layers and the row layer of an attention or an MLP.
 
     full x ─ f ─┬─ query ─┐
                 ├─ key   ─┤ region: activations are sharded   row ─ g ─ full y
                 └─ value ─┘
 
-A region does two things. Its column layers share one copy of their input, so that the gradient is summed once. And it
-has its own random stream: inside, activations are sharded and dropout must differ between tensor ranks; outside,
-activations are equal on all ranks and so must dropout be. The region draws one number from the CPU's generator, which
-agrees on all ranks, and seeds from it twice: by rank when it opens, and equally on all ranks when it closes. It keeps
-no counter, so a block that runs again from the same random state draws the same masks.
+A region does two things. Its column layers share one copy of their input, so that the gradient is summed once. The
+region also has its own random stream: inside, activations are sharded and dropout must differ between tensor ranks;
+outside, activations and dropout must be equal on all ranks. The region draws one number from the CPU's generator, which
+agrees on all ranks, and seeds two streams from this number: one by rank when the region opens, one for all ranks when
+it closes. A region has no counter, so a block that runs again from the same random state draws the same masks.
 """
 
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 class Region:
     """The shared input copies and the random streams of one region.
 
-    ``context``: that of the model's global tensors. With ``context.sequence`` activations outside are sharded along the
-    sequence: the input is gathered, and the output is reduce-scattered.
+    ``context``: the rules of the model's global tensors. With ``context.sequence`` activations outside are sharded
+    along the sequence: the input is gathered, and the output is reduce-scattered.
     """
 
     def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:
@@ -50,7 +50,7 @@ class Region:
         self._drawn: int | None = None
 
     def add(self, layer: torch.nn.Module, plain: bool) -> None:
-        """Add a column layer; ``plain``: it is a matrix product and nothing else."""
+        """Adds a column layer; ``plain``: ``layer`` is a matrix product and nothing else."""
         self._entrances.clear()
         if plain:
             self._plain.append(layer)
@@ -58,10 +58,10 @@ class Region:
             self._owned = False
 
     def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
-        """``x`` for a column layer: the same copy for the same tensor object until the region closes.
+        """Returns ``x`` for a column layer: the same copy for the same tensor object until the region closes.
 
         A layer that enters a second time starts a new run of the region (recomputation may stop before the row layer),
-        unless it passes ``again`` because it enters with another of its inputs.
+        unless the layer passes ``again`` because it enters with another of several inputs.
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)
@@ -74,7 +74,7 @@ class Region:
         return shared
 
     def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
-        """The product of a row layer with its shard of the features, summed as :meth:`combine` does."""
+        """Returns the product of a row layer with a shard of the features, summed as :meth:`combine` does."""
         own: Any = layer
         if self._context.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
             rows, rest = divmod(x.shape[-2], self.axis.size)
@@ -87,12 +87,12 @@ class Region:
         return self.combine(own.multiply(x))
 
     def combine(self, y: Tensor) -> Tensor:
-        """The sum of ``y`` over the ranks: full, or sharded along the sequence under sequence parallelism."""
+        """Returns the sum of ``y`` over the ranks: full, or sharded along the sequence under sequence parallelism."""
         return add_rows(self._context, y, self._folded)
 
     def _share(self, x: Tensor, part: Tensor) -> Shared:
         # x is full (a plain tensor, dim None), sharded evenly in rank order along ``dim``, or sharded in another way,
-        # which is gathered here. Rows that are large enough are gathered in chunks beside the products; everything
+        # which is gathered here. Rows that are large enough are gathered in chunks during the products; everything
         # else passes an entrance, which gathers along ``dim`` if there is one and defers the weight gradients.
         dim = None
         if type(x) is GlobalTensor:
@@ -109,7 +109,7 @@ class Region:
         )
 
     def leave(self, device: torch.device) -> None:
-        """The row layer has summed: activations are equal on all ranks from here on."""
+        """Closes the region after the row layer's sum: all ranks draw the same random numbers from now on."""
         self._close()
         if self._drawn is not None:
             draw_alike(device, self._drawn)
@@ -117,8 +117,10 @@ class Region:
 
     @contextmanager
     def drawing(self, device: torch.device, stream: int | None) -> Iterator[None]:
-        """Inside, all ranks draw the numbers of ``stream``, though the region is open; None: each rank draws its own,
-        though the region is closed."""
+        """Makes all ranks draw the numbers of ``stream`` inside the context, even in an open region.
+
+        None: each rank draws different numbers, even in a closed region.
+        """
         key: tuple[int, ...] = ()
         if stream is None and self.axis.size > 1 and not self.axis.dry:
             key = int(torch.empty((), dtype=torch.int64, device="cpu").random_()), self.axis.index + 1
@@ -134,7 +136,7 @@ class Region:
             self._drawn = draw_apart(device, self.axis.index)
 
     def _close(self) -> None:
-        """Reset all attributes, so that they are equal between forwards and never count as changed model state."""
+        """Resets all attributes, so that they are equal between forwards and never count as changed model state."""
         self._forget()
         self._entered.clear()
         self._folded = None

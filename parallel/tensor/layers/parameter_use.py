@@ -1,4 +1,4 @@
-"""Checks of a tensor plan: the parameters that a forward uses, and the tensors that it uses with them.
+"""Checks of a tensor plan: the parameters that a forward uses, and the tensors they meet in an operation.
 
     OutsideReads  in the trace     a sharded parameter that code outside its layer reads: ``functional.linear(x,
                                    self.embed.weight)`` would compute with a shard as if it were the full parameter
@@ -7,8 +7,8 @@
                   in the first     a sharded layer inside a transform of torch.func, where no trace has looked for one
 
 A parameter that meets activations sharded along the sequence has a partial gradient on each tensor rank, and the
-partial gradients are summed once a step. If other inputs than the example's (an image beside the text) apply it to full
-activations as well, that gradient is complete on every rank, and the sum would count it once per rank.
+partial gradients are summed once a step. If inputs unlike the example's (an image with the text) apply the parameter to
+full activations as well, that gradient is complete on every rank, and the sum would count it once per rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,11 +30,11 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.torch_function import Operation, inside_transform, user_place
 
 _KINDS = 1024
-"""The number of kinds of inputs that are remembered; beyond it all are checked anew."""
+"""The number of kinds of inputs that are remembered; with more kinds the check starts over."""
 
 
 class ParameterUseCheck:
-    """Checks the first forward of each kind of inputs; ``plan``: None without tensor parallelism.
+    """Check of the first forward of each kind of inputs; ``plan``: None without tensor parallelism.
 
     ``followed``: a trace has followed the forward, so that no layer of the plan runs inside a transform of torch.func.
     """
@@ -50,7 +50,7 @@ class ParameterUseCheck:
         self._unseen = {name: model.get_submodule(name) for name in shared}
         """Sharded layers of a model that no trace has followed, until its first forward is over."""
         self.needed = bool(self._parameters or self._adapted or self._unseen)
-        """Forwards still to come are watched."""
+        """True while later forwards must pass :meth:`watch`."""
 
     def _adapters_in_use(self) -> frozenset[str]:
         used: set[str] = set()
@@ -62,16 +62,17 @@ class ParameterUseCheck:
     def _check_adapters(self) -> None:
         if new := self._adapters_in_use() - self._planned:
             raise PlanError(
-                f"adapter {min(new)!r} was switched on after the tensor plan was made, so its layers are not shared "
-                "over tensor ranks as the plan needs; switch it on before engine.initialize, or make another engine."
+                f"adapter {min(new)!r} was switched on after the tensor plan was made, so its layers are not sharded "
+                "over tensor ranks; switch the adapter on before engine.initialize, or make a new engine."
             )
 
     def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
-        """The result of ``run``; an error is raised on all tensor ranks.
+        """Returns the result of ``run``; all tensor ranks raise the same error.
 
         Raises:
-            PlanError: an adapter is on that was off; or a sharded layer runs inside a transform of torch.func; or the
-                inputs apply a parameter to full activations that the example applied to sharded ones only.
+            PlanError: an adapter was switched on after the plan was made; or a sharded layer runs inside a transform of
+                torch.func; or the inputs apply a parameter to full activations that met only sharded ones in the
+                example.
         """
         if self._adapted:
             self._check_adapters()
@@ -88,8 +89,8 @@ class ParameterUseCheck:
         for name in reads.names:
             raise PlanError(
                 f"parameter {name!r} is used on full activations with these inputs, but the example used it only on "
-                "activations sharded along the sequence, so its gradient would be wrong; give an example_batch with "
-                "both uses, or switch sequence_parallel off."
+                "activations sharded along the sequence, so its gradient would be wrong; pass an example_batch with "
+                "both uses, or set parallel.sequence_parallel to false."
             )
         if len(self._seen) >= _KINDS:
             self._seen.clear()
@@ -110,7 +111,7 @@ def _refuse_transform(name: str, *_: object) -> None:
     if inside_transform():
         raise PlanError(
             f"{user_place()} calls layer {name!r} inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev), "
-            "but tensor ranks share this layer, and a transform cannot follow what they send each other; call it "
+            "but the layer is sharded over tensor ranks, and a transform cannot follow their collectives; call it "
             'outside of the transform, or give it the style "replicate" in parallel.tensor_plan.'
         )
 
@@ -125,9 +126,9 @@ def _kind(microbatch: Any) -> object:
 
 
 class OutsideReads(TorchFunctionMode):
-    """Watches one run of the unsharded model; ``names`` are the parameters found, in the order of their first read.
+    """Watch of one run of the unsharded model; ``names`` are the parameters found, in the order of their first read.
 
-    Questions about shape, dtype and device are not reads: Hugging Face models ask weights for those. Freezing is none
+    Reads of shape, dtype and device do not count: Hugging Face models ask weights for them. Freezing does not count
     either: X-LoRA freezes its experts in every forward.
     """
 
@@ -135,21 +136,21 @@ class OutsideReads(TorchFunctionMode):
         super().__init__()
         self.names: dict[str, None] = {}
         self.plain: set[int] = set()
-        """Ids of the parameters that were read beside plain tensors only."""
+        """Ids of the parameters that were read together with plain tensors only."""
         self._layers = [model.get_submodule(name) for name, cut in plan.layers.items() if cut.kind != "experts"]
         of_layers = {id(p) for layer in self._layers for p in layer.parameters(recurse=False)}
         # other sharded parameters are shown as global tensors, or their code is proven to compute with a shard
         self._cut = {
             id(p): name for name, p in model.named_parameters() if name in plan.parameters and id(p) in of_layers
         }
-        # what is drawn around a layer may read it, and the proof of its block covers that (DoRA's norm of weights)
+        # the module around a wrapped layer may read the weight (DoRA's norm of weights): the block's proof covers this
         self._layers += [model.get_submodule(name.removesuffix(BASE)) for name in plan.layers if name.endswith(BASE)]
         self._running: list[frozenset[int]] = []
         """The parameters of each running planned layer, the innermost layer last."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A context around the run."""
+        """Watches the operations of this thread inside the context."""
         handles: list[RemovableHandle] = []
         for layer in self._layers:
             own = frozenset(id(parameter) for parameter in layer.parameters())
@@ -178,7 +179,7 @@ class OutsideReads(TorchFunctionMode):
 
 
 class PlainReads(TorchFunctionMode):
-    """Watches a forward of the sharded model for those ``parameters`` that are used beside plain tensors only."""
+    """Watch of a forward of the sharded model for ``parameters`` that are used together with plain tensors only."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Partial gradients: one sum over the axis "tp" per step.
 
-A parameter that all tensor ranks hold but use on their own shard of the activations (the norm of a query head, a key
-head that several ranks share) gets a partial gradient on each rank:
+A parameter that is replicated on tensor ranks but used on each rank's shard of the activations (the norm of a query
+head, a key head that several ranks share) gets a partial gradient on each rank:
 
     key heads over tp=4     rank 0   rank 1   rank 2   rank 3
     held                     h0       h0       h1       h1
@@ -21,7 +21,7 @@ LABEL = "replicated gradients"
 
 
 class PartialSums:
-    """Sums partial gradients in place. Every tensor rank must call it with the same parameters."""
+    """Sum of partial gradients, in place. Every tensor rank must call it with the same parameters."""
 
     def __init__(self, table: ShardTable, comm: Comm) -> None:
         self._rows = {row.name: row for row in table if row.partial}
@@ -29,7 +29,7 @@ class PartialSums:
 
     @torch.no_grad()
     def __call__(self, grads: Mapping[str, Tensor]) -> None:
-        """Sum ``grads``, this rank's gradients by name, in place; an all-reduce of as many elements as the
+        """Sums ``grads``, this rank's gradients by name, over "tp" in place; an all-reduce of as many elements as the
         tensor ranks hold together."""
         by_dtype: dict[torch.dtype, list[tuple[ShardRow, Tensor]]] = {}
         for name, grad in grads.items():
@@ -50,7 +50,7 @@ class PartialSums:
 
 
 def _held(full: Tensor, row: ShardRow, grad: Tensor, index: int) -> tuple[int, list[Tensor]]:
-    """The sharded dim, and the ranges of ``full`` that rank ``index`` holds."""
+    """Returns the sharded dim, and views of the ranges of ``full`` that rank ``index`` stores."""
     if row.equal_on_tensor_ranks or row.dim is None:
         return 0, [full.view(grad.shape)]
     dim, full = row.dim, full.view(row.shape)

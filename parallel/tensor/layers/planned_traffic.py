@@ -1,8 +1,8 @@
-"""The bytes that a tensor plan makes a rank send, counted from runs of the model on shapes.
+"""Traffic of a tensor plan: bytes that each rank sends, counted in runs of the model on shapes.
 
-layers    the tracer runs the model with the shapes that one rank holds, over a dry axis that reports every
-          collective; collectives of backward are reported by the forward that causes them, and count if their node
-          of autograd can be reached from the loss. Recomputation repeats the collectives of a forward up to the
+layers    the tracer runs the model with the shapes of one rank's shards, over a dry axis that reports every
+          collective; collectives of backward are reported by the forward that causes them, and count if the loss
+          reaches their autograd node. Recomputation repeats the collectives of a forward up to the
           last tensor that backward needs.
 logits    the glue operations after the head run once more on meta tensors, under the same rules as in training,
           so that the traffic of the loss is counted by the code that causes it.
@@ -42,14 +42,14 @@ class Sent:
     """One collective of a forward and its backward."""
 
     module: str
-    """The innermost running module; outside all modules the one that ran last."""
+    """The innermost running module; outside all modules the last one that ran."""
     what: Expected
     repeated: bool = False
     """True if recomputation of the module's block repeats it."""
 
 
 class TrafficRecorder:
-    """Runs a model as a plan shards it, on shapes, and records what it would send.
+    """Recorder of the collectives of a model that ``plan`` shards, in runs on shapes.
 
     ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops at the last tensor that
     backward needs, so a collective is repeated only if a tensor is saved after it.
@@ -68,7 +68,7 @@ class TrafficRecorder:
         self._axis.wire = wire
         self._sent: list[Sent] = []
         self._nodes: list[Node | None] = []
-        """The node of each collective of backward, else None."""
+        """The autograd node of each collective of backward; None for a collective of forward."""
         self._reads = OutsideReads(model, plan)
         self._running: list[str] = []
         self._last = ""
@@ -84,7 +84,7 @@ class TrafficRecorder:
 
     @property
     def read_outside(self) -> tuple[str, ...]:
-        """Names of sharded parameters that code outside their modules reads."""
+        """Names of sharded parameters that code outside the owning modules reads."""
         return tuple(self._reads.names)
 
     @property
@@ -107,7 +107,7 @@ class TrafficRecorder:
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Inside the context, the model has the shapes that a tensor rank holds."""
+        """Gives the model the shapes of one tensor rank's shards inside the context."""
         patches, sizes = ForwardPatches(), WholeSizeAnswers(self._model, self._plan)
         context = apply_shapes(self._model, self._plan, self._axis, patches)
         sizes.install(self._model, patches)
@@ -119,7 +119,7 @@ class TrafficRecorder:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """A context around one run of the model; records of an earlier run are discarded."""
+        """Records one run of the model inside the context; records of an earlier run are discarded."""
         self._sent.clear()
         self._nodes.clear()
         with ExitStack() as stack:
@@ -138,13 +138,14 @@ class TrafficRecorder:
                 self._running.clear()
 
     def keep_reached(self, loss: Tensor) -> None:
-        """Discard the collectives of backward that no gradient of ``loss`` leads to, as behind a ``detach``."""
+        """Discards the collectives of backward that no gradient of ``loss`` reaches, for example because of
+        ``detach``."""
         reached = _nodes_before(loss.grad_fn)
         kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
         self._sent, self._nodes = kept, [None] * len(kept)
 
     def _note(self, what: Expected, node: Node | None) -> None:
-        if what.label == LOGITS:  # an artefact of the dry run; find_logit_use counts what happens to logits
+        if what.label == LOGITS:  # the dry run's own gather; find_logit_use counts the collectives of the logits
             return
         if not what.backward:
             self._pending.append((len(self._sent), self._saved))
@@ -153,7 +154,8 @@ class TrafficRecorder:
 
     def _pack(self, saved: Tensor) -> Tensor:
         self._saved += 1
-        return saved.detach()  # an output saved as it is would refer to its own node, and keep the graph and the model
+        # a saved output refers to its own node, which would keep the graph and the model alive
+        return saved.detach()
 
     def _enter(self, name: str, *_: object) -> None:
         self._running.append(name)
@@ -173,7 +175,7 @@ class TrafficRecorder:
 
 
 def _nodes_before(last: Node | None) -> set[Node]:
-    """All nodes whose backward follows from that of ``last``."""
+    """Returns ``last`` and all autograd nodes that its backward reaches."""
     found: set[Node] = set()
     waiting = [last]
     while waiting:
@@ -185,7 +187,7 @@ def _nodes_before(last: Node | None) -> set[Node]:
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> dict[int, Tally]:
-    """The traffic of a tensor rank for one microbatch, forward and backward, for each call of the timeline."""
+    """Returns one tensor rank's traffic for one microbatch, forward and backward, for each call of the timeline."""
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
         calls.setdefault(call.unit, []).append(index)
@@ -204,19 +206,17 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
 
 @dataclass(frozen=True, slots=True)
 class LogitUse:
-    """The traffic of a tensor rank for the logits of one microbatch, and the functions that need the full logits."""
+    """Traffic of one tensor rank for the logits of one microbatch, and the functions that need the full logits."""
 
     sent: tuple[Expected, ...]
     gathers: tuple[str, ...]
     """Function, file and line of each gather."""
     unknown: tuple[str, ...] = ()
-    """Function, file and line of each operation that could not be replayed, with the reason: what its results send is
-    missing in ``sent``."""
+    """Function, file, line and reason of each operation that cannot be replayed; ``sent`` misses their collectives."""
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
-    """The traffic of the logits after the head: a vocabulary-parallel loss, or a gather for functions that need them
-    all."""
+    """Returns the traffic of the logits after the head: a vocabulary-parallel loss, or a gather of the full logits."""
     return Tally([_traffic(sent.label, sent.op, sent.bytes, tp) for sent in use.sent])
 
 
@@ -225,7 +225,7 @@ def _traffic(label: str, op: Op, payload: int, tp: int) -> Traffic:
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Replay the glue of ``timeline`` that reads the outputs of the heads of ``plan``."""
+    """Replays the glue of ``timeline`` that reads the outputs of the heads of ``plan``."""
     told: list[Expected] = []
     axis = DryAxis(tp, lambda what, _: told.append(what))
     logits = {number: _wrap(timeline, number, size, axis) for number, size in _made_by_heads(plan, timeline)}
@@ -237,7 +237,7 @@ def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
         if logits.keys() & {leaf.source for leaf in leaves if isinstance(leaf, Sample)}:
             before = len(told)
             problem = _replay(glue, timeline, logits)
-            if reached.isdisjoint(glue.makes):  # a metric that nobody has detached has no backward either
+            if reached.isdisjoint(glue.makes):  # a metric that is not detached has no backward either
                 told[before:] = [sent for sent in told[before:] if not sent.backward]
             if any(sent.op == "all_gather" and not sent.backward for sent in told[before:]):
                 gathers.append(f"{glue.name} at {glue.place}")
@@ -247,7 +247,7 @@ def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
 
 
 def _values_of_loss(timeline: ModelTrace) -> set[int]:
-    """The values through which gradients of the loss flow, which is the first leaf that the traced program returns."""
+    """Returns the values that the gradient of the loss flows through; the loss is the first leaf of the result."""
     found: set[int] = set()
     waiting = [leaf.value for leaf in timeline.result.leaves[:1] if isinstance(leaf, FromValue)]
     while waiting:
@@ -259,7 +259,8 @@ def _values_of_loss(timeline: ModelTrace) -> set[int]:
 
 
 def _made_by_heads(plan: TensorPlan, timeline: ModelTrace) -> Iterator[tuple[int, int]]:
-    """(value, vocabulary size) for each output of a head, or of a unit that holds a head and returns its logits."""
+    """Yields (value, vocabulary size) for each output of a head, or of a unit that contains a head and returns
+    logits."""
     kinds = {name: cut.kind for name, cut in plan.layers.items() if cut.kind in ("head", "embedding")}
     tables = (plan.parameters.get(f"{name}.weight") for name in kinds)  # a tied table is listed by its first name
     sizes = {max(piece.stop for piece in table.ranges) for table in tables if table}
@@ -280,10 +281,10 @@ def _wrap(timeline: ModelTrace, number: int, size: int, axis: TensorAxis) -> Sha
 
 
 def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) -> str:
-    """Run one glue operation; those of its results that are still sharded are added to ``logits``.
+    """Runs one glue operation and adds results that are still sharded to ``logits``.
 
     Returns:
-        Why it is not known which results are sharded, in one line; empty if it is known.
+        The reason, in one line, why the sharding of the results is unknown; empty if the sharding is known.
     """
     problem = ""
     outputs = [leaf.value if isinstance(leaf, FromValue) else None for leaf in glue.output.leaves]

@@ -1,10 +1,10 @@
-"""Sizes of a sharded model: code outside its blocks reads those of the whole, from layers, attributes and parameters.
+"""Sizes of a sharded model: code outside blocks reads full sizes from layers, attributes and parameters.
 
     model.head.weight.shape[0], model.head.out_features,      in a loss, in glue between blocks, in the user's loop
     model.embed.num_embeddings, model.blocks[0].attn.heads    the whole; inside the block of a layer its shard
 
-A block's code computes with shards, and its plan was found or proven with the sizes of shards. An embedding or a head
-stands for itself: sizes of its shard are for its own forward alone.
+Code of a block computes with shards, and the proof of its plan used the sizes of shards. An embedding or a head has no
+block around it: only its own forward reads the sizes of its shard.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -24,9 +24,9 @@ _WHOLE, _RUNNING = "_whole_values", "_running_modules"
 
 
 class WholeSizeAnswers:
-    """The sizes of ``model`` as they are when this is made, before ``plan`` shards it; ``install`` lets it answer them.
+    """Full sizes of ``model``, read before ``plan`` shards it; :meth:`install` makes the sharded model return them.
 
-    Parameters of classes other than torch's own keep theirs. ``plan``: None shards nothing.
+    Parameters of classes other than ``nn.Parameter`` return the sizes of shards. ``plan``: None shards nothing.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:
@@ -45,18 +45,18 @@ class WholeSizeAnswers:
         self._homes = [name for name in dict.fromkeys(_homes(self._modules, plan)) if _has_code(self._modules[name])]
 
     def install(self, model: nn.Module, patches: ForwardPatches, passed: Collection[str] = ()) -> None:
-        """Put the answers on the sharded model; ``passed``: names of parameters that keep theirs."""
+        """Installs the full sizes on the sharded model; ``passed``: names of parameters that return sizes of shards."""
         running, classes = RunningModules(), dict[tuple[type, tuple[str, ...]], type]()
         for name, parameter in self._parameters.items():
             if type(parameter) is nn.Parameter and name not in passed:
                 answer_whole(parameter, self._shapes[name], running)
-                note = f"answers code outside its blocks with the whole size of {name}"
+                note = f"returns the full size of {name} to code outside its blocks"
                 patches.own(model, PatchLayer.TENSOR, lambda p=parameter: answer_part(p), note)  # type: ignore[misc]
         for name in self._changing:
             self._answer(self._modules[name], self._values[name], running, classes, patches)
         watch = Interception(handler=running.call, layer=PatchLayer.TENSOR, patches=patches)
         for name in self._homes:
-            watch.install(name, self._modules[name], "reads sizes of shards as long as its forward runs")
+            watch.install(name, self._modules[name], "reads sizes of shards while its forward runs")
 
     @staticmethod
     def _answer(
@@ -67,14 +67,14 @@ class WholeSizeAnswers:
         if not whole:
             return
         key = type(module), tuple(sorted(whole))
-        with patches.changing(module, PatchLayer.TENSOR, f"answers code outside its block with its whole {key[1][0]}"):
+        with patches.changing(module, PatchLayer.TENSOR, f"returns its full {key[1][0]} to code outside its block"):
             object.__setattr__(module, _WHOLE, whole)
             object.__setattr__(module, _RUNNING, running)
             module.__class__ = classes[key] = classes.get(key) or _answering(*key)
 
 
 def _differs(before: object, now: object) -> bool:
-    """Returns True if a number, or the module's own copy of a configuration, has replaced another value."""
+    """Returns True if ``now``, a number or the module's copy of a configuration, has replaced ``before``."""
     return now is not _NOTHING and before is not now and (now is None or isinstance(now, int) or _is_config(now))
 
 
@@ -83,7 +83,8 @@ def _is_config(value: object) -> bool:
 
 
 def _answering(own: type, names: tuple[str, ...]) -> type:
-    """A class of the same name whose attributes ``names`` are the module's own for code that computes with shards."""
+    """Returns a subclass of the same name; its attributes ``names`` are full sizes, except for code of running
+    blocks."""
     return type(own.__name__, (own,), {"__module__": own.__module__, **{name: _value(name) for name in names}})
 
 
@@ -99,7 +100,7 @@ def _value(name: str) -> property:
 
 
 def _homes(modules: Mapping[str, nn.Module], plan: TensorPlan) -> Iterator[str]:
-    """Names of the modules in whose forward code computes with shards."""
+    """Yields the names of the modules with a forward that computes with shards."""
     blocks = find_units(modules[""]).blocks
     for name in plan.parameters:
         yield _home(name.rpartition(".")[0], modules, blocks)
@@ -111,14 +112,14 @@ def _homes(modules: Mapping[str, nn.Module], plan: TensorPlan) -> Iterator[str]:
 
 
 def _has_code(module: nn.Module) -> bool:
-    """Returns True if its forward is not torch's own; torch's forward gets the sizes of shards in any case."""
+    """Returns True if the module's forward is not torch's own, which gets the sizes of shards in any case."""
     return not type(module).forward.__module__.startswith("torch.")
 
 
 def _home(name: str, modules: Mapping[str, nn.Module], blocks: Collection[str]) -> str:
-    """The outermost module with a forward from the block around ``name`` down to it; without a block ``name`` itself.
+    """Returns the outermost module with a forward from the block around ``name`` down to ``name``.
 
-    A holder of layers that other code calls has no forward of its own.
+    Without a block the result is ``name``. A module that only contains layers has no forward.
     """
     parts = name.split(".") if name else []
     above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

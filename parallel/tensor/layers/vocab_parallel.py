@@ -30,19 +30,19 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 class EmbeddingLayer(nn.Module):
     """Ids int64 [..], full -> vectors [.., D], full and equal on all ranks, or sharded along the sequence.
 
-    Each rank looks up the rows that it holds and returns zero for the others; one all-reduce over "tp" (a
-    reduce-scatter under sequence parallelism), label "embedding". The layer's own forward runs on local ids, so it may
-    scale the vectors.
+    Each rank looks up the rows of its shard and returns zero for the others; one all-reduce over "tp" (a reduce-scatter
+    under sequence parallelism), label "embedding". The layer's own forward runs on local ids, so it may scale the
+    vectors.
 
     Raises:
-        EngineError: an id is outside of the vocabulary, on the CPU; a GPU stops by its own assertion, as in torch.
+        EngineError: an id is outside the vocabulary, on the CPU; a GPU raises its own assertion, as in torch.
     """
 
     tensor_vocabulary: Vocabulary
     tensor_context: GlobalTensorContext
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up local rows, zero those of other ranks, sum."""
+        """Looks up local rows, zeroes the rows of other ranks and sums over "tp"."""
         vocabulary = self.tensor_vocabulary
         if not vocabulary.axis.dry:
             _check_ids(ids, vocabulary.size)
@@ -55,14 +55,14 @@ class EmbeddingLayer(nn.Module):
 
 
 def _check_ids(ids: Tensor, size: int) -> None:
-    """Refuse what one process refuses: no rank would hold such a row, and all would look up zeros."""
+    """Refuses ids outside the vocabulary, as one process does; otherwise all ranks would return zeros for them."""
     inside = ((ids >= 0) & (ids < size)).all()
     if torch.compiler.is_compiling() or not (is_host(ids.device) or ids.is_meta):
         torch._assert_async(inside)
     elif is_host(ids.device) and not bool(inside):
         raise EngineError(
             f"a token id is outside the vocabulary of {size} rows: the ids of this batch reach from {int(ids.min())} "
-            f"to {int(ids.max())}; give ids from 0 to {size - 1}."
+            f"to {int(ids.max())}; pass ids from 0 to {size - 1}."
         )
 
 
@@ -77,7 +77,7 @@ class HeadLayer(nn.Module):
     tensor_owned: bool
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Compute this rank's columns of the logits and wrap them as sharded logits."""
+        """Computes this rank's columns of the logits and returns them as sharded logits."""
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
         plain = [self] if self.tensor_owned else []
@@ -87,7 +87,7 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """This rank's x, which may be a shard of the sequence, and the entrance that makes it full."""
+        """Returns this rank's x, which may be a shard of the sequence, and the entrance that makes it full."""
         dim = None
         if type(x_D) is GlobalTensor:
             dim = stream_dim(x_D)
@@ -95,7 +95,7 @@ class HeadLayer(nn.Module):
         return x_D, Entrance(self.tensor_vocabulary.axis, self.tensor_owned, dim=dim)
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """The layer's own product."""
+        """Returns the layer's own product."""
         kernels = self.tensor_vocabulary.axis.kernels
         if self.tensor_owned and is_replaced(x_D, kernels):
             return fused_forward(self, x_D, "none", kernels)
@@ -104,7 +104,7 @@ class HeadLayer(nn.Module):
 
 
 class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
-    """An ``nn.Embedding`` that holds this rank's rows; the arguments are full sizes.
+    """An ``nn.Embedding`` with this rank's rows of the table; the arguments are full sizes.
 
     Raises:
         PlanError: ``max_norm`` or another option that needs all rows at once.
@@ -129,7 +129,7 @@ class VocabularyHead(HeadLayer, nn.Linear):
 
 
 def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
-    """Give an already sharded embedding its vocabulary and its local sizes."""
+    """Sets the vocabulary and the local sizes of an embedding with a sharded table."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_context = context or global_context(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
@@ -140,7 +140,7 @@ def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: Global
 
 
 def prepare_head(module: nn.Module, vocabulary: Vocabulary) -> None:
-    """Give an already sharded head its vocabulary and its local sizes."""
+    """Sets the vocabulary and the local sizes of a head with a sharded weight."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_owned = has_plain_forward(module)  # type: ignore[assignment]
     if is_conv1d(module):

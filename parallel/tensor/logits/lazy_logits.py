@@ -1,10 +1,10 @@
-"""Lazy logits: their hidden states and head, and the functions that they pass through without being computed.
+"""Lazy logits: hidden states and head in place of logits, and the functions that leave them uncomputed.
 
     from a head      hidden states, weight and bias   computed as: their product
     from logits      the same after a view, a slice   computed as: that function of the source's logits
 
-Functions that only change shapes act on the hidden states (``logits.rules``), a wider dtype is recorded, and a loss is
-computed in chunks. Every other function computes the logits first.
+Functions that only change shapes act on the hidden states (``logits.rules``); a wider dtype is recorded; a loss
+computes the logits in chunks. Every other function computes the logits first.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from engine.parallel.tensor.logits.rules import CONVERSIONS, LOGIT_RULES, SHAPES
 
 
 def _widened(func: Callable[..., Any], x: LogitShard, *args: Any, **kwargs: Any) -> Any:
-    """``float`` and similar conversions; the new dtype is found on an empty tensor."""
+    """Applies ``float`` and similar conversions; an empty tensor shows the new dtype."""
     product = x.product
     if product is None or any(isinstance(arg, LogitShard) for arg in (*args, *kwargs.values())):
         return NotImplemented
@@ -48,7 +48,7 @@ def _detached(func: Callable[..., Any], x: LogitShard) -> Any:
 
 
 def _viewed(func: Callable[..., Any], x: LogitShard, *sizes: Any, **kwargs: Any) -> Any:
-    """``view`` acts as ``reshape``: the hidden states need not have the memory layout that the logits will have."""
+    """Runs ``view`` as ``reshape``, because hidden states may have another memory layout than the logits."""
     return LOGIT_RULES[func](Tensor.reshape, x, *sizes, **kwargs)
 
 
@@ -67,13 +67,14 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of the rule of ``func`` on lazy logits and other arguments; ``NotImplemented``: compute them."""
+    """Returns the result of the rule of ``func`` on lazy logits, or ``NotImplemented``: ``func`` needs computed
+    logits."""
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
 
 
 class LogitsSource(Protocol):
-    """Logits that other lazy logits derive from."""
+    """Interface of logits from which other lazy logits derive."""
 
     @property
     def part(self) -> LogitShard:
@@ -86,22 +87,21 @@ class LogitsSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyLogits:
-    """The recipe of lazy logits."""
+    """Hidden states and computation of lazy logits."""
 
     part: LogitShard
-    """The hidden states and their product with the head."""
+    """The hidden states, and the head's product that makes logits of them."""
     compute: Callable[[], LogitShard]
     source: LogitsSource | None = None
 
 
 def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
-    """A function that computes the logits of ``hidden``, with gradients; autocast has been applied to its tensors
-    already.
+    """Returns a function that computes the logits of ``hidden``, with gradients, from tensors in autocast's dtype.
 
-    ``weight``: the parameter, with a version counter that shows updates.
+    ``weight``: the parameter; its version counter shows updates.
 
     Raises:
-        EngineError: the weight, the bias or the hidden states have changed in the meantime.
+        EngineError: weight, bias or hidden states have changed since this call; the returned function raises it.
     """
     product = hidden.product
     assert product is not None
@@ -116,7 +116,7 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
         if state() != before:
             raise EngineError(
                 "logits were read for the first time after their weights or hidden states had changed, but lazy logits "
-                "are computed at their first read; read them before the step, or keep output.logits.clone()."
+                "are computed at their first read; read them before the step, or store output.logits.clone()."
             )
         with torch.enable_grad(), torch.autocast(hidden.local.device.type, enabled=False):
             local = functional.linear(hidden.local, product.weight, product.bias)
@@ -126,7 +126,7 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
-    """Returns the recipe for ``change`` applied to the source's logits, in the present grad mode.
+    """Returns lazy logits for ``change`` applied to the source's logits, in the grad mode of this call.
 
     ``part`` is the result of ``change`` on the hidden states.
     """

@@ -1,9 +1,9 @@
 """Shard of logits with a vocabulary sharded over the axis "tp", and the operands that meet it.
 
-    LogitShard       operand of the rules for functions. For lazy logits it holds the hidden states and the head that
+    LogitShard       operand of the rules for functions. For lazy logits it has the hidden states and the head that
                      computes the logits; functions that change shapes then change the hidden states
-    cut_operand      a bias [V] is narrowed to this rank's columns; its gradient is gathered
-    share_operand    a temperature [], [1] or [B, S, 1] is the same for all columns; its gradient is summed
+    cut_operand      a bias [V] is narrowed to this rank's columns; the gradient is gathered
+    share_operand    a temperature [], [1] or [B, S, 1] is the same for all columns; the gradient is summed
 
 Both backwards communicate over "tp", label "logit operands". Operands without a gradient (masks, constants) send
 nothing.
@@ -27,9 +27,9 @@ class Vocabulary:
 
     axis: TensorAxis
     widths: tuple[int, ...]
-    """The number of vocabulary rows that each rank holds."""
+    """The number of vocabulary rows on each rank."""
     gathers: list[str] = field(default_factory=list)
-    """Names of the functions that have needed the full vocabulary, once each."""
+    """Names of the functions that have gathered the full vocabulary, without repeats."""
 
     @property
     def size(self) -> int:
@@ -43,40 +43,40 @@ class Vocabulary:
 
     @property
     def width(self) -> int:
-        """The number of rows that this rank holds."""
+        """The number of rows on this rank."""
         return self.widths[self.axis.index]
 
 
 class SoftmaxParts(NamedTuple):
-    """The softmax of N tokens, without gradients, in fp32 or wider.
+    """Softmax of N tokens, without gradients, in fp32 or wider.
 
     exp(x - largest - log_sum) is the softmax over the full vocabulary.
     """
 
     largest: Tensor
-    """[N], the maximum over the full vocabulary; 0 where that is infinite."""
+    """[N], the maximum over the full vocabulary; 0 for an infinite maximum."""
     log_sum: Tensor
-    """[N]"""
+    """[N], the logarithm of the sum of exp(x - largest) over the full vocabulary."""
     shares: Tensor | None
     """[N, W], this rank's columns of the softmax, if a backward needs them."""
 
 
 @dataclass(slots=True)
 class SharedSoftmax:
-    """The softmax that the first loss of some logits computes and the others reuse."""
+    """Softmax that the first loss of some logits computes and later losses reuse."""
 
     parts: SoftmaxParts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateProduct:
-    """The linear layer that makes logits of hidden states [.., H] when they are needed."""
+    """Linear layer that computes logits from hidden states [.., H] at the first read."""
 
     weight: Tensor
     """[W, H], this rank's rows."""
     bias: Tensor | None
     dtype: torch.dtype
-    """The dtype of the logits: that of the product, or a wider one that they were converted to."""
+    """The dtype of the logits: the product's dtype, or a wider dtype after a conversion."""
     kernels: Kernels
 
     def detached(self) -> "LateProduct":
@@ -87,17 +87,17 @@ class LateProduct:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitShard:
-    """Tensor with the vocabulary as its dim ``dim``; this rank holds the shard ``local``."""
+    """Tensor with the vocabulary in dim ``dim``; ``local`` is this rank's shard."""
 
     local: Tensor
-    """This rank's shard; with a ``product`` the hidden states, with their width in place of the vocabulary."""
+    """This rank's shard; with a ``product`` the hidden states, with the hidden size in place of the vocabulary."""
     vocabulary: Vocabulary
     dim: int
     """The dim of the vocabulary, counted from the front."""
     softmax: SharedSoftmax = field(default_factory=SharedSoftmax)
-    """Shared by all shards with the same values in the same order of tokens."""
+    """The softmax, shared by all shards with the same values in the same order of tokens."""
     product: LateProduct | None = None
-    """Set while the logits are lazy."""
+    """The product that computes the logits; None for computed logits."""
 
     @property
     def width(self) -> int:
@@ -127,11 +127,14 @@ class LogitShard:
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
-        """``local`` as [N, W], a row for each token; [N, H] for lazy logits."""
+        """Returns ``local`` as [N, W], a row for each token; [N, H] for lazy logits."""
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """Returns the shard with another ``local``; ``same``: its values and the order of tokens are unchanged."""
+        """Returns a shard of logits with the tensor ``local``, whose dim ``dim`` is the vocabulary.
+
+        ``same``: values and order of tokens are unchanged, so the softmax is shared.
+        """
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()
         return LogitShard(local, self.vocabulary, dim, softmax, self.product)
@@ -142,7 +145,7 @@ class LogitShard:
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 
     def aligned(self, other: "LogitShard") -> bool:
-        """Returns True if both shards hold the same columns, in the same dim counted from the back."""
+        """Returns True if both shards have the same columns, in the same dim counted from the back."""
         mine, its = self.vocabulary, other.vocabulary
         places = self.dim - self.local.dim() == other.dim - other.local.dim()
         return places and mine.widths == its.widths and mine.axis is its.axis
@@ -152,7 +155,7 @@ OPERANDS = "logit operands"
 
 
 def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
-    """``x``, full, which every rank uses for its own columns: its gradient is summed over the ranks."""
+    """Returns ``x``, full, for use with this rank's columns; backward sums the gradient over "tp"."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     shared: Tensor = _Share.apply(x, axis, label)  # type: ignore[no-untyped-call]
@@ -161,7 +164,8 @@ def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
 
 
 def cut_operand(x: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
-    """This rank's columns of ``x``, which is full and has the vocabulary in ``dim``; its gradient is gathered."""
+    """Returns this rank's columns of a full ``x`` with the vocabulary in ``dim``; backward gathers the gradient over
+    "tp"."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.narrow(dim, vocabulary.start, vocabulary.width)
     widest = max(vocabulary.widths) * len(vocabulary.widths)

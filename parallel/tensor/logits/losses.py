@@ -1,33 +1,31 @@
-"""Losses of sharded logits: the values that ``torch`` computes over the full vocabulary, from this rank's columns.
+"""Losses of sharded logits, computed from this rank's columns and equal to those of ``torch`` on the full vocabulary.
 
-    cross_entropy, nll_loss     class numbers as targets; every option but the two that torch deprecates
+    cross_entropy, nll_loss     class numbers as targets; all options except the two that torch deprecates
     logsumexp, log_softmax      over the vocabulary
-    gather                      along the vocabulary: the value at each index comes from the rank that holds it
+    gather                      along the vocabulary: the rank that stores an index sends the value
 
-Sums travel over "tp" with the label "loss". A rule returns ``NotImplemented`` for options that it does not cover, and
-the caller gathers. Values are computed in fp32 or wider and returned in the dtype that torch returns.
+Sums are all-reduced over "tp" with the label "loss". A rule returns ``NotImplemented`` for options that it does not
+cover, and the caller gathers. Values are computed in fp32 or wider and returned in torch's dtype.
 
-Shape suffixes: N tokens, V the vocabulary, W this rank's columns of it.
-
-Softmax terms of logits with a vocabulary sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+Terms of the softmax over a sharded vocabulary (Megatron-LM, Shoeybi et al. 2019, section 3):
 
     cross-entropy   log_sum - picked              log_sum   log sum_v exp(x_v - max x)
     z-loss          (log_sum + max x)^2           picked    x_target - max x
     smoothing       log_sum sum_v w_v - weighted  weighted  sum_v w_v (x_v - max x)
 
-Each rank computes maximum and terms of its shard, and they are reduced over the ranks with the label "loss", in fp32:
-the maximum in one all-reduce, all terms in a second one. Backward needs no communication: every rank has the softmax of
-its own columns. In torch it is saved; kernels recompute it (``kernels.ops.cross_entropy``) and save two numbers per
-token. Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss sends nothing more with it, and
-2 alone.
+Each rank computes maximum and terms of its shard, and two all-reduces combine them in fp32: one for the maximum, one
+for all terms. Backward needs no communication: every rank has the softmax of its own columns. The implementation in
+torch saves this softmax; kernels recompute it (``kernels.ops.cross_entropy``) and save two numbers per token.
+Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss sends 2 alone, and none in addition to
+cross-entropy.
 
 The maximum is a constant for gradients: in every formula above its contributions cancel.
 
-Lazy logits take the same terms and send the same bytes: first every rank goes through its chunks of tokens, then one
-maximum and one sum for all tokens travel, and backward goes through the chunks once more. So all logits never exist at
-once. The gradient of the hidden states is summed over "tp" where they entered the head.
+Lazy logits use the same terms and send the same bytes: every rank first computes its chunks of tokens, then reduces one
+maximum and one sum for all tokens; backward computes the chunks once more. The logits never exist all at once. The
+gradient of the hidden states is summed over "tp" at the entrance of the head.
 
-Shape suffixes: N tokens, W this rank's columns of the vocabulary, K terms.
+Shape suffixes: N tokens, V the vocabulary, W this rank's columns of the vocabulary, K terms.
 """
 
 from collections.abc import Callable
@@ -67,7 +65,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Terms(NamedTuple):
-    """The terms, [N] each, in fp32 or wider, equal on all ranks, with gradients."""
+    """Terms of the softmax, [N] each, in fp32 or wider, equal on all ranks, with gradients."""
 
     log_sum: Tensor
     picked: Tensor | None
@@ -89,7 +87,7 @@ def softmax_terms(logits: LogitShard, question: Question) -> Terms:
 
 
 class _FusedTerms(torch.autograd.Function):
-    """The terms by kernels; of the softmax only two numbers per token are saved."""
+    """Terms of the softmax by kernels, which save only two numbers per token."""
 
     @staticmethod
     def forward(
@@ -142,7 +140,7 @@ class _Terms(torch.autograd.Function):
         ctx: Any, log_sum_N: Tensor | None, picked_N: Tensor | None, weighted_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        if ctx.shared.parts is not None:  # the largest tensor; the others serve later losses, this one only backward
+        if ctx.shared.parts is not None:  # free the largest tensor: later losses use only the others
             ctx.shared.parts = ctx.shared.parts._replace(shares=None)
         shares_NW, place_N1, elsewhere_N1, weight_W = ctx.saved_tensors
         grad_NW = torch.zeros_like(shares_NW) if log_sum_N is None else shares_NW * log_sum_N.unsqueeze(-1)
@@ -170,7 +168,7 @@ def _finish(
     shared: SharedSoftmax,
     graded: bool,
 ) -> tuple[SoftmaxParts, list[Tensor]]:
-    """Sum ``terms`` over the ranks, with the terms that ``shared`` lacks; ``shifted_NW`` is overwritten."""
+    """Sums ``terms`` over the ranks, with the terms that ``shared`` lacks; ``shifted_NW`` is overwritten."""
     known = shared.parts
     if known is None:
         shifted_NW.exp_()
@@ -190,17 +188,17 @@ def _finish(
 
 
 class OverAxis:
-    """Reduces terms over the tensor axis, label "loss"."""
+    """Reduction of terms over the tensor axis, label "loss"."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
 
     def largest(self, values: Tensor) -> None:
-        """Take the maximum over all ranks, in place."""
+        """Replaces ``values`` by the maximum over all ranks, in place."""
         self._axis.all_reduce(values, LOSS, "max")
 
     def sum(self, values: Tensor) -> None:
-        """Sum over all ranks, in place."""
+        """Sums ``values`` over all ranks, in place."""
         self._axis.all_reduce(values, LOSS)
 
 
@@ -225,7 +223,7 @@ def summed_loss(logits: LogitShard, target_N: Tensor, form: CrossEntropy) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The arguments of a loss, by torch's names."""
+    """Arguments of a loss, by torch's names."""
 
     input: Any
     target: Any
@@ -260,10 +258,11 @@ class _Options:
         return CrossEntropy(self.ignore_index, self.label_smoothing, cast(Reduction, self.reduction))
 
     def checked_target(self) -> Tensor:
-        """Labels [N]; 0 for ignored ones.
+        """Returns labels [N], with 0 for ignored labels.
 
         Raises:
-            EngineError: a label outside the vocabulary. On a GPU this is not checked, since it would stall the stream.
+            EngineError: a label is outside the vocabulary. A GPU does not check, because the check would stall the
+                stream.
         """
         check_target(self.target, self.input.vocabulary.size, self.ignore_index)
         target: Tensor = self.target.masked_fill(self.target == self.ignore_index, 0)
@@ -278,7 +277,7 @@ class _Options:
 
 
 def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``functional.cross_entropy`` for labels [N] of [N, V], or [B, ...] of [B, V, ...]."""
+    """Computes ``functional.cross_entropy`` for labels [N] of [N, V], or [B, ...] of [B, V, ...]."""
     given = _Options(*args, **kwargs)
     if not given.understood:
         return NotImplemented
@@ -303,7 +302,7 @@ def sharded_cross_entropy(func: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``functional.nll_loss`` of log-probabilities."""
+    """Computes ``functional.nll_loss`` of log-probabilities."""
     given = _Options(*args, **kwargs)
     if not given.understood:
         return NotImplemented
@@ -315,7 +314,7 @@ def nll_loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
-    """``torch.logsumexp`` over the vocabulary: [.., V] -> [..]."""
+    """Computes ``torch.logsumexp`` over the vocabulary: [.., V] -> [..]."""
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     if not isinstance(input, LogitShard) or not _is_vocabulary(input, dims) or out is not None:
         return NotImplemented
@@ -330,7 +329,7 @@ def logsumexp(func: Callable[..., Any], input: Any, dim: Any, keepdim: bool = Fa
 def log_softmax(
     func: Callable[..., Any], input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None, **kwargs: Any
 ) -> Any:
-    """``log_softmax`` over the vocabulary. Backward sums one scalar a token over "tp"."""
+    """Computes ``log_softmax`` over the vocabulary. Backward sums one scalar per token over "tp"."""
     if isinstance(_stacklevel, torch.dtype):  # in torch.log_softmax the third argument is the dtype
         dtype = _stacklevel
     if not isinstance(input, LogitShard) or not _is_vocabulary(input, (dim,)) or kwargs:
@@ -347,10 +346,10 @@ def log_softmax(
 
 
 def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs: Any) -> Any:
-    """``torch.gather`` along the vocabulary: a plain tensor with the shape of ``index``.
+    """Computes ``torch.gather`` along the vocabulary: returns a plain tensor with the shape of ``index``.
 
     Raises:
-        EngineError: an index outside the vocabulary. On a GPU this is not checked.
+        EngineError: an index is outside the vocabulary. A GPU does not check.
     """
     if (
         not isinstance(input, LogitShard)
@@ -362,7 +361,7 @@ def gather(func: Callable[..., Any], input: Any, dim: Any, index: Any, **kwargs:
     size = input.vocabulary.size
     if is_host(index.device) and bool(((index < 0) | (index >= size)).any()):
         raise EngineError(
-            f"an index of gather is outside the vocabulary of {size} rows; give indices from 0 to {size - 1}."
+            f"an index of gather is outside the vocabulary of {size} rows; pass indices from 0 to {size - 1}."
         )
     return _pick(input.local, input.dim, index, input.vocabulary)
 
@@ -377,7 +376,7 @@ def _is_vocabulary(logits: LogitShard, dims: Any) -> bool:
 
 
 def _given_dtype(logits: LogitShard, also_on_host: bool) -> torch.dtype:
-    """The dtype of the result: fp32 under autocast, which widens fewer functions on the CPU; else the logits' own."""
+    """Returns the dtype of the result: fp32 under autocast (fewer functions on the CPU), else the logits' own."""
     dtype, device = logits.dtype, logits.local.device
     narrow = dtype in (torch.float16, torch.bfloat16) and not logits.local.is_meta
     widens = narrow and (also_on_host or not is_host(device))

@@ -1,6 +1,6 @@
-"""Functions that are right on a shard of the vocabulary: they return a :class:`LogitShard` and send nothing.
+"""Rules of functions that are correct on a shard of the vocabulary: they return a :class:`LogitShard` and send nothing.
 
-A rule is called with the function and its arguments, in which sharded logits are shards. It returns ``NotImplemented``
+A rule gets the function and the arguments, with shards in place of sharded logits. The rule returns ``NotImplemented``
 if the function needs the full vocabulary with these arguments.
 """
 
@@ -22,7 +22,7 @@ LogitRule = Callable[..., Any]
 
 
 def _elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Elementwise functions of numbers, tensors that broadcast, and other shards of the same vocabulary."""
+    """Runs elementwise functions of numbers, tensors that broadcast, and other shards of the same vocabulary."""
     leaves = [*args, *kwargs.values()]
     first = next(leaf for leaf in leaves if isinstance(leaf, LogitShard))
     if kwargs.get("out") is not None or not all(_fits(leaf, first) for leaf in leaves):
@@ -53,7 +53,7 @@ def _part(operand: Any, first: LogitShard) -> Any:
 
 
 def _converted(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """``to`` and similar; a shard may also be the tensor that another one takes its dtype from."""
+    """Runs ``to`` and similar functions; a shard may also be the tensor that defines the new dtype."""
     args = tuple(arg.local if isinstance(arg, LogitShard) else arg for arg in args)
     kwargs = {name: arg.local if isinstance(arg, LogitShard) else arg for name, arg in kwargs.items()}
     if not isinstance(x, LogitShard):
@@ -73,7 +73,7 @@ def _view(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Any:
     shape = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
     if not x.is_last or not shape or shape.count(-1) > 1:
         return NotImplemented
-    if shape[-1] == -1:  # stands for the vocabulary if the other sizes leave exactly that
+    if shape[-1] == -1:  # -1 is the vocabulary if the other sizes leave exactly its size
         rest = 1
         for size in shape[:-1]:
             rest *= size
@@ -95,7 +95,8 @@ def _flatten(func: Callable[..., Any], x: Any, start_dim: int = 0, end_dim: int 
 
 
 def _rearranged(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Applies functions that reorder, add or drop dims; an empty tensor with sizes that name its dims shows it."""
+    """Applies functions that reorder, add or drop dims; an empty tensor with a distinct size per dim shows the
+    order."""
     if not isinstance(x, LogitShard) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
     sizes = [1 if size == 1 and dim != x.dim else dim + 2 for dim, size in enumerate(x.local.shape)]
@@ -132,14 +133,14 @@ def _dims_addressed(entry: Any) -> int:
 
 
 def _split(func: Callable[..., Any], x: Any, size: Any, dim: int = 0) -> Any:
-    """``split`` and ``chunk`` along a dim other than the vocabulary."""
+    """Runs ``split`` and ``chunk`` along a dim other than the vocabulary."""
     if not isinstance(x, LogitShard) or isinstance(size, Tensor) or dim % x.local.dim() == x.dim:
         return NotImplemented
     return tuple(x.now(piece) for piece in func(x.local, size, dim=dim))
 
 
 def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-    """Returns a slice along a dim other than the vocabulary; selecting one row drops the dim itself."""
+    """Returns a slice along a dim other than the vocabulary; the selection of one row drops the dim."""
     if not isinstance(x, LogitShard) or not isinstance(dim, int) or dim % x.local.dim() == x.dim:
         return NotImplemented
     local = func(x.local, dim, *args, **kwargs)
@@ -193,8 +194,7 @@ SHAPES = tuple(func for func, rule in LOGIT_RULES.items() if rule in (_flatten, 
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of the rule of ``func`` on arguments in which sharded logits are shards; ``NotImplemented`` without
-    one."""
+    """Returns the result of the rule of ``func``, with shards as arguments, or ``NotImplemented`` without a rule."""
     rule = LOGIT_RULES.get(func)
     leaves = pytree.tree_leaves(args) if rule is _index else (*args, *kwargs.values())
     if rule is None or not any(isinstance(leaf, LogitShard) for leaf in leaves):

@@ -1,14 +1,14 @@
-"""Logits of which every tensor rank holds a shard of the vocabulary, in the form of an ordinary tensor.
+"""Logits with a vocabulary sharded over the tensor ranks, in the form of an ordinary tensor.
 
-A head returns them to code that need not know about tensor parallelism. Functions that are right on a shard run on it
-(``logits.rules``): elementwise operations, another order of dims, losses. Every other function first gathers the
-vocabulary over "tp" (label "logits"), with gradients, and goes on with a plain tensor; its name is recorded.
+A head returns them to code without any notion of tensor parallelism. Functions that are correct on a shard run on the
+shard (``logits.rules``): elementwise operations, another order of dims, losses. Every other function is recorded by
+name, gathers the vocabulary over "tp" (label "logits"), with gradients, and runs on a plain tensor.
 
 Logits may also be lazy (``layers.lazy_head``): nothing is computed until a function other than a loss reads them. On a
-tensor axis of one rank, where they exist only to be lazy, they then become a plain tensor, whatever reads them.
+tensor axis of one rank they exist only to be lazy, and become a plain tensor at the first read.
 
-Functions that reach Python are answered by ``__torch_function__``. The few that do not (custom autograd functions) see
-a tensor that is in the autograd graph, and gather under ``__torch_dispatch__``.
+``__torch_function__`` handles functions that reach Python. Custom autograd functions do not reach Python: they get a
+tensor of the autograd graph, and gather under ``__torch_dispatch__``.
 
 Shape suffixes: V the vocabulary, W this rank's shard of it.
 """
@@ -32,10 +32,10 @@ from engine.parallel.trace.torch_function import METADATA, function_name, writes
 
 
 class ShardedLogits(Tensor):
-    """Tensor with a sharded vocabulary dim: this rank holds ``part``.
+    """Tensor with a sharded vocabulary dim; ``part`` is this rank's shard.
 
     Raises:
-        EngineError: a function writes into it in place, or registers a hook on it.
+        EngineError: a function writes into the logits in place, or registers a hook on them.
     """
 
     _part: LogitShard | None
@@ -45,7 +45,7 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def wrap(local_W: Tensor, vocabulary: Vocabulary) -> "ShardedLogits":
-        """Returns the logits [.., V] of which ``local_W`` is this rank's shard."""
+        """Returns the logits [.., V] with ``local_W`` as this rank's shard."""
         return ShardedLogits.of(LogitShard(local_W, vocabulary, local_W.dim() - 1))
 
     @staticmethod
@@ -57,23 +57,23 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def late(hidden: LogitShard, compute: Callable[[], LogitShard]) -> "ShardedLogits":
-        """Lazy logits of ``hidden`` states, computed by ``compute``."""
+        """Returns lazy logits of ``hidden`` states; ``compute`` computes them."""
         return _wait(LazyLogits(hidden, compute))
 
     @property
     def part(self) -> LogitShard:
-        """This rank's shard. Lazy logits are computed, and the result is kept if it is differentiable."""
+        """This rank's shard. A read computes lazy logits, and stores the result if it is differentiable."""
         if self._part is not None:
             return self._part
         assert self._waiting is not None
         part = self._waiting.compute()
-        if part.local.requires_grad or not self.requires_grad:  # a result from below autograd would lack its graph
+        if part.local.requires_grad or not self.requires_grad:  # a result computed below autograd lacks its graph
             self._part = part
         return part
 
     @property
     def waits(self) -> bool:
-        """True while these logits, and the logits that they derive from, are still to be computed."""
+        """True while these logits, and the logits they derive from, are not computed."""
         source = None if self._waiting is None else self._waiting.source
         return self._part is None and (source is None or source.waits)
 
@@ -163,7 +163,8 @@ class ShardedLogits(Tensor):
 
 
 def gather_logits(tree: Any) -> Any:
-    """``tree`` (lists, tuples, dicts, Hugging Face outputs) with every sharded tensor in it gathered."""
+    """Gathers every sharded tensor in ``tree`` (lists, tuples, dicts, Hugging Face outputs) over "tp"; returns the
+    tree."""
     return _gathered(pytree.tree_map(_plain, tree, is_leaf=lambda node: type(node) is GlobalTensor), "whole")
 
 
@@ -180,12 +181,12 @@ def _found(tree: Any) -> Iterator[ShardedLogits]:
 
 
 def _is_plain(logits: Any) -> bool:
-    """Returns True if these logits are computed and full, and so behave as the plain tensor that they wrap."""
+    """Returns True if these logits are computed and full, so that they behave as the plain tensor inside."""
     return isinstance(logits, ShardedLogits) and logits._part is not None and logits.alone
 
 
 def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of a function that lazy logits pass through without being computed, or ``NotImplemented``."""
+    """Returns the result of a function that leaves lazy logits uncomputed, or ``NotImplemented``."""
     logits = args[0] if args else kwargs.get("input")
     if not isinstance(logits, ShardedLogits) or not logits.waits or logits._waiting is None:
         return NotImplemented
@@ -208,7 +209,7 @@ def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _settle(logits: Iterator[ShardedLogits]) -> None:
-    """Compute all lazy logits that derive from the same source, before a function writes into it."""
+    """Computes all lazy logits that derive from the same source, before a function writes into it."""
     for one in logits:
         while one._waiting is not None and isinstance(one._waiting.source, ShardedLogits):
             one = one._waiting.source
@@ -224,7 +225,7 @@ def _to_slices(tree: Any) -> Any:
 
 
 def _from_slices(result: Any, args: tuple[Any, ...]) -> Any:
-    """``result`` with shards wrapped as tensors; a shard that was an argument becomes that argument's own object."""
+    """Returns ``result`` with shards wrapped as tensors; the shard of an argument becomes that argument's object."""
     given = {id(arg.part): arg for arg in args if isinstance(arg, ShardedLogits)}
     return pytree.tree_map_only(
         LogitShard, lambda part: given[id(part)] if id(part) in given else ShardedLogits.of(part), result
@@ -232,7 +233,7 @@ def _from_slices(result: Any, args: tuple[Any, ...]) -> Any:
 
 
 class _Wrap(torch.autograd.Function):
-    """Gives the logits a node in the autograd graph, for functions that bypass ``__torch_function__``."""
+    """Autograd node of the logits, for functions that bypass ``__torch_function__``."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, part: LogitShard) -> ShardedLogits:
@@ -246,7 +247,7 @@ class _Wrap(torch.autograd.Function):
 
 
 class _WrapLate(torch.autograd.Function):
-    """The node of lazy logits; functions that bypass ``__torch_function__`` compute them for themselves."""
+    """Autograd node of lazy logits; functions that bypass ``__torch_function__`` compute the logits again."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_WH: Tensor, bias_W: Tensor | None, part: LogitShard) -> ShardedLogits:
@@ -301,7 +302,7 @@ def _writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _refuse_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if _writes(name, args, kwargs):
         raise EngineError(
-            f"{name} was called on logits whose vocabulary is sharded over the tensor ranks, which are read-only and "
+            f"{name} was called on logits with a vocabulary sharded over the tensor ranks, which are read-only and "
             "take no hooks; make a new tensor, or call engine.parallel.tensor.gather_logits on them first."
         )
 
@@ -309,5 +310,5 @@ def _refuse_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 _TO_THE_OBJECT = frozenset((
     "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "requires_grad_", "share_memory_",
 ))  # fmt: skip
-"""Functions that change the tensor object, which is not the one that lives on."""
+"""Functions that change the tensor object, which the autograd graph does not contain."""
 _ABOUT_IT = METADATA | {Tensor.__hash__}

@@ -1,4 +1,4 @@
-"""Values of each token for losses and metrics of policies, from logits with a vocabulary that may be sharded.
+"""Token values for losses and metrics of policies, from logits with a vocabulary that may be sharded.
 
 Shape suffixes: B rows, S tokens, V the vocabulary.
 """
@@ -16,13 +16,13 @@ from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 def token_values(
     logits_BSV: Tensor, labels_BS: Tensor, names: Collection[str], temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """Log-probabilities of the labels and, by ``names``, other values of each token, [B, S] in fp32.
+    """Computes log-probabilities of the labels and, by ``names``, other values of each token, [B, S] in fp32.
 
     Args:
-        logits_BSV: plain, or sharded over axis tp, label "loss": then a few numbers of each token are sent.
+        logits_BSV: plain, or sharded over axis tp: then a few numbers per token are all-reduced, label "loss".
         labels_BS: int64, from 0 to V - 1.
-        names: of "entropy", with gradients; "log_sum_sq_probs", "mean_logits" and "is_top1", without.
-        temperature: by which logits are divided.
+        names: "entropy" (with gradients), "log_sum_sq_probs", "mean_logits" and "is_top1" (without gradients).
+        temperature: the divisor of the logits.
     """
     scaled_BSV = logits_BSV.float()
     if temperature != 1.0:
@@ -51,7 +51,7 @@ def _summed(values_BSV: Tensor) -> Tensor:
 
 
 def _likeliest(logits_BSV: Tensor) -> Tensor:
-    """Index of the largest logit of each token, [B, S]."""
+    """Returns the index of the largest logit of each token, [B, S]."""
     if not isinstance(logits_BSV, ShardedLogits):
         return logits_BSV.argmax(-1)
     part = logits_BSV.part

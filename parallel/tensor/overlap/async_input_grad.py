@@ -1,24 +1,24 @@
-"""The all-reduce of an input gradient, overlapped with weight gradients (Megatron-LM: async_grad_allreduce).
+"""All-reduce of an input gradient, overlapped with weight gradients (Megatron-LM: async_grad_allreduce).
 
 The gradient of x is complete when the last layer that shares x has added to it, and must be summed over the tensor
-ranks before it leaves the region. The weight gradients of these layers need no sum, so they are computed while it is in
-flight:
+ranks before it leaves the region. The weight gradients of these layers need no sum, so they are computed while the sum
+is in flight:
 
     forward    x ── arrive ── f ──┬── query            token of query ──┐
                                   ├── key              token of key   ──┤ one node for each layer, made before f
                                   └── value            token of value ──┘
     backward   dx of value, key, query    f starts the sum    dW of value, key, query    arrive waits for it
 
-Of the nodes that are ready, autograd runs the one that was created last. The forward creates them in the order arrive,
-tokens, f, products, and so backward runs in the order above. Each node's gradients are passed on at once, so that only
-one dW exists at a time.
+Among ready nodes, autograd runs the node that was created last. The forward creates them in the order arrive, tokens,
+f, products, so backward runs in the order above. Each node passes its gradients on at once, so that only one dW exists
+at a time.
 
-It serves devices that overlap collectives with compute (``TensorAxis.overlap``), and tensors with a sum that takes
-longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is retained.
+The overlap runs on devices that overlap collectives with compute (``TensorAxis.overlap``), for tensors with a sum that
+takes longer than the launch of a few more nodes. x and every dy stay allocated until dW is computed; nothing else does.
 
-With ``Entrance.regather`` the forward keeps only this rank's shard of x, and the gathered x is freed after the forward.
-Backward gathers it once more, for all layers that share it, while the input gradients, which do not need it, are
-computed.
+With ``Entrance.regather`` the forward saves only this rank's shard of x, and the gathered x is freed after the forward.
+Backward gathers x once more for all layers that share it, during the computation of the input gradients, which need no
+x.
 """
 
 from collections.abc import Callable, Iterable
@@ -61,20 +61,20 @@ class Entrance:
     owned: bool
     passed: Callable[[], None] | None = None
     dim: int | None = None
-    """The dim along which the tensor is sharded and must be gathered; None: every rank has all of it."""
+    """The sharded dim along which the tensor is gathered; None: the tensor is full on every rank."""
     regather: bool = False
     """True if the gathered tensor is freed after the forward and gathered once more for the weight gradients."""
 
 
 class Shared:
-    """The copy of a tensor that column layers multiply; :meth:`multiply` runs the product of one of them."""
+    """Copy of a tensor that several column layers multiply; :meth:`multiply` runs the product of one layer."""
 
     def __init__(self, copy: Tensor, products: "tuple[_LateProduct, ...]" = ()) -> None:
         self.copy = copy
         self._products = products
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """Returns the layer's own product, with its weight gradient deferred if possible."""
+        """Returns the layer's own product, with a deferred weight gradient if possible."""
         for product in self._products:
             if product.layer is layer and product.fits(self.copy):
                 return product.multiply(self.copy)
@@ -84,7 +84,7 @@ class Shared:
 
 
 def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
-    """f, for the plain products ``layers``, of which any number may be given the copy."""
+    """Returns f(``x``) for the plain products ``layers``; any number of them may use the copy."""
     axis = entrance.axis
     # regather needs the deferred products on every device: only they can restore x for the weight gradients
     again = _Again(entrance) if entrance.regather and entrance.dim is not None else None
@@ -96,7 +96,7 @@ def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> S
         if again is not None and late:
             again.expect(x, copied)
         return Shared(copied)
-    # the order of these three creations is the reverse of the order in backward: see the picture above
+    # the order of these three creations is the reverse of the order in backward: see the drawing above
     sum_ = _Sum(entrance.passed)
     arriving: Tensor = _Arrive.apply(x, sum_)  # type: ignore[no-untyped-call]
     products = tuple(_LateProduct(layer, _Work(again), x, axis.kernels) for layer in late)
@@ -107,7 +107,7 @@ def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> S
 
 
 def enter_region(x: Tensor, entrance: Entrance) -> Tensor:
-    """f without deferred weight gradients."""
+    """Returns f(``x``) without deferred weight gradients."""
     if entrance.dim is None:
         return copy_to(x, entrance.axis, entrance.owned, entrance.passed)
     return gather_to(x, entrance.axis, entrance.dim, COLUMN_INPUTS, entrance.owned, entrance.passed)
@@ -123,7 +123,7 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 
 
 def has_own_weights(layer: nn.Module) -> bool:
-    """Returns True if the layer multiplies by its parameters as they are, and their gradients may be computed later."""
+    """Returns True if the layer multiplies by unchanged parameters with gradients that may be computed later."""
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():
         return False  # a split backward has replaced the product, or torch.nn.utils.parametrize computes the weight
@@ -132,7 +132,7 @@ def has_own_weights(layer: nn.Module) -> bool:
 
 
 class _Sum:
-    """The pending sum of one input gradient."""
+    """Pending sum of one input gradient."""
 
     def __init__(self, passed: Callable[[], None] | None) -> None:
         self._passed = passed
@@ -150,7 +150,7 @@ class _Sum:
 
 
 class _LateProduct:
-    """One layer's product and the node that computes its weight gradient, which is created before the copy is."""
+    """Product of one layer, with the node that computes the weight gradient; the node is created before the copy."""
 
     def __init__(self, layer: nn.Module, work: "_Work", x: Tensor, kernels: Kernels) -> None:
         self.layer, self._kernels = layer, kernels
@@ -175,7 +175,7 @@ class _LateProduct:
 
 
 class _Again:
-    """A tensor that is gathered once more in backward, for all layers that share it."""
+    """Tensor that backward gathers once more, for all layers that share it."""
 
     def __init__(self, entrance: Entrance) -> None:
         self._axis, self._dim = entrance.axis, entrance.dim or 0
@@ -184,11 +184,11 @@ class _Again:
         self._users = 0
 
     def expect(self, x: Tensor, whole: Tensor) -> None:
-        """Report the gather in a dry run, in the backward of ``whole``."""
+        """Reports the gather in a dry run, in the backward of ``whole``."""
         self._axis.expect("all_gather", COLUMN_INPUTS, x.expand(self._axis.size, *x.shape), whole)
 
     def start(self, part: Tensor) -> None:
-        """Called once for each use; the first one starts the gather."""
+        """Counts a use; the first use starts the gather."""
         self._users += 1
         if self._users == 1:
             self._dim %= part.ndim
@@ -209,7 +209,7 @@ class _Again:
 
 
 class _Work:
-    """The weight gradient that a product's backward leaves to the node of its token."""
+    """Weight gradient that a product's backward leaves to the node of its token."""
 
     def __init__(self, again: _Again | None) -> None:
         self.again = again
@@ -221,11 +221,11 @@ class _Work:
             if self.again is not None:
                 refuse_second_derivatives()
             return False
-        if is_executed(nodes[-1][0]):  # the token's node will run after this one and take the gradients
+        if is_executed(nodes[-1][0]):  # the token's node runs after this node and takes the gradients
             self._wanted = wanted
             if self.again is not None:
                 self.again.start(wanted.weight.args[0])
-        return True  # without the node, backward asks for no gradient of the parameters
+        return True  # without that node, no gradient of the parameters is required
 
     def take(self, node: Any) -> tuple[Tensor | None, Tensor | None]:
         """Computes the gradients of weight and bias; None for a weight if its main gradient already contains it."""
@@ -234,7 +234,7 @@ class _Work:
             return None, None
         weight = wanted.weight
         if self.again is not None:
-            _, dy, *more = weight.args  # the first argument is the shard of x that the forward kept
+            _, dy, *more = weight.args  # the first argument is the shard of x that the forward saved
             weight = partial(weight.func, self.again.take().to(dy.dtype), dy, *more)
         db = None if wanted.bias is None else wanted.bias()
         return unless_added(weight, wanted.main, node), db

@@ -1,23 +1,23 @@
-"""Matrix products of tensors sharded along the sequence, in chunks: one chunk travels while another is multiplied.
+"""Matrix products of tensors sharded along the sequence, in chunks: one chunk is sent while another is multiplied.
 
     gather_multiply     x [.., S/T, I] ── gathered ── x W' [.., S, O]     backward: multiply_scatter of dy and W
     multiply_scatter    x [.., S, P] ── x W' ── reduce-scattered [.., S/T, O]      backward: gather_multiply of dy and W
 
-A chunk is the same slice of every rank's rows, so its product has rows of all ranks, which go to their places:
+A chunk is the same slice of every rank's rows, so its product has rows of all ranks, written in rank order:
 
     rank 0  a0 a1 | rank 1  b0 b1      chunk 0: a0 b0      chunk 1: a1 b1      result: a0 a1 b0 b1
 
-One chunk is the plain form: gather, multiply; multiply, scatter. It is used if collectives do not overlap compute, or
-the tensor is small (:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last
-sum of the input gradient is in flight, from the gathered input, which is saved or, with ``regather``, gathered again
-next to the input gradient (T times less memory, one more all-gather). Results equal those of one chunk up to rounding:
-a BLAS may add in another order.
+One chunk is the plain form (gather, multiply; multiply, scatter), for devices without overlap and for small tensors
+(:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last sum of the input
+gradient is in flight, from the gathered input, which is saved or, with ``regather``, gathered again next to the input
+gradient (T times less memory, one more all-gather). Results equal the results of one chunk up to rounding: a BLAS may
+add in another order.
 
 In a region the first column layer gathers its input this way, and the others share the gathered rows
 (:class:`SharedInPieces`); the row layer scatters its product (:func:`scatter_product`).
 
-The two products are a :class:`~engine.parallel.tensor.overlap.moves.Moves`: by collectives, or in one kernel that
-communicates by itself (:mod:`~engine.parallel.tensor.overlap.fused_moves`), where the axis has memory for that.
+A :class:`~engine.parallel.tensor.overlap.moves.Moves` implements both products: with collectives, or in one kernel that
+communicates (:mod:`~engine.parallel.tensor.overlap.fused_moves`) if the axis has symmetric memory.
 
 Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs, P this rank's shard of the inputs.
 """
@@ -48,12 +48,12 @@ from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Moves, Route
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 MOST_PIECES = 4
-"""Each further chunk hides less of the remaining time and costs launches."""
+"""The most chunks: each further chunk hides less of the remaining time and costs launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieced:
-    """Settings of a product that sends rows; ``label``: of its collectives, "column inputs" or "row outputs"."""
+    """Settings of a product that sends rows; ``label`` of the collectives: "column inputs" or "row outputs"."""
 
     axis: TensorAxis
     label: str
@@ -63,15 +63,15 @@ class Pieced:
     """True if the weight is [I, O]."""
     regather: bool = False
     chosen: Moves | None = None
-    """Who multiplies and communicates; None: as the axis can."""
+    """The implementation of both products; None: kernels that communicate if the axis has them, else collectives."""
 
     @property
     def moves(self) -> Moves:
-        """Implementation that multiplies and communicates."""
+        """The implementation that multiplies and communicates."""
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:
-        """Returns the route for ``part``, this rank's rows."""
+        """Returns axis, label and number of chunks for ``part``, this rank's rows."""
         pieces = choose_pieces(part.shape[-2], part.numel() * part.element_size(), part.device.type, self.axis)
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
@@ -85,7 +85,8 @@ class Pieced:
 
 
 def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
-    """The most chunks, up to ``MOST_PIECES``, that divide ``rows`` and have the bytes of ``axis.overlap`` each."""
+    """Returns the most chunks, up to ``MOST_PIECES``, that divide ``rows`` and have the bytes of ``axis.overlap``
+    each."""
     devices, least = axis.overlap
     if device not in devices or axis.dry or axis.size == 1:
         return 1
@@ -93,10 +94,10 @@ def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
 
 
 def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> tuple[Tensor, Tensor | None]:
-    """x [.., S/T, I] -> (x W' + b [.., S, O], the gathered x [.., S, I] for layers that share it).
+    """Maps x [.., S/T, I] to (x W' + b [.., S, O], the gathered x [.., S, I] for layers that share it).
 
-    The gradients of both results add up to that of the gathered x, which is reduce-scattered. With ``regather`` the
-    second result is None.
+    Backward adds the gradients of both results and reduce-scatters the sum. With ``regather`` the second result is
+    None.
 
     Raises:
         EngineError: ``pieces`` does not divide the rows.
@@ -112,7 +113,7 @@ def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Piec
 
 
 def multiply_scatter(x: Tensor, weight: Tensor, pieced: Pieced) -> Tensor:
-    """x [.., S, P] -> this rank's rows [.., S/T, O] of the sum of x W' over the ranks; the caller adds the bias.
+    """Maps x [.., S, P] to this rank's rows [.., S/T, O] of the sum of x W' over the ranks; the caller adds the bias.
 
     Raises:
         EngineError: the number of ranks does not divide the rows, or ``pieces`` does not divide a rank's rows.
@@ -130,7 +131,7 @@ def _check_pieces(part: Tensor, pieced: Pieced) -> None:
     if rows % pieces:
         raise EngineError(
             f"{pieces} pieces were requested of the {rows} rows of a tensor rank, but {pieces} does not divide {rows}; "
-            f"choose a number of pieces that divides {rows}, or leave it out."
+            f"choose a number of pieces that divides {rows}, or pass pieces = None."
         )
 
 
@@ -217,7 +218,7 @@ def _computed_in(x: Tensor) -> torch.dtype:
 
 
 class SharedInPieces(Shared):
-    """An input that the first plain product gathers while it multiplies; the other layers share the gathered rows."""
+    """Input that the first plain product gathers during its computation; the other layers share the gathered rows."""
 
     def __init__(self, part: Tensor, axis: TensorAxis, plain: list[nn.Module]) -> None:
         self._part, self._axis, self._plain = part, axis, plain
@@ -244,9 +245,10 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Returns True if ``rows`` rows of a rank, with as many bytes as ``part``, travel while others are multiplied.
+    """Returns True if ``rows`` rows of a rank, with as many bytes as ``part``, are sent while others are multiplied.
 
-    They travel in more than one chunk, or tile by tile; never in fewer bits, since chunks would cut their blocks.
+    They are sent in more than one chunk, or tile by tile; never in fewer bits, because chunks would split the blocks of
+    the code.
     """
     if axis.wire is not None:
         return False
@@ -255,8 +257,7 @@ def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation
 
 
 def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Returns True if kernels may communicate for a product of ``part`` or for its gradient; the product's other size
-    is unknown here."""
+    """Returns True if kernels may communicate for a product of ``part`` or its gradient; the other size is unknown."""
     if axis.measured is None or not fuses(axis) or not part.numel():
         return fuses(axis)
     width = part.shape[-1]
@@ -268,7 +269,8 @@ def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
 
 
 def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
-    """x [.., S, P] -> this rank's rows [.., S/T, O] of the layer's product, summed over the ranks; without the bias."""
+    """Maps x [.., S, P] to this rank's rows [.., S/T, O] of the layer's product, summed over the ranks; without
+    bias."""
     weight = layer._parameters["weight"]
     assert weight is not None
     return multiply_scatter(x, weight, Pieced(axis, ROW_OUTPUTS, transposed=is_conv1d(layer)))

@@ -1,22 +1,22 @@
-"""Products that send rows inside the kernel: a tile is multiplied when its rows have arrived, and
-sent when it is done (``kernels/gpu/overlap``). Where that was measured to be faster, copies carry the rows to a kernel
-that waits for them (:mod:`~engine.parallel.tensor.overlap.fused_moves`).
+"""Products that send rows inside the kernel (``kernels/gpu/overlap``).
 
-A product that does not fit the kernel or the memory of the axis runs with collectives. Every rank decides equally, from
-shapes and dtypes. Bytes and calls are counted as if the replaced collectives had run.
+A tile is multiplied after its rows have arrived, and sent after its product. For shapes on which measurements found it
+faster, copy engines send the rows instead, to a kernel that waits for them (:func:`copied_rows`).
 
-Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim that is summed over, N columns.
+A product that does not fit the kernel or the memory of the axis runs with collectives. The choice depends on shapes and
+dtypes only, so it is equal on all ranks. Bytes and calls are counted as if the replaced collectives had run.
 
-Rows that copies carry to the other ranks while a product waits for them tile by tile.
+Shape suffixes: B sequences of L rows each on a rank, W ranks, K the dim that is summed over, N columns.
+
+Copies send rows to the other ranks while a product waits for them tile by tile:
 
     this stream   own rows │ product: own rows, then each other rank's as they come ──────────── │ join
     side stream            └ rows to the next rank, their signals │ rows to the one after it, .. ┘
 
-The processors of a GPU only multiply: its copy engines move the rows. A copy begins when the one before it in its
-stream has ended, so a signal comes after its rows. Signals are copies too, of numbers that were written beforehand,
-since a kernel might not begin while a product occupies every processor. On a CPU a copy is done when its call returns.
+The processors of the GPU only multiply; the copy engines move the rows. Copies of one stream run in order, so a signal
+arrives after its rows. Signals are copies too, of numbers written beforehand, because a kernel might not start while a
+product occupies every processor. On a CPU a copy has ended when its call returns.
 
-Shape suffixes: B sequences of L rows each that a rank holds, K the dim that is summed over.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ALIGNED = 16
-"""Bytes of which rows are a multiple, so that a program loads whole lines."""
+"""Rows are a multiple of this number of bytes, so that a program loads whole lines."""
 
 
 def fuses(axis: TensorAxis) -> bool:
-    """Returns True if kernels of products on this axis communicate; not in a dry run, nor with kept results."""
+    """Returns True if kernels of products on this axis communicate; not in a dry run, nor with stored results."""
     return axis.symmetric is not None and not axis.dry and axis.repeats is None
 
 
 def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-    """Returns True if the kernel of a product is to communicate, judged by the sizes alone."""
+    """Returns True if the kernel of a product is to communicate; depends on the sizes and the axis alone."""
     row = measured_row(axis, operation, sizes, dtype)
     return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
 
@@ -55,12 +55,12 @@ def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, 
 def measured_row(
     axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype
 ) -> OverlapChoice | None:
-    """Returns the measurement of a product of these sizes; None if the axis has no measurements, or none of it."""
+    """Returns the measurement of a product of these sizes; None if there is no such measurement."""
     return None if axis.measured is None else axis.measured.find(operation, sizes, dtype)
 
 
 def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
-    """Returns the tile that was measured to be the fastest, or the one that ships."""
+    """Returns the fastest measured tile, or the default tile of ``dtype``."""
     from engine.kernels.gpu.launch_shapes import Tile
     from engine.kernels.gpu.overlap.launches import tile_of
 
@@ -68,7 +68,7 @@ def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
 
 
 def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """:class:`GatherProduct` in one kernel."""
+    """Implements :class:`GatherProduct` in one kernel."""
     buffer, axis = route.axis.symmetric, route.axis
     rows_BLK = part.contiguous().view(-1, *part.shape[-2:])
     sizes = ProductSizes(axis.size * rows_BLK.shape[:2].numel(), *matrix.shape[::-1])
@@ -99,7 +99,7 @@ def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: R
 def scatter_in_kernel(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """:class:`ProductScatter` in two kernels, the second of which sums."""
+    """Implements :class:`ProductScatter` in two kernels; the second kernel sums."""
     buffer, axis = route.axis.symmetric, route.axis
     rows, columns = whole.shape[-2] // axis.size, matrix.shape[-1]
     whole_BWLK = whole.to(matrix.dtype).contiguous().view(-1, axis.size, rows, whole.shape[-1])
@@ -120,7 +120,7 @@ def scatter_in_kernel(
         found.append(launch_sum_slots(sequences, rows, columns, at, dtype))
         return completion(buffer, whole.device)
 
-    full_WBLN = torch.empty((axis.size, sequences, rows, columns), dtype=dtype, device="meta")  # its size is counted
+    full_WBLN = torch.empty((axis.size, sequences, rows, columns), dtype=dtype, device="meta")  # its bytes are counted
     pending = axis.in_kernel("reduce_scatter", full_WBLN, route.label, call)
 
     def wait() -> Tensor:
@@ -131,7 +131,7 @@ def scatter_in_kernel(
 
 
 def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A result in another shape, which nothing else refers to: marked as a view it would refuse writes in place."""
+    """Returns ``result`` in another shape, not marked as a view, which would refuse in-place writes."""
     found: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return found
 
@@ -142,7 +142,7 @@ def fits(
     """Returns True if the kernels can multiply these rows with ``matrix`` [K, N] and send ``size`` bytes to each rank,
     in the tile of ``row``.
 
-    The reason against it is reported once; every rank finds the same result.
+    A reason against the kernels is reported once; every rank gets the same result.
     """
     reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
@@ -154,21 +154,21 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
     if matrix.dtype not in _DTYPES:
         return f"no kernel multiplies {matrix.dtype}"
     if not rows_BLK.numel() or not matrix.numel():
-        return "it is empty"
+        return "an operand is empty"
     from engine.kernels.gpu.overlap.launches import signals_of
 
     sequences, rows, depth = rows_BLK.shape
     if any(width * matrix.element_size() % _ALIGNED for width in (depth, matrix.shape[1])):
-        return f"its rows are no multiple of {_ALIGNED} bytes"
+        return f"the rows are no multiple of {_ALIGNED} bytes"
     if not buffer.fits(size, signals_of(sequences, rows, matrix.shape[1], tile_for(row, matrix.dtype))):
         return f"a rank would send {size} bytes to every other rank; raise parallel.overlap_buffer_bytes"
     return ""
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """Returns the check that completes a call: on CPUs, where the kernel has ended, that all data arrived.
+    """Returns the check that completes a call: on CPUs, where the kernel has ended, a check that all data arrived.
 
-    A GPU is checked once a step (:meth:`Comm.check_kernels`), since the host would wait for it.
+    A GPU is checked once a step (:meth:`Comm.check_kernels`), because each check makes the host wait for the GPU.
     """
     return buffer.check if is_host(device) else lambda: None
 
@@ -178,14 +178,15 @@ FUSED_MOVES = Moves(gather_in_kernel, scatter_in_kernel)
 
 
 COPIED_BYTES = 4 << 20
-"""Of a copy, at least, where a sequence has so many: smaller ones do not fill a link."""
+"""The fewest bytes of a copy, if a sequence has as many: smaller copies do not fill a link."""
 
 
 @contextmanager
 def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Iterator[None]:
-    """Sends ``part_BLK``, contiguous, to all ranks in the call ``epoch``, each ``tile_rows`` rows with a signal.
+    """Sends ``part_BLK``, contiguous, to all tensor ranks in the call ``epoch``, with a signal for each ``tile_rows``
+    rows.
 
-    A product that is launched inside waits for them (``launch_gather_product`` with half "multiply").
+    A product launched inside the context waits for the rows (``launch_gather_product`` with half "multiply").
     """
     rank, ranks = buffer.mailbox.rank, buffer.mailbox.ranks
     numbers = signal_numbers(part_BLK, buffer, epoch, tile_rows)
@@ -196,20 +197,21 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
     try:
         yield
     finally:
-        buffer.copies.join()  # from here on nothing reads the rows, nor the numbers, which live until here
+        buffer.copies.join()  # rows and numbers must stay allocated until here; nothing reads them afterwards
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """The signals of a sequence, int32 [tiles], as :func:`leave_rows` copies them; they have to live until it has."""
+    """Returns the signals of a sequence, int32 [tiles]; they must stay allocated until :func:`leave_rows` has copied
+    them."""
     tiles = -(-part_BLK.shape[1] // tile_rows)
     return torch.full((tiles,), epoch, dtype=torch.int32, device=buffer.mailbox.status.device)
 
 
 def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call: tuple[int, int, int]) -> None:
-    """Copy rows, and their signals, to one rank, on the current stream. The rows may lie in pinned memory of the host.
+    """Copies rows, and their signals, to one rank, on the current stream. The rows may be in pinned host memory.
 
     Args:
-        call: that rank, the epoch, and the rows of a tile.
+        call: the destination rank, the epoch, and the rows of a tile.
     """
     owner, epoch, tile_rows = call
     (sequences, rows, _), tiles = part_BLK.shape, len(numbers)

@@ -1,10 +1,10 @@
 """Product of a row layer that sums over the ranks inside its kernels (without sequence parallelism).
 
-    one-shot    product to all ranks │ sum                      two ranks: each sends what a ring would
+    one-shot    product to all ranks │ sum                      two ranks: as many bytes as a ring sends
     two-shot    product of each part to its owner │ sum │ to all ranks │ collect
-    by switch   product stays │ the switch sums, and sends to all ranks │ collect      where GPUs have such (multicast)
+    by switch   product stays │ the switch sums, and sends to all ranks │ collect      if the GPUs have multicast
 
-The number of ranks makes the choice, so that the bytes equal the plan's.
+The choice depends on the number of ranks, so that the bytes equal the bytes of the plan.
 
 Shape suffixes: P this rank's shard of the features, O outputs, M rows.
 """
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from engine.kernels.gpu.overlap.launches import KernelCall
 
 _ONE_SHOT = 2
-"""Ranks for which sending everything to everybody sends no more than a ring."""
+"""Ranks up to which an exchange of all data sends no more bytes than a ring."""
 
 
 def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
-    """Returns True if :func:`multiply_and_sum` can take the layer's product of ``x`` [.., P]; the same on all ranks."""
+    """Returns True if :func:`multiply_and_sum` can compute the layer's product of ``x`` [.., P]; equal on all ranks."""
     weight = layer._parameters.get("weight")
-    if not fuses(axis) or weight is None or "multiply" in vars(layer):  # parametrized, or its backward is split
+    if not fuses(axis) or weight is None or "multiply" in vars(layer):  # parametrized, or the backward is split
         return False
     if weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type) or not x.numel():
         return False
@@ -58,7 +58,7 @@ def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
 
 
 def multiply_and_sum(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
-    """x [.., P] -> y [.., O], the sum of x W' over the ranks, without the bias."""
+    """Maps x [.., P] to y [.., O], the sum of x W' over the ranks, without the bias."""
     weight = layer._parameters["weight"]
     y: Tensor = _MultiplyAndSum.apply(x, weight, axis, is_conv1d(layer))  # type: ignore[no-untyped-call]
     return y
@@ -105,8 +105,7 @@ def _next_call(buffer: SymmetricBuffer, tile: "Tile") -> "KernelCall":
 def sum_in_turns(
     x_MP: Tensor, matrix_PO: Tensor, next_call: "Callable[[], KernelCall]"
 ) -> Generator[None, None, Tensor]:
-    """Sums ``x_MP`` times ``matrix_PO`` over the ranks, [M, O]; yields where the next launch waits for the launches
-    of other ranks."""
+    """Sums ``x_MP`` times ``matrix_PO`` over the ranks, [M, O]; yields before a launch that waits for other ranks."""
     from engine.kernels.gpu.overlap.launches import (
         launch_collect_slots,
         launch_forward_slots,
@@ -137,7 +136,7 @@ def sum_in_turns(
 
 
 def last_turn(turns: Generator[None, None, Tensor]) -> Tensor:
-    """Runs all launches of a rank, alternating with the other ranks, and returns their result."""
+    """Runs all launches of a rank, without pauses between them, and returns their result."""
     while True:
         try:
             next(turns)

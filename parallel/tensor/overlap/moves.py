@@ -1,4 +1,4 @@
-"""Products that send rows: their interface, and the plain form with collectives of the axis.
+"""Products that send rows: interface, and implementation with collectives of the axis.
 
 Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs.
 """
@@ -18,7 +18,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The axis, the label and the number of chunks of a transfer."""
+    """Axis, label and number of chunks of a transfer."""
 
     axis: TensorAxis
     label: str
@@ -26,25 +26,25 @@ class Route:
 
 
 class GatherProduct(Protocol):
-    """Gathers rows and multiplies them."""
+    """Product of gathered rows."""
 
     def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-        """(rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered rows in
-        theirs)."""
+        """Returns (rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered
+        rows)."""
 
 
 class ProductScatter(Protocol):
-    """Multiplies rows, and reduce-scatters the product."""
+    """Reduce-scattered product of rows."""
 
     def __call__(
         self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
     ) -> Callable[[], Tensor]:
-        """A function that waits for this rank's rows of the sum of ``whole`` times ``matrix`` plus ``plus``, in
+        """Returns a function that waits for this rank's rows of the summed ``whole`` times ``matrix`` plus ``plus``, in
         ``dtype``."""
 
 
 def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-    """:class:`GatherProduct` by collectives of the axis."""
+    """Implements :class:`GatherProduct` with collectives of the axis."""
     axis, label = route.axis, route.label
     if route.pieces == 1:
         whole = join_parts(axis.all_gather(part.contiguous(), label), part.ndim - 2)
@@ -66,7 +66,7 @@ def gather_product(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Rou
 def product_scatter(
     whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
 ) -> Callable[[], Tensor]:
-    """:class:`ProductScatter` by collectives of the axis."""
+    """Implements :class:`ProductScatter` with collectives of the axis."""
     sent: list[tuple[Tensor, Pending]] = []
     for index in range(route.pieces):
         rows = _product(_piece(whole, index, route), matrix, None, route).to(dtype)
@@ -86,7 +86,7 @@ def product_scatter(
 
 
 def _piece(whole: Tensor, index: int, route: Route) -> Tensor:
-    """[.., S, n] -> [T, .., S/T/pieces, n], a view."""
+    """Returns chunk ``index`` of [.., S, n] as [T, .., S/T/pieces, n], a view."""
     return split_parts(whole, route.axis, whole.ndim - 2).chunk(route.pieces, -2)[index]
 
 
@@ -95,11 +95,11 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) ->
 
 
 class Moves(NamedTuple):
-    """The two products that send rows."""
+    """Implementation of the two products that send rows."""
 
     gather: GatherProduct
     scatter: ProductScatter
 
 
 PLAIN_MOVES = Moves(gather_product, product_scatter)
-"""Both products by collectives of the axis."""
+"""Both products with collectives of the axis."""

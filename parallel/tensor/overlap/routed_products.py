@@ -1,13 +1,13 @@
-"""Products of experts on other ranks: rows travel inside the kernels that multiply them (``kernels/gpu/overlap``).
+"""Products of experts on other ranks: the kernels that multiply rows also send them (``kernels/gpu/overlap``).
 
     dispatch_product   tokens -> the owners of their experts, a product each      gradient: a product there, rows return
     product_return     a product each -> back to the ranks of the tokens          gradient: rows are dispatched anew
 
-Both are calls of all ranks of the axis, also of one without rows. Counts have been exchanged before, as expert
-parallel code has to do to allocate anything. How often a token travels, and how the results of its experts are weighed
-and added, is up to the caller. Nothing of the engine uses them yet.
+All ranks of the axis make both calls, also a rank without rows. The caller exchanges the counts beforehand, sends each
+token as often as it has experts, and weighs and adds the results of the experts. The engine itself does not use these
+functions yet.
 
-Shape suffixes: T rows of a rank, R rows that its experts get, X experts of a rank, K inputs, N outputs.
+Shape suffixes: T rows of a rank, R rows for the experts of a rank, X experts of a rank, K inputs, N outputs.
 """
 
 from collections.abc import Callable
@@ -26,29 +26,29 @@ from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ALIGNED = 16
-"""Rows are a multiple of so many bytes, so that a program loads whole lines."""
+"""Rows are a multiple of this number of bytes, so that a program loads whole lines."""
 AllToAll = Callable[[list[Tensor]], list[Tensor]]
-"""Sends each rank its rows, and returns the rows that arrived from each."""
+"""A function that sends each rank the rows in the list, and returns the rows that arrived from each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
-    """Route of a call's rows: their destinations, and the memory that they travel through."""
+    """Destinations of a call's rows, and the symmetric memory through which kernels send them."""
 
     rows: ExpertRows
     buffer: SymmetricBuffer
     kernels: Kernels
-    """For gradients of weights, which stay on their rank."""
+    """The kernels for weight gradients, which are computed on this rank alone."""
 
 
 def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    """tokens [T, K], sorted by expert, -> [R, N]: the rows that this rank's experts get, times weight [X, K, N].
+    """Maps tokens [T, K], sorted by expert, to [R, N]: the rows for this rank's experts times weight [X, K, N].
 
     Rows of the result are sorted by expert, then by rank. Differentiable.
 
     Raises:
-        EngineError: the rows do not fit the memory, or the kernels; the same on all ranks, before anything is sent. Or
-            a rank did not come.
+        EngineError: the rows do not fit the memory or the kernels (equal on all ranks, before anything is sent); or a
+            rank did not make the call.
     """
     _check(tokens, weight, route.rows.own)
     _check_room(tokens, weight, route)
@@ -57,7 +57,8 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
 
 
 def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    """rows [R, K], sorted by expert, then by rank, times weight [X, K, N], back on their ranks: [T, N].
+    """Multiplies rows [R, K], sorted by expert, then by rank, with weight [X, K, N] and returns them to their ranks:
+    [T, N].
 
     Differentiable; errors as :func:`dispatch_product`.
     """
@@ -68,13 +69,13 @@ def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
 
 
 def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Reference of :func:`dispatch_product`: an all-to-all, then a product for each expert."""
+    """Computes :func:`dispatch_product` by an all-to-all, then a product for each expert."""
     received = rows.by_expert(exchange(rows.to_owners(tokens)))
     return grouped_product_reference(received, weight, rows.sizes.cumsum(0))
 
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Reference of :func:`product_return`."""
+    """Computes :func:`product_return` by a product for each expert, then an all-to-all."""
     product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
     return torch.cat(exchange(rows.by_rank(product)))
 
@@ -144,14 +145,12 @@ def _weight_gradient(ctx: Any, left: Tensor, right: Tensor, weight: Tensor) -> T
 
 
 def _complete(buffer: SymmetricBuffer, device: torch.device) -> None:
-    """On CPUs, where the kernel has ended, fail if something did not come; a GPU is asked once a step."""
+    """Raises on CPUs, where the kernel has ended, if rows are missing; a GPU is checked once a step."""
     if is_host(device):
         try:
             buffer.check()
         except RuntimeError as error:
-            raise EngineError(
-                f"a product of experts failed: {error}; look for the first traceback of the job."
-            ) from error
+            raise EngineError(f"a product of experts failed: {error}; find the first traceback of the job.") from error
 
 
 def _check(rows: Tensor, weight: Tensor, count: int) -> None:
@@ -167,12 +166,12 @@ def _check(rows: Tensor, weight: Tensor, count: int) -> None:
     if any(size * rows.element_size() % _ALIGNED for size in weight.shape[1:]):
         raise EngineError(
             f"experts {tuple(weight.shape)} of {weight.dtype} have rows that are no multiple of {_ALIGNED} bytes, "
-            "which a kernel cannot send; choose other sizes."
+            f"which a kernel cannot send; choose inputs and outputs that are multiples of {_ALIGNED} bytes."
         )
 
 
 def _check_room(rows: Tensor, weight: Tensor, route: ExpertRoute) -> None:
-    """Both directions, so that a forward that fits has a backward that does."""
+    """Checks the room for both directions, so that the backward of a forward that fits does fit as well."""
     from engine.kernels.gpu.overlap.launches import tile_of
 
     tile, holds = tile_of(weight.dtype), route.buffer.sizes
@@ -181,6 +180,6 @@ def _check_room(rows: Tensor, weight: Tensor, route: ExpertRoute) -> None:
     tiles = route.rows.most_tiles(tile.rows) * -(-widest // tile.columns)
     if not route.buffer.fits(size, tiles):
         raise EngineError(
-            f"a rank would send {size} bytes in {tiles} tiles to another, but a slot holds {holds.capacity} bytes and "
-            f"{holds.most} tiles; send fewer rows at once, or open the memory with larger slots."
+            f"a rank would send {size} bytes in {tiles} tiles to another, but a slot has room for {holds.capacity} "
+            f"bytes and {holds.most} tiles; send fewer rows at once, or open the memory with larger slots."
         )

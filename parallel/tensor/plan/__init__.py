@@ -1,1 +1,1 @@
-"""Tensor plan: the sharding of every layer as data, the styles that describe it, and their rules."""
+"""Tensor plan: the sharding of every layer as data, the language of styles, and the rules of the styles."""

@@ -1,12 +1,12 @@
-"""Ranges of rows that each tensor rank holds of a sharded dim, and the error for sizes that do not divide.
+"""Ranges of rows of a sharded dim on each tensor rank, and the error for sizes that do not divide.
 
     8 heads over 4 ranks      0 0 1 1 2 2 3 3
-    2 kv heads over 4 ranks   0,1     2,3              each head is held by several ranks
-    fused thirds over 2       0 1 | 0 1 | 0 1          each rank holds a slice of every third
-    5 rows over 2 ranks       0 0 0 1 1                vocabularies only: the first ranks hold one row more
+    2 kv heads over 4 ranks   0,1     2,3              each head is on several ranks
+    fused thirds over 2       0 1 | 0 1 | 0 1          each rank has a slice of every third
+    5 rows over 2 ranks       0 0 0 1 1                vocabularies only: the first ranks have one row more
 
-This is pure arithmetic. The ranks share a size evenly, in whole heads; the error for other sizes lists the tensor sizes
-that fit.
+Pure arithmetic. A size is divided evenly among the ranks, in whole heads; the error for other sizes lists the tensor
+sizes that fit.
 """
 
 from collections.abc import Sequence
@@ -20,23 +20,23 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class Divisibility:
-    """Number that the tensor ranks must share."""
+    """Number that must be divided among the tensor ranks."""
 
     owner: str
     noun: str
     count: int
     rule: str = "divide"
-    """ "divide": equal shares; "share": equal shares, or each held by several ranks; "rows": at least one row per rank.
+    """ "divide": equal shares; "share": equal shares, or several ranks per unit; "rows": at least one row per rank.
     """
 
     def allows(self, tp: int) -> bool:
-        """Returns True if ``tp`` ranks can share this number."""
+        """Returns True if ``tp`` ranks can divide this number among them."""
         if self.rule == "rows":
             return self.count >= tp
         return self.count % tp == 0 or (self.rule == "share" and tp % self.count == 0)
 
     def complaint(self, tp: int) -> str:
-        """Returns the clause that explains why ``tp`` ranks cannot share this number."""
+        """Returns the clause of the error that says why ``tp`` ranks cannot divide this number among them."""
         verb = {"divide": "does not divide", "share": "neither divides nor is a multiple of", "rows": "is more than"}
         return f"tensor = {tp} {verb[self.rule]} the {self.count} {self.noun} of {self.owner}"
 
@@ -45,7 +45,7 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
     """Refuses a number of ranks that one of the numbers does not allow.
 
     Raises:
-        PlanError: names the first such number, and every tensor size that all of them allow.
+        PlanError: names the first number that does not fit, and every tensor size that all numbers allow.
     """
     wrong = next((fit for fit in fits if not fit.allows(tp)), None)
     if wrong is None:
@@ -59,8 +59,7 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
     """Returns the ranges of ``size`` rows: ``parts`` equal parts, each sharded evenly in whole ``unit``s (heads).
 
-    With fewer units than ranks, several consecutive ranks hold each unit. The caller has checked that the numbers
-    divide.
+    With fewer units than ranks, several consecutive ranks store each unit. The caller checks that the numbers divide.
     """
     width = size // parts
     units = width // unit
@@ -80,12 +79,12 @@ def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
 
 
 def held(ranges: tuple[Range, ...], index: int) -> int:
-    """Returns the number of rows that rank ``index`` holds."""
+    """Returns the number of rows on rank ``index``."""
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
 
 def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
-    """Returns the ranges of a dim; rank r holds the runs [start, stop) in ``runs[r]``, and every row has a holder."""
+    """Returns the ranges of a dim; rank r stores the runs [start, stop) in ``runs[r]``, and every row has a holder."""
     edges = [
         (row, rank, step)
         for rank, own in enumerate(runs)
@@ -103,7 +102,7 @@ def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ..
 
 
 def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
-    """Returns the runs [start, stop) that each rank holds, by rank; the inverse of :func:`ranges_of_runs`."""
+    """Returns the runs [start, stop) on each rank, by rank; the inverse of :func:`ranges_of_runs`."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(tp)]
     for part in sorted(ranges, key=lambda part: part.start):
         for holder in part.holders:
@@ -116,5 +115,5 @@ def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
 
 
 def rows_of_rank(ranges: Sequence[Range], index: int) -> list[int]:
-    """Returns the rows that rank ``index`` holds, ascending."""
+    """Returns the rows on rank ``index``, ascending."""
     return [row for part in ranges if index in part.holders for row in range(part.start, part.stop)]

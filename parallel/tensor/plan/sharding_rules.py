@@ -1,7 +1,7 @@
-"""Rules of a tensor plan: they turn a style for each module into the ranges of its parameters and its region.
+"""Rules of a tensor plan, from the user's styles to the ranges of each parameter and the region of each layer.
 
 A region is the part of a block between column layers and their row layer. The region of a layer is the innermost
-enclosing module that also holds a layer of the other kind:
+enclosing module that also contains a layer of the other kind:
 
     blocks.0.attention.{query,key,value}  blocks.0.attention.output     -> blocks.0.attention
     blocks.0.up                           blocks.0.down                 -> blocks.0
@@ -9,11 +9,10 @@ enclosing module that also holds a layer of the other kind:
 All rules run before the first error about a size, so that the error can list every tensor size that fits the whole
 model.
 
-From ``parallel.tensor_plan`` to a tensor plan: the user's styles, or the path of a JSON file with them.
-
-A plan is data. It is made from names and shapes alone, so a model on the meta device will do, and it is the same on
-every rank. ``layers.apply_plan`` applies it to a model, and the shard table takes its ranges from it. For the setting
-"auto" the plan is searched instead: ``auto``.
+``parallel.tensor_plan`` contains the styles, or the path of a JSON file with them. A plan is data, made from names and
+shapes alone: a model on the meta device is sufficient, and every rank makes the same plan. ``layers.apply_plan``
+applies the plan to a model, and the shard table uses its ranges. With the setting "auto", ``auto`` searches the plan
+instead.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,13 +40,13 @@ class _Target(NamedTuple):
     local: str
     dim: int
     named: str
-    """The module or parameter that has the style."""
+    """The module or parameter with the style."""
 
 
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """Makes the plan of ``styles``, which are keyed by first module name.
+    """Makes the plan of ``styles``, keyed by the first name of each module.
 
     Raises:
         PlanError: a style does not suit its module, or the model does not fit ``tp``.
@@ -93,7 +92,7 @@ class _Cutting:
         return head_width(self.modules.get(name.rpartition(".")[0]))
 
     def _unit(self, name: str) -> int:
-        """Returns the number of rows that stay together; a row layer's inputs are the outputs of its column layers."""
+        """Returns the number of rows that stay together; a row layer uses the number of its column layers."""
         if self.kinds.get(name) == "row" and not self.heads[name] and name in self.regions:
             region = self.regions[name]
             return max(self.heads[other] or 1 for other, place in self.regions.items() if place == region)
@@ -127,13 +126,13 @@ class _Cutting:
         if len(style.rows) != self.tp:
             raise PlanError(
                 f"the style {style.text!r} of {name} lists rows for {len(style.rows)} tensor ranks, but tensor is "
-                f"{self.tp}; list the rows for {self.tp} ranks, or let the plan be found again."
+                f'{self.tp}; list the rows for {self.tp} ranks, or set parallel.tensor_plan to "auto".'
             )
         held_rows = {row for runs in style.rows for start, stop in runs for row in range(start, stop)}
         if held_rows != set(range(size)):
             raise PlanError(
-                f"the rows in the style {style.text!r} of {name} must be exactly its {size} rows; give every row to at "
-                "least one rank."
+                f"the rows in the style {style.text!r} of {name} must cover its {size} rows exactly; list every row "
+                "for at least one rank."
             )
 
     def _size(self, name: str) -> int:
@@ -178,7 +177,7 @@ class _Cutting:
                 cut = self._cut(name, target)
                 if cuts.setdefault(first, cut) != cut:
                     raise PlanError(
-                        f"{first} is shared by {owners[first]} and {name}, whose styles shard it differently; give "
+                        f"{first} is shared by {owners[first]} and {name}, but their styles shard it differently; give "
                         'both the same sharding, or give both "replicate".'
                     )
                 if self.styles[name].view:
@@ -201,7 +200,7 @@ class _Cutting:
             for alias in (first, *others) if first in cuts else ():
                 owner, local = _split(alias)
                 if owner not in self.modules or (id(self.modules[owner]), local) in cutting:
-                    continue  # the owner is itself another name of a shared module, or the same module is sharded
+                    continue  # the owner is another name of a shared module, or the same module is sharded
                 if _passes_on(owner, [target.owner for target in targets if first in self._names_of(target)]):
                     continue  # an alias of a parameter of a layer inside (BERT's head); OutsideReads finds other reads
                 raise PlanError(
@@ -225,7 +224,7 @@ class _Cutting:
                 if width is not None and tuple(parameter.shape) != (width,):
                     raise PlanError(
                         f"{name}.{local} has the shape {tuple(parameter.shape)}, but partial is for norms over one "
-                        f"head of width {width}, since a rank holds only some of the heads; use tensor = 1 or "
+                        f"head of width {width}, because a rank has only some of the heads; use tensor = 1 or "
                         "replicate this attention."
                     )
                 found.add(self.names[id(parameter)][0])
@@ -290,7 +289,7 @@ def _passes_on(owner: str, layers: Iterable[str]) -> bool:
 
 
 def head_width(module: nn.Module | None) -> int | None:
-    """Returns the rows of one head of the layers in ``module``, if the module has an attribute for it."""
+    """Returns the rows of one head of the layers in ``module``, from the attribute ``head_dim`` or ``head_width``."""
     widths = (getattr(module, attribute, None) for attribute in ("head_dim", "head_width"))
     return next((width for width in widths if isinstance(width, int) and width > 0), None)
 
@@ -364,7 +363,7 @@ def _ancestors(name: str) -> Iterator[str]:
 def _alone(name: str, kind: str) -> PlanError:
     partner = "row layer that sums its outputs" if kind == "column" else "column layer that shards its inputs"
     return PlanError(
-        f"{name} is a {kind} layer and needs a {partner}, but no module around it holds one; add one, or give {name} "
+        f"{name} is a {kind} layer and needs a {partner}, but no module around {name} has one; add one, or give {name} "
         '"replicate".'
     )
 
@@ -384,13 +383,13 @@ def check_embedding(module: nn.Embedding, name: str) -> None:
 
 
 def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False) -> TensorPlan:
-    """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, and communicates nothing.
+    """Returns the plan for ``tp`` tensor ranks from names, shapes and attributes; communicates nothing.
 
     ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
     ``plan.styles`` defines the language.
 
     Raises:
-        ConfigError: the file does not hold such a mapping.
+        ConfigError: the file contains no such mapping.
         PlanError: the plan does not fit the model, or the model does not fit ``tp``; the sizes that fit are named.
     """
     source, patterns = read_setting(setting)
@@ -399,12 +398,12 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
 
 
 def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
-    """The style of each module or parameter that a pattern matches, by its first name.
+    """Returns the style of each module or parameter that a pattern matches, keyed by first name.
 
     A pattern is matched against modules first, and against parameters only if it matches no module.
 
     Raises:
-        PlanError: a pattern that matches nothing, two styles for one module, or an invalid style.
+        PlanError: a pattern matches nothing, a module gets two styles, or a style is invalid.
     """
     first: dict[int, str] = {}
     names = {

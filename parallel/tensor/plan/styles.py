@@ -7,28 +7,28 @@
     row               inputs sharded evenly; outputs are summed over the ranks
     vocabulary        embedding or head sharded by vocabulary rows
 
-    experts           a module with code that computes with the shards of its parameters: its outputs are summed
-    cut:0             a parameter, or the weight of a module, sharded along dim 0; the code that reads it sees the shard
+    experts           a module with code that computes with shards of the parameters: the outputs are summed
+    cut:0             a parameter, or the weight of a module, sharded along dim 0; code that reads it gets the shard
 
-    partial           replicated, but used on sharded activations (a norm over one head), so its gradient is partial
+    partial           replicated, but used on sharded activations (a norm over one head): the gradient is partial
 
-    replicate         every rank holds the full tensor: the default for everything that no pattern matches
+    replicate         the full tensor on every rank: the default for everything that no pattern matches
 
 column, row and cut may be followed by
 
     fused:3           three fused equal parts (query, key, value), each sharded evenly; ``column:3`` is short for it
 
-    head:64           shards are whole heads of that width; with fewer heads than ranks (kv heads), several ranks hold
+    head:64           shards are whole heads of that width; with fewer heads than ranks (kv heads), several ranks store
                       each head. The default is the parent module's ``head_dim`` or ``head_width``
-    rows:0-4+8-12/4-8+12-16       exactly these rows, rank by rank; valid for the number of ranks that it lists
-    view              the code sees the full shape and a rank computes with its shard: ``tensor.global_tensor``
+    rows:0-4+8-12/4-8+12-16       exactly these rows, rank by rank; valid for this number of ranks only
+    view              code reads the full shape and a rank computes with its shard: ``tensor.global_tensor``
 
 For modules that compute with sizes, one or more of
 
 
-    divide:a,b        the attributes a and b are whole numbers, which are divided by the number of ranks (at least 1)
+    divide:a,b        the whole numbers a and b are divided by the number of ranks (result at least 1)
     set:a=2           the attribute a becomes 2; ``set:config.a=2`` changes the module's own copy of its config
-    ratio:a=q/k       the attribute a becomes the local outputs of child q divided by those of child k
+    ratio:a=q/k       the attribute a becomes the local outputs of child q over the local outputs of child k
     heads:a=q         the attribute a becomes the number of local heads of child q; ``a?`` where it may be absent
 """
 
@@ -42,16 +42,16 @@ from engine.errors import ConfigError, PlanError
 
 CUTTING = ("column", "column+gather", "row", "cut")
 Rows = tuple[tuple[tuple[int, int], ...], ...]
-"""The runs [start, stop) of rows that each rank holds, ascending, by rank."""
+"""The runs [start, stop) of rows on each rank, ascending, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Parsed style."""
+    """Style of one module or parameter, parsed from ``text``."""
 
     text: str
     kind: str = "attributes"
-    """Of a layer: column, column+gather, row, vocabulary, experts, cut, partial or replicate; else "attributes"."""
+    """"column", "column+gather", "row", "vocabulary", "experts", "cut", "partial", "replicate" or "attributes"."""
     dim: int | None = None
     """The sharded dim of the style "cut"."""
     parts: int = 1
@@ -73,10 +73,10 @@ class Style:
 
 
 def parse_style(text: str) -> Style:
-    """Parses a style.
+    """Parses ``text``, one style of a plan.
 
     Raises:
-        PlanError: the style is not in the language above.
+        PlanError: the style is not in the language of this module.
     """
     style = Style(text)
     for word in text.split():
@@ -103,7 +103,7 @@ def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
 
 def _wrong(text: str, word: str) -> PlanError:
     return PlanError(
-        f"parallel.tensor_plan has the style {text!r}, in which {word!r} is not understood; write column, "
+        f"parallel.tensor_plan has the style {text!r}, but {word!r} is no word of a style; write column, "
         "column+gather, row or cut:0 (each may be followed by fused:3, head:64, rows:0-4/4-8 and view), vocabulary, "
         "experts, partial, replicate, divide:a,b, set:a=2, ratio:a=q/k or heads:a=q."
     )
@@ -180,7 +180,7 @@ def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
     """Returns (source of the plan, style by pattern).
 
     Raises:
-        ConfigError: the file does not hold such a mapping.
+        ConfigError: the file contains no such mapping.
     """
     return ("parallel.tensor_plan", setting) if not isinstance(setting, str) else (setting, _read_file(setting))
 
@@ -192,11 +192,11 @@ def _read_file(path: str) -> Patterns:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"parallel.tensor_plan = {path!r} cannot be read ({reason}); give a JSON file with {EXAMPLE}."
+            f"parallel.tensor_plan = {path!r} cannot be read ({reason}); name a JSON file with {EXAMPLE}."
         ) from error
     if not (isinstance(found, dict) and found and all(isinstance(style, str) for style in found.values())):
         raise ConfigError(
-            f"parallel.tensor_plan = {path!r} must hold a JSON object from name patterns to styles; write it as "
+            f"parallel.tensor_plan = {path!r} must contain a JSON object from name patterns to styles; write it as "
             f"{EXAMPLE}."
         )
     return found

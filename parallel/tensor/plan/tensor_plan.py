@@ -15,53 +15,54 @@ LayerKind = Literal["column", "column+gather", "row", "embedding", "head", "expe
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """Sharding of one parameter over the tensor ranks; a rank's shard is its ranges, concatenated in order."""
+    """Sharding of one parameter over the tensor ranks; a shard concatenates the ranges of a rank in order."""
 
     dim: int
     ranges: tuple[Range, ...]
-    """The ranges, which together cover the dim once; a range with several holders has a partial gradient on each."""
+    """Ranges that cover the dim once; a range on several ranks has a partial gradient on each of them."""
 
     def widths(self, tp: int) -> tuple[int, ...]:
-        """Returns the number of rows that each rank holds."""
+        """Returns the number of rows on each rank."""
         return tuple(held(self.ranges, index) for index in range(tp))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """Sharded layer."""
+    """Kind and region of a sharded layer."""
 
     name: str
     kind: LayerKind
     region: str
-    """The innermost module that contains its column layers and its row layer; empty for embeddings and heads."""
+    """The innermost module with the region's column layers and row layer; empty for embeddings and heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeChange:
-    """Whole number that a module computes with, and its value on every tensor rank."""
+    """Whole number that a module computes with, and the new value on every tensor rank."""
 
     module: str
     attribute: str
-    """The attribute's name; with the prefix "config." it is an attribute of the module's own copy of its config."""
+    """The attribute's name; the prefix "config." names an attribute of the module's own copy of its config."""
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Line of a plan's table: the decision about a group of layers, and the reason."""
+    """Decision about a group of layers with its reason: a line of the plan's table."""
 
     pattern: str
     style: str
     how: str
-    """The way in which the code runs on its shard: local, local+ (with changed attributes), view, or replicate."""
+    """Execution of the code on shards: local, local+ (with changed attributes), view, or replicate."""
     why: str
     bytes: int = 0
-    """Bytes of replicated parameters that could have been sharded, summed over all layers of the pattern."""
+    """Bytes of shardable parameters that stay replicated, summed over all layers of the pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Input of :func:`engine.parallel.tensor.layers.apply_plan.apply_plan`."""
+    """Sharding of a model over the tensor ranks; :func:`engine.parallel.tensor.layers.apply_plan.apply_plan` applies
+    it."""
 
     layers: Mapping[str, LayerCut]
     """Sharded layers by module name."""
@@ -73,20 +74,21 @@ class TensorPlan:
     source: str
     """Source of the plan: the search, a file, or the configuration."""
     shown: frozenset[str] = frozenset()
-    """Parameters that code sees as global tensors, with the full shape."""
+    """Parameters that code reads as global tensors, with the full shape."""
     patterns: Mapping[str, str] = field(default_factory=dict)
-    """The styles of the plan, as ``parallel.tensor_plan`` would contain them."""
+    """The styles of the plan, in the form of ``parallel.tensor_plan``."""
     reasons: tuple[Reason, ...] = ()
     """The table of a plan from the search."""
     sequence: bool = False
     """True if activations between regions are sharded along the sequence (sequence parallelism)."""
     regather: bool = False
-    """True if backward gathers the input of a region again, so that it is not stored."""
+    """True if backward gathers the input of a region again, so that the gathered input is not stored."""
     equal: frozenset[str] = frozenset()
-    """Replicated parameters that meet sharded and full activations: their gradient is summed at each sharded use."""
+    """Replicated parameters that meet sharded and full activations: each sharded use sums the gradient."""
 
     beside: frozenset[str] = frozenset()
-    """Parameters of ``partial`` that met sharded activations only; full activations would make their gradient wrong."""
+    """Parameters of ``partial`` that met sharded activations only; a use on full activations makes the gradient
+    wrong."""
     notes: tuple[str, ...] = ()
     """One sentence for each limit that the search met."""
 
@@ -115,5 +117,5 @@ class TensorPlan:
 
     @property
     def follows_activations(self) -> bool:
-        """True if global tensors may pass between modules, so that only a trace shows the parameters that they meet."""
+        """True if global tensors may pass between modules, so that only a trace shows the parameters they meet."""
         return self.sequence or bool(self.shown)

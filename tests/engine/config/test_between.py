@@ -115,26 +115,27 @@ def refusal(kind: str, params: dict[str, Any], **sections: Any) -> str:
     ("kind", "params", "said"),
     [
         ("WarmupDecayLR", TOTAL | {"warmup_num_steps": 101},
-         "scheduler.params.warmup_num_steps: 101 is above total_num_steps, 100; give at most 100, or raise that."),
+         "scheduler.params.warmup_num_steps: 101 is above total_num_steps, 100; give at most 100, "
+         "or raise total_num_steps."),
         ("WarmupCosineLR", TOTAL,
-         "scheduler.params.warmup_num_steps: 1000 is above total_num_steps, 100; give at most 100, or raise that."),
+         "scheduler.params.warmup_num_steps: 1000 is above total_num_steps, 100; give at most 100, "
+         "or raise total_num_steps."),
         ("WarmupCosineLR", TOTAL | {"warmup_num_steps": 1, "warmup_min_ratio": 1.5},
          "scheduler.params.warmup_min_ratio: 1.5 is above 1; give a number of at least 0 and of at most 1."),
         ("WarmupCosineLR", TOTAL | {"warmup_num_steps": 1, "cos_min_ratio": 2},
          "scheduler.params.cos_min_ratio: 2 is above 1; give a number of at least 0 and of at most 1."),
         ("WarmupLR", {"warmup_min_lr": 0.2, "warmup_max_lr": 0.1},
-         "scheduler.params.warmup_min_lr: 0.2 is above warmup_max_lr, 0.1; give at most 0.1, or raise that."),
+         "scheduler.params.warmup_min_lr: 0.2 is above warmup_max_lr, 0.1; give at most 0.1, or raise warmup_max_lr."),
         ("WarmupLR", {"warmup_min_lr": [0.01, 0.2], "warmup_max_lr": 0.1},
-         "scheduler.params.warmup_min_lr: 0.2 is above warmup_max_lr, 0.1; give at most 0.1, or raise that."),
+         "scheduler.params.warmup_min_lr: 0.2 is above warmup_max_lr, 0.1; give at most 0.1, or raise warmup_max_lr."),
         ("OneCycle", {"cycle_min_lr": 0.2, "cycle_max_lr": 0.1},
-         "scheduler.params.cycle_min_lr: 0.2 is above cycle_max_lr, 0.1; give at most 0.1, or raise that."),
+         "scheduler.params.cycle_min_lr: 0.2 is above cycle_max_lr, 0.1; give at most 0.1, or raise cycle_max_lr."),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_min_mom": 0.95},
-         "scheduler.params.cycle_min_mom: 0.95 is above cycle_max_mom, 0.9; give at most 0.9, or raise that."),
+         "scheduler.params.cycle_min_mom: 0.95 is above cycle_max_mom, 0.9; give at most 0.9, or raise cycle_max_mom."),
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 9, "base_momentum": 0.99},
-         "scheduler.params.base_momentum: 0.99 is above max_momentum, 0.95; give at most 0.95, or raise that."),
+         "scheduler.params.base_momentum: 0.99 is above max_momentum, 0.95; give at most 0.95, or raise max_momentum."),
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 9, "pct_start": 0.7, "three_phase": True},
-         "scheduler.params.pct_start: 0.7 with three_phase, whose first two phases have equal length; give at most "
-         "0.5."),
+         "scheduler.params.pct_start: 0.7 with three_phase, which has two equal phases first; give at most 0.5."),
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 9, "pct_start": 1},
          "scheduler.params.pct_start: 1 is not below 1; give a number of at least 0 and below 1."),
     ],
@@ -150,7 +151,8 @@ def test_rates_of_the_optimizer_are_compared_where_it_is_configured() -> None:
         ("WarmupLR", {"warmup_min_lr": 0.1}, "warmup_min_lr"),
     ):
         assert refusal(kind, params, optimizer=optimizer) == (
-            f"scheduler.params.{key}: 0.1 is above the optimizer's lr, 0.001; give at most 0.001, or raise that."
+            f"scheduler.params.{key}: 0.1 is above the optimizer's lr, 0.001; give at most 0.001, or raise the "
+            "optimizer's lr."
         )
         config = {"train_batch_size": 1, "scheduler": {"type": kind, "params": params}}
         assert load_config(config).scheduler is not None, "the optimizer may be one from code"
@@ -160,8 +162,8 @@ def test_rates_of_the_optimizer_are_compared_where_it_is_configured() -> None:
 def test_a_momentum_is_moved_where_there_is_one() -> None:
     cycle = {"max_lr": 0.1, "total_steps": 9}
     assert refusal("OneCycleLR", cycle, optimizer={"type": "Adafactor"}) == (
-        "scheduler.params.cycle_momentum: true moves the momentum, but Adafactor has no betas or momentum for "
-        "all parameters; give false."
+        "scheduler.params.cycle_momentum: true moves the momentum, but Adafactor has no betas or momentum for all "
+        "parameters; set cycle_momentum to false."
     )
     for kind in ("SGD", "AdamW", "Lion"):
         load_config({
@@ -233,30 +235,31 @@ NVME = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"
             [{"match": "*", "type": "SGD", "params": {"nesterov": True}}, {}], {},
             "optimizer[0].params.nesterov: true needs momentum above 0",
         ),
-        (LIST, OFFLOAD, 'zero_optimization.offload_optimizer.device: "cpu" with Muon, whose matrix products'),
+        (LIST, OFFLOAD, 'zero_optimization.offload_optimizer.device: "cpu" with Muon, which multiplies matrices'),
         ([LIST[0], {}], NVME, 'zero_optimization.offload_optimizer.device: "nvme" with a list of optimizers'),
         ({"type": "Muon", "update_unused": True}, {}, "optimizer.update_unused: true with Muon"),
         (LIST, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
          "bf16.bf16_master_weights_and_grads: true with Muon"),
         ({"type": "Muon", "params": {"ns_steps": 100}}, {}, "optimizer.params.ns_steps: 100 is not below 100; "),
-        ({"type": "SOAP"}, OFFLOAD, 'zero_optimization.offload_optimizer.device: "cpu" with SOAP, whose matrix'),
+        ({"type": "SOAP"}, OFFLOAD, 'zero_optimization.offload_optimizer.device: "cpu" with SOAP, which'),
         ({"type": "Shampoo", "update_unused": True}, {}, "optimizer.update_unused: true with Shampoo"),
         ({"type": "SOAP", "params": {"shampoo_beta": -1}}, {}, "optimizer.params.shampoo_beta: -1 is below 0; "),
         ({"type": "SOAP", "params": {"precondition_frequency": 0}}, {}, "optimizer.params.precondition_frequency: 0"),
-        ({"type": "Shampoo", "params": {"betas": [1, 1]}}, {}, "optimizer.params.betas: the first is 1, so that mom"),
+        ({"type": "Shampoo", "params": {"betas": [1, 1]}}, {}, "optimizer.params.betas: the first beta is 1"),
         ({"type": "Shampoo", "params": {"grafting": "lamb"}}, {}, 'optimizer.params.grafting: "lamb" is not a rule to'),
         ({"type": "AdamW8bit", "params": {"block_size": 100}}, {}, "optimizer.params.block_size: 100 is not a number"),
         ({"type": "AdamW8bit"}, NVME, 'zero_optimization.offload_optimizer.device: "nvme" with AdamW8bit, but files'),
-        ({"type": "Adafactor"}, OFFLOAD, 'zero_optimization.offload_optimizer.device: "cpu" with Adafactor, whose'),
+        ({"type": "Adafactor"}, OFFLOAD, 'zero_optimization.offload_optimizer.device: "cpu" with Adafactor, which'),
         ({"type": "Adafactor", "params": {"eps": [None, None]}}, {}, "optimizer.params.eps: [.., null] has no lower"),
         ({"type": "Adafactor", "params": {"eps": [-1, 1]}}, {}, "optimizer.params.eps: [-1, 1] contains -1, which is"),
         ({"type": "Adafactor", "params": {"beta2_decay": 0.8}}, {}, "optimizer.params.beta2_decay: 0.8 is above 0; "),
         ({"type": "Adafactor", "params": {"d": 0.5}}, {}, "optimizer.params.d: 0.5 is below 1; "),
-        ({"type": "ScheduleFreeAdamW", "params": {"betas": [0, 0.9]}}, {}, "optimizer.params.betas: the first is 0"),
+        ({"type": "ScheduleFreeAdamW", "params": {"betas": [0, 0.9]}}, {},
+         "optimizer.params.betas: the first beta is 0"),
         ({"type": "ScheduleFreeAdamW", "params": {"warmup_steps": 1.5}}, {}, "optimizer.params.warmup_steps: 1.5 is "),
         ({"type": "ScheduleFreeAdamW"}, {"ema": {"decay": 0.9}}, "ema: given with ScheduleFreeAdamW, which averages"),
         *(({"type": kind}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-           f"bf16.bf16_master_weights_and_grads: true with {kind}, whose updates are not rounded")
+           f"bf16.bf16_master_weights_and_grads: true with {kind}, which rounds to nearest")
           for kind in ("AdamW8bit", "Adafactor", "ScheduleFreeAdamW", "SOAP", "Shampoo")),
     ],
 )  # fmt: skip

@@ -67,7 +67,7 @@ def test_an_earlier_key_sets_those_of_today_unless_they_contradict_it() -> None:
     )
     assert load_config(config.to_json()).notes == ()
     assert refusal({"parallel": {"verify_plan": False, "check_replicas": True}}) == (
-        "parallel.verify_plan: asks for parallel.check_replicas false, which is given as true; keep one of them."
+        "parallel.verify_plan: sets parallel.check_replicas to false, which is given as true; remove one of them."
     )
     assert refusal({"watchdog": {"max_skipped_steps": -1}}).startswith("max_skipped_steps: -1 is below 0; ")
 
@@ -93,7 +93,8 @@ def test_there_is_one_timeout_and_the_watchdogs_earlier_one_sets_it(
 def test_a_timeout_of_the_watchdog_that_contradicts_the_one_of_communication_is_refused() -> None:
     both = {"watchdog": {"timeout_seconds": 60}, "communication": {"timeout_seconds": 600}}
     assert refusal(both) == (
-        "watchdog.timeout_seconds: asks for communication.timeout_seconds 120, which is given as 600; keep one of them."
+        "watchdog.timeout_seconds: sets communication.timeout_seconds to 120, which is given as 600; "
+        "remove one of them."
     )
     for wrong in ("soon", True):
         assert refusal({"watchdog": {"timeout_seconds": wrong}}).startswith("communication.timeout_seconds: ")
@@ -205,11 +206,12 @@ def test_params_are_read_only() -> None:
         ),
         (
             {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
-            "fp16.enabled: true while bf16.enabled is true too; switch one of them off.",
+            "fp16.enabled: true together with bf16.enabled; set one of them to false.",
         ),
         (
             {"parallel": {"tensor": "auto"}},
-            'parallel: data and tensor are "auto" ("auto" is the default of data); give all but one a number.',
+            'parallel: data and tensor are "auto" (the default of data), but only one axis may be; give the others a '
+            "number.",
         ),
         (
             {"optimizer": {"type": "Rprop"}},
@@ -274,13 +276,13 @@ def test_what_is_neither_json_nor_hjson_is_refused_as_json(tmp_path: Path, text:
 
 def test_file_problems(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    assert refusal(path) == f"{path}: no such file; give the path of a JSON, TOML or YAML file, or a dict."
+    assert refusal(path) == f"{path}: this file does not exist; give the path of a JSON, TOML or YAML file, or a dict."
     path.write_text('{\n  "seed": 1,,\n}')
     assert f"{path}: not JSON at line 2 column 13" in refusal(path)
     path.write_text('{"optimizer": {"params": {"lr": 1, "lr": 2}}, "seed": -1}')
     message = refusal(path)
     assert message.startswith(f"2 problems in {path}:\n")
-    assert "optimizer.params.lr: given twice in one object; keep one of them." in message
+    assert "optimizer.params.lr: this key is given twice in one object; keep one of them." in message
     path.write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in refusal(path)
     path.write_text("[" * 100_000)
@@ -298,10 +300,12 @@ def test_file_problems(tmp_path: Path) -> None:
                                       "or parallel.pipeline 2 would fit."),
         ({"data": 3, "tensor": 3}, 8, "parallel: data 3 x tensor 3 x pipeline 1 = 9 is not the world size 8; "
                                       "give sizes from 1, 2, 4 or 8."),
-        ({"data": 2, "tensor": 2}, 1, "parallel: data 2 x tensor 2 x pipeline 1 needs 4 processes, and this is the "
-                                      "only one; start with `torchrun --nproc_per_node 4 ...`, or leave parallel out."),
-        ({"tensor": 2}, 1, "parallel: tensor 2 x pipeline 1 needs 2 processes or a multiple, and this is the only one; "
-                           "start with `torchrun --nproc_per_node 2 ...`, or leave parallel out."),
+        ({"data": 2, "tensor": 2}, 1, (
+            "parallel: data 2 x tensor 2 x pipeline 1 needs 4 processes, but only this one was started; start with "
+            "`torchrun --nproc_per_node 4 ...`, or leave parallel out."
+        )),
+        ({"tensor": 2}, 1, "parallel: tensor 2 x pipeline 1 needs 2 processes or a multiple, but only this one was "
+                           "started; start with `torchrun --nproc_per_node 2 ...`, or leave parallel out."),
     ],
 )  # fmt: skip
 def test_world_that_does_not_fit(axes: dict[str, Any], world_size: int, parts: str) -> None:

@@ -78,7 +78,11 @@ def test_comments_are_not_looked_for_in_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("run.json", '{\n  # rows\n  "seed": 1,\n  "seed": 2\n}', "seed: given twice in one object; keep one of them."),
+        (
+            "run.json",
+            '{\n  # rows\n  "seed": 1,\n  "seed": 2\n}',
+            "seed: this key is given twice in one object; keep one of them.",
+        ),
         ("run.json", '{ // rows\n "seed": 1,,\n}', "not JSON at line 2 column 12"),
         (
             "run.toml",
@@ -86,7 +90,7 @@ def test_comments_are_not_looked_for_in_text(tmp_path: Path) -> None:
             "not TOML (Cannot overwrite a value (at line 2, column 9));",
         ),
         ("run.toml", "[seed\n", "not TOML (Expected ']' at the end of a table declaration (at line 1, column 6))"),
-        ("run.yaml", "seed: 1\nseed: 2\n", "seed: given twice in one object; keep one of them."),
+        ("run.yaml", "seed: 1\nseed: 2\n", "seed: this key is given twice in one object; keep one of them."),
         ("run.yaml", "seed: [1\n", "not YAML at line 2 column 1 (expected ',' or ']', but got '<stream end>'); fix it"),
         ("run.yaml", "seed: off\n", 'seed: "off" is text'),
         ("run.yaml", "- 1\n", "[1] is a list; give one JSON object, the path of one, or a dict."),
@@ -165,7 +169,7 @@ def test_deepspeeds_keys_are_overridden_before_they_are_translated(tmp_path: Pat
         ("keep_fp32.3=x", "keep_fp32.3: 3 is not an index of a list of 1; give a number below 1."),
         (
             'scheduler={"type": "LinearLR", "type": "LinearLR"}',
-            "scheduler.type: given twice in one object; keep one of them.",
+            "scheduler.type: this key is given twice in one object; keep one of them.",
         ),
         ("--lr=1", '"--lr=1" is not an override; give KEY=VALUE, such as optimizer.params.lr=3e-4.'),
     ],

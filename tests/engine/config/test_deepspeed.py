@@ -63,7 +63,9 @@ def _refusal(raw: Any) -> str:
 )
 def test_a_csv_monitor_writes_the_engines_file(section: dict[str, Any], file: str | None) -> None:
     assert load_config({"csv_monitor": {"enabled": True} | section, "train_batch_size": 1}, 1).monitor.csv == file
-    assert "csv_monitor.output_path: missing; give a folder." in _refusal({"csv_monitor": {"enabled": True}})
+    assert ("csv_monitor.output_path: missing; give the folder of the log.") in _refusal(
+        {"csv_monitor": {"enabled": True}}
+    )
 
 
 def test_full_zero2_bf16_file() -> None:
@@ -130,6 +132,8 @@ def test_adam_is_adamw_unless_told(given: str, mode: bool | None, kind: str, dec
         ({"steps_per_print": float("inf")}, {}),
         ({"tensorboard": {"enabled": False, "output_path": "x"}}, {}),
         ({"tensorboard": None, "pipeline": None, "amp": None}, {}),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"parallel": {"expert": 2}}),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 2}}, {}),
     ],
 )
 def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -153,11 +157,11 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
         ({"curriculum_learning": CURRICULUM | {"max_difficulty": 2}}, ("max_difficulty: 2 is below min_difficulty 8",)),
         (
             {"curriculum_learning": DISCRETE | {"schedule_config": {"difficulty": [8, 16], "max_step": [1, 2]}}},
-            ("schedule_config.difficulty: has 2 entries for 2 of max_step",),
+            ("schedule_config.difficulty: 2 entries for 2 entries of max_step",),
         ),
         (
             {"curriculum_learning": DISCRETE | {"schedule_config": {"difficulty": [16, 8], "max_step": [1]}}},
-            ("schedule_config.difficulty: is not in rising order",),
+            ("schedule_config.difficulty: difficulty or max_step is not",),
         ),
         ({"progressive_layer_drop": {"enabled": True, "theta": 2}}, ("theta: 2 is above 1", "gamma: missing")),
         ({"progressive_layer_drop": {"enabled": True, "tetha": 0.5}}, ("Did you mean progressive_layer_drop.theta",)),
@@ -170,50 +174,56 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
             ("offload_optimizer.ratio: 1.5 is above 1",),
         ),
-        ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, ("amp: given with torch_autocast",)),
-        ({"amp": {"enabled": True}, "fp16": {"enabled": True}}, ("torch_autocast.enabled: true while fp16.enabled",)),
+        ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, ("amp: given together with torch_autocast",)),
+        (
+            {"amp": {"enabled": True}, "fp16": {"enabled": True}},
+            ("torch_autocast.enabled: true together with fp16.enabled",),
+        ),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "fp16.enabled instead")),
         ({"elasticity": 4}, ("elasticity: 4 is not an object",)),
-        ({"elasticity": {"enabled": True, "micro_batch_sizes": []}}, ("micro_batch_sizes: an empty list;",)),
+        ({"elasticity": {"enabled": True, "micro_batch_sizes": []}}, ("micro_batch_sizes: [] is empty;",)),
         ({"sequence_parallel_size": 2, "parallel": 4}, ("parallel: 4 is a number",)),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "a.json"}},
-            ("deepspeed_config.deepspeed_config_file: names another file; give that file as the configuration.",),
+            (
+                "deepspeed_config.deepspeed_config_file: another file is named here; give that file as the "
+                "configuration.",
+            ),
         ),
         ({"elasticity": {"enabled": True, "micro_batch_sizes": 4}}, ("elasticity.micro_batch_sizes: 4 is a number",)),
         (
             {"train_batch_size": 64, "elasticity": {"enabled": True, "micro_batch_sizes": [4]}},
-            ("train_batch_size: 64 with elasticity, which asks for 1440; keep one of them.",),
+            ("train_batch_size: 64 with elasticity, which sets it to 1440; remove train_batch_size, or elasticity.",),
         ),
         ({"sequence_parallel_size": 0}, ("sequence_parallel_size: 0 is below 1",)),
         (
             {"sequence_parallel_size": 2, "parallel": {"tensor": 4}},
-            ("sequence_parallel_size: asks for parallel.tensor 2, which is given as 4; keep one of them.",),
+            ("sequence_parallel_size: sets parallel.tensor to 2, which is given as 4; remove one of them.",),
         ),
-        ({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}, ("bfloat16: the older name of bf16",)),
+        ({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}, ("bfloat16: this is the older name of bf16",)),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stag": 2}},
             ("deepspeed_config.zero_stag: unknown key. Did you mean deepspeed_config.zero_stage?",),
         ),
         ({"gradient_allreduce_op": "max"}, ('gradient_allreduce_op: "max" is not a way to reduce gradients',)),
-        ({"tensorboard": {"enabled": True}}, ("tensorboard.output_path: missing; give a folder.",)),
+        ({"tensorboard": {"enabled": True}}, ("tensorboard.output_path: missing; give the folder of the log.",)),
         (
             {"tensorboard": {"enable": True}},
             ("tensorboard.enable: unknown key. Did you mean tensorboard.enabled?",),
         ),
         (
             {"tensor_parallel": {"autotp_size": 2}, "parallel": {"tensor": 4}},
-            ("tensor_parallel.autotp_size: asks for parallel.tensor 2, which is given as 4; keep one of them.",),
+            ("tensor_parallel.autotp_size: sets parallel.tensor to 2, which is given as 4; remove one of them.",),
         ),
         ({"tensor_parallel": {"autotp_size": "2"}}, ('tensor_parallel.autotp_size: "2" is text;',)),
         ({"pipeline": {"activation_checkpoint_interval": "4"}}, ("activation_checkpoint_interval", "is text")),
         (
             {"pipeline": {"stages": 2}, "parallel": {"pipeline": 4}},
-            ("pipeline.stages: asks for parallel.pipeline 2, which is given as 4; keep one of them.",),
+            ("pipeline.stages: sets parallel.pipeline to 2, which is given as 4; remove one of them.",),
         ),
         ({"pipeline": {"stags": 2}}, ("pipeline.stags: unknown key. Did you mean pipeline.stages?",)),
         ({"wandb": {"enabled": True, "projct": "x"}}, ("wandb.projct: unknown key. Did you mean wandb.project?",)),
-        ({"wandb": {"enabled": True}, "monitor": {"wandb": "y"}}, ('asks for monitor.wandb "deepspeed", which is',)),
+        ({"wandb": {"enabled": True}, "monitor": {"wandb": "y"}}, ('sets monitor.wandb to "deepspeed", which is',)),
         ({"checkpoint": {"tag_validation": "often"}}, ('is not a reaction; give "Ignore", "Warn" or "Fail".',)),
         ({"checkpoint": {"tag_validaton": 1}}, ("Did you mean checkpoint.tag_validation?",)),
         ({"pipeline": 2}, ("pipeline: 2 is a number;", "Did you mean parallel.pipeline or wire.pipeline?")),
@@ -226,7 +236,7 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": "yes"}}},
             ("optimizer.params.adam_w_mode",),
         ),
-        ({"bf16": {}, "bfloat16": {}}, ("keep bf16",)),
+        ({"bf16": {}, "bfloat16": {}}, ("remove bfloat16",)),
         ({"grandient_accumulation_steps": 2}, ("Did you mean gradient_accumulation_steps?",)),
     ],
 )
@@ -275,7 +285,11 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
             "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group spans several",
         ),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: accepted, changes nothing here"),
-        ({"expert_parallel": {"enabled": True}}, "there is no expert axis"),
+        ({"moe": {"enabled": True}}, "parallel.expert shares experts among data ranks"),
+        (
+            {"expert_parallel": {"enabled": True, "preset_model": "mixtral"}},
+            "expert_parallel.preset_model: accepted, changes nothing here; Trine finds the experts",
+        ),
         ({"compile": {"deepcompile": True}}, 'compiles blocks with "compile": true'),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "it concerns the inputs of recomputed blocks"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "gradients are summed in fp32"),

@@ -103,7 +103,7 @@ def wrong_in_refusal(error: Exception, made: Mutant) -> Iterator[str]:
 
 def names(message: str, edit: Edit) -> bool:
     """Whether a line is about the edited key, or tells of it by a rule between keys, and shows what was given."""
-    if "nested too deeply, or a number is too long" in message:
+    if "nested too deeply, or a number in it is too long" in message:
         return True  # such a file is not read at all
     about = (f"{edit.path}:", f"{edit.path}.", f"{edit.path}[")
     key = edit.path.rpartition(".")[2]
@@ -220,9 +220,9 @@ DIGITS = 10**5000
             {"optimizer": {"type": "SGD", "params": {"nesterov": True, "momentum": 0, "dampening": 0.5}}},
             "optimizer.params.nesterov: true needs momentum above 0 and dampening 0, but momentum is 0.0 and damp",
         ),
-        ("a\0b", '"a\\u0000b": not the name of a file; '),
-        ("\ud800", '"\\ud800": not the name of a file; '),
-        ("", '"": not readable (Is a directory); '),
+        ("a\0b", '"a\\u0000b": this is not the name of a file; '),
+        ("\ud800", '"\\ud800": this is not the name of a file; '),
+        ("", '"": this file cannot be read (Is a directory); '),
     ],
 )
 def test_what_mutants_have_found(source: Any, start: str) -> None:
@@ -232,7 +232,7 @@ def test_what_mutants_have_found(source: Any, start: str) -> None:
 
 def test_sizes_beyond_64_bits_do_not_multiply_to_a_config_that_cannot_be_read_back() -> None:
     raw = {"train_micro_batch_size_per_gpu": 2**62, "gradient_accumulation_steps": 2}
-    sentence = f"train_batch_size: {2**62} x 2 x 1 = {2**63} rows do not fit in 64 bits; give smaller sizes."
+    sentence = f"train_batch_size: {2**62} x 2 x 1 = {2**63} rows in a batch do not fit in 64 bits; give smaller sizes."
     assert refusal(raw, 1) == sentence
 
 

@@ -109,9 +109,9 @@ def test_text_corpus_errors_say_what_rule_and_remedy(tmp_path: Path) -> None:
         ([], "No data file .* at least one.*Give --data FILE"),
         ([tmp_path / "nope.txt"], r"nope.txt is missing or is not a file; .* existing files. Check"),
         ([tmp_path], "is missing or is not a file; .* existing files. Check"),
-        ([long, empty], "empty.txt is empty; .* at least 1 byte. Leave it out"),
+        ([long, empty], "empty.txt is empty; .* at least 1 byte. Leave this file out"),
         ([short], "19 bytes; .* at least 20.* Give a longer file"),
-        ([long, long], "given 2 times; a file counts once. Give it once"),
+        ([long, long], "given 2 times; a file counts once. Give this file once"),
     ]
     for paths, message in cases:
         with pytest.raises(EngineError, match=message):

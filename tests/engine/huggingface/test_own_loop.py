@@ -154,7 +154,7 @@ def test_mistakes_are_one_sentence_and_replicas_count_once(tmp_path: Path) -> No
             "accelerator.sync_gradients:`.",
             "clip_grad_norm_ was given parameters without 'model.embed_tokens.weight', but a step clips by the norm of "
             "all; pass model.parameters() of the prepared model.",
-            "clip_grad_norm_ was given norm_type 1, but the engine clips by the L2 norm; leave it out.",
+            "clip_grad_norm_ was given norm_type 1, but the engine clips by the L2 norm; leave norm_type out.",
             "clip_grad_norm_ was called twice in a step, but a step clips once; remove one of the calls.",
             "optimizer.step() was called without accelerator.backward(loss) since the last step; call it in place of "
             "loss.backward(), for every microbatch.",

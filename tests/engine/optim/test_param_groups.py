@@ -87,7 +87,7 @@ def test_entries_that_take_nothing_or_cannot_take_what_is_left_are_refused(optim
 
 def test_a_list_and_an_optimizer_in_code_are_refused_together() -> None:
     config = {"train_batch_size": 1, "optimizer": [{"match": "*.bias", "type": "SGD"}, {}]}
-    with pytest.raises(ConfigError, match="optimizer is a list in the configuration, whose entries assign parameters"):
+    with pytest.raises(ConfigError, match="optimizer is a list in the configuration, with entries that assign"):
         engine.initialize(models.decoder(), config, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
 
 
@@ -200,7 +200,7 @@ def test_a_scheduler_over_the_users_optimizer_sets_the_rates(passed: bool, recwa
                 scheduler.step()
         assert rates == [0.8, 0.4, 0.2] and scheduler.get_last_lr() == [0.1]
         assert optimizer.param_groups is e.optimizer.param_groups and optimizer.state is e.optimizer.state
-        with pytest.raises(engine.EngineError, match=r"step\(\) on the engine's optimizer"):
+        with pytest.raises(engine.EngineError, match=r"step\(\) was called on the engine's optimizer"):
             optimizer.step()
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
@@ -233,7 +233,7 @@ def test_an_instance_that_takes_matrices_alone_is_refused_where_parameters_are_s
         return str(caught.value)
 
     for said in run_thread_ranks(2, body):
-        assert said.startswith("optimizer Muon is given parts of parameters by zero_optimization.stage 1 or more, ")
+        assert said.startswith("optimizer Muon is given shards of parameters by zero_optimization.stage 1 or more, ")
 
 
 @pytest.mark.parametrize("built", [True, False], ids=["an instance", "a callable"])
@@ -278,10 +278,13 @@ def test_sections_that_code_replaces_are_noted_and_the_banner_names_what_runs() 
         "leave them out",
         "scheduler: the one passed in code is used, so the section (WarmupLR) has no effect; leave one of them out",
     ]
-    assert line == "given in code, 1 group, constant lr or given in code"
+    assert line == "given in code, 1 group, schedule given in code"
     groups = {"optimizer": {"groups": [{"params": ["0.*"], "lr": 0.2}]}}
-    assert notes_and_line(groups, optimizer=sgd) == ([], "given in code, 2 groups, constant lr or given in code")
-    assert notes_and_line(sections) == ([], "Lion, 1 group, WarmupLR")
+    assert notes_and_line(groups, optimizer=sgd) == ([], "given in code, 2 groups, constant lr")
+    assert notes_and_line(sections) == ([], "Lion lr 0.0001, 1 group, WarmupLR")
+    default = "AdamW lr 0.001 (the default, since the configuration names no optimizer), 1 group, "
+    assert notes_and_line({}) == ([], default + "constant lr")
+    assert notes_and_line({}, lr_scheduler=lambda update: 1.0) == ([], default + "schedule given in code")
 
 
 def part_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -322,7 +325,7 @@ def test_without_an_optimizer_an_engine_evaluates(stage: int) -> None:
         config = CONFIG | {"optimizer": None, "zero_optimization": {"stage": stage}}
         with engine.initialize(Net(), config, loss_of, world=world) as eng:
             with pytest.raises(
-                engine.EngineError, match="train_batch of an engine without an optimizer, which can only"
+                engine.EngineError, match="train_batch was called on an engine without an optimizer, which"
             ):
                 eng.train_batch(torch.ones(2, 3))
             assert not eng(torch.ones(2, 3)).requires_grad

@@ -88,7 +88,7 @@ OF_SAVED = frozenset({"X-LoRA", "X-LoRA, experts trained"})
 """Kinds that load adapters from folders."""
 CLASSIFIERS = frozenset({"LoRA of a classifier"})
 """Kinds whose task is to classify rows; PEFT saves their head beside the adapters."""
-UNTRAINABLE: Mapping[str, str] = MappingProxyType({"CPT": "no longer lies in the engine's memory"})
+UNTRAINABLE: Mapping[str, str] = MappingProxyType({"CPT": "is no longer in the engine's memory"})
 """Kinds that are refused, and words of the sentence."""
 
 

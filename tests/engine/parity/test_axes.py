@@ -567,7 +567,7 @@ def forget_a_partial_norm(style: str, kind: type[nn.Sequential] = Unforeseen) ->
 
 def test_a_plan_that_forgets_a_partial_norm_is_found_in_the_first_step(run_ranks: RunRanks) -> None:
     for said, steps in run_ranks(forget_a_partial_norm, 4, ""):
-        assert said.startswith("parameter '0.scale.bias' is held by all tensor ranks, but its gradients differ")
+        assert said.startswith("parameter '0.scale.bias' is on all tensor ranks, but its gradients differ")
         assert steps == 0
     assert run_ranks(forget_a_partial_norm, 4, "partial") == [("", 1)] * 4
 

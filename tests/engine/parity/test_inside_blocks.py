@@ -28,7 +28,7 @@ class Half(nn.Module):
         return out
 
 
-class Holder(nn.Module):
+class ShardHolder(nn.Module):
     """Has no forward of its own."""
 
     def __init__(self, width: int) -> None:
@@ -43,7 +43,7 @@ class Around(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         self.embed, self.head = nn.Embedding(models.VOCABULARY, width), nn.Linear(width, models.VOCABULARY)
-        self.blocks = nn.ModuleList(Holder(width) for _ in range(4))
+        self.blocks = nn.ModuleList(ShardHolder(width) for _ in range(4))
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(ids)

@@ -187,7 +187,7 @@ def test_what_does_not_last_is_refused() -> None:
     assert "optimizer Hoarding updates whole parameters and keeps self.made beside self.state" in str(caught.value)
     offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     with pytest.raises(
-        engine.ConfigError, match="with an optimizer that updates whole parameters, which it does on the device"
+        engine.ConfigError, match="with an optimizer that updates whole parameters, which runs on the device"
     ):
         engine.initialize(layers(), settings({}, offload), optimizer=Balanced)
     assert load_config(settings({}, offload)) is not None

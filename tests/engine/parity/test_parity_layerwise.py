@@ -119,13 +119,13 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_grid(run_ranks: RunRanks, tm
     ("changes", "said"),
     [
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-         'zero_optimization.offload_optimizer.device: "cpu" with Lamb, whose parameter norms are reduced on the device'
-         "; leave the offload out, or give AdamW."),
+         'zero_optimization.offload_optimizer.device: "cpu" with Lamb, which reduces norms on the device; '
+         "leave offload_optimizer out, or give AdamW."),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-         "bf16.bf16_master_weights_and_grads: true with Lamb, whose updates are not rounded stochastically; leave it "
-         "out, or give AdamW."),
+         "bf16.bf16_master_weights_and_grads: true with Lamb, which rounds to nearest; leave "
+         "bf16_master_weights_and_grads out, or give AdamW."),
         ({"optimizer": {"type": "lamb", "params": {"min_coeff": 2, "max_coeff": 1}}},
-         "optimizer.params.min_coeff: 2 is above max_coeff, 1; give at most that, or raise it."),
+         "optimizer.params.min_coeff: 2 is above max_coeff, 1; lower it, or raise max_coeff."),
     ],
 )  # fmt: skip
 def test_what_they_lack_is_said(changes: dict[str, Any], said: str) -> None:

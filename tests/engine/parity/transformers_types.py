@@ -6,7 +6,7 @@ without a line here.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -69,8 +69,8 @@ def model_types() -> Iterator[ModelType]:
             yield ModelType(name, task, heads if isinstance(heads, str) else heads[0])
 
 
-def build(kind: ModelType) -> nn.Module:
-    """The small model with weights from one seed, without dropout.
+def build(kind: ModelType, adjust: Callable[[Any], None] | None = None) -> nn.Module:
+    """The small model with weights from one seed, without dropout; ``adjust`` changes its configuration further.
 
     Raises:
         ValueError: the rules do not know its sizes.
@@ -79,15 +79,23 @@ def build(kind: ModelType) -> nn.Module:
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # a configuration that wants a file of the hub is not alone
     head = getattr(transformers, kind.head)
-    config = _small(transformers.CONFIG_MAPPING[kind.name])
     torch.manual_seed(7)
     with torch.device("meta"):
-        size = sum(p.numel() for p in head(config).parameters())
+        size = sum(p.numel() for p in head(_adjusted(kind, adjust)).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size:,} parameters, so its sizes have other names")
     torch.manual_seed(7)
-    model: nn.Module = head(_small(transformers.CONFIG_MAPPING[kind.name])).train()
+    model: nn.Module = head(_adjusted(kind, adjust)).train()
     return model
+
+
+def _adjusted(kind: ModelType, adjust: Callable[[Any], None] | None) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    config = _small(CONFIG_MAPPING[kind.name])
+    if adjust is not None:
+        adjust(config)
+    return config
 
 
 def _small(config_class: Any) -> Any:

@@ -84,7 +84,7 @@ def with_part(plan: Plan, ratio: float) -> Plan:
 
 
 def test_a_limit_that_nothing_meets_is_one_sentence() -> None:
-    with pytest.raises(EngineError, match=r"rank 0 still holds .* GiB on its device .parameters.*raise the limit"):
+    with pytest.raises(EngineError, match=r"rank 0 still has .* GiB on its device .parameters.*raise the limit"):
         start(settings(100))
 
 
@@ -97,7 +97,7 @@ def test_the_state_of_an_optimizer_in_code_is_not_known() -> None:
     ("offload", "told"),
     [
         ({"device": "cpu", "ratio": "auto"}, 'memory_limit: missing, and ratio is "auto": give the GiB'),
-        ({"device": "cpu", "ratio": 0.5, "memory_limit": 4}, 'ratio: 0.5 with a memory_limit, which is for "auto"'),
+        ({"device": "cpu", "ratio": 0.5, "memory_limit": 4}, 'ratio: 0.5 with memory_limit, which is for "auto"'),
         ({"device": "none", "ratio": "auto", "memory_limit": 4}, 'ratio: "auto", and device is "none": set device to'),
         ({"device": "cpu", "ratio": "auto", "memory_limit": 0}, "memory_limit: 0 is not above 0"),
         ({"device": "cpu", "ratio": "all"}, 'give a number from 0 to 1, or "auto"'),

@@ -187,8 +187,8 @@ def test_a_pattern_that_matches_nothing_is_one_sentence(bf16: bool) -> None:
     with pytest.raises(ConfigError) as caught:
         engine.initialize(build(), config, loss_sum)
     assert str(caught.value) == (
-        "keep_fp32[1]: 'nrom' matches no module; similar names are norm; a pattern matches whole names, and * stands "
-        "for anything."
+        "keep_fp32[1]: 'nrom' matches no module; similar names are norm; write a pattern of whole names, with * for "
+        "any characters."
     )
 
 

@@ -98,7 +98,7 @@ def test_gradients_of_data_ranks_are_added_in_a_whole_step() -> None:
 def test_a_weighted_loss_and_a_pipeline_are_refused() -> None:
     config = CONFIG | {"managed_gradient_accumulation": False}
     eng = engine.initialize(net(), config)
-    with pytest.raises(engine.EngineError, match="managed_gradient_accumulation false with a loss"):
+    with pytest.raises(engine.EngineError, match="managed_gradient_accumulation is false and the loss"):
         eng.backward((loss_of(eng, 0, 0, 0), 2.0))
     eng.close()
     with pytest.raises(engine.ConfigError, match=r"managed_gradient_accumulation: false with parallel.pipeline 2"):

@@ -219,7 +219,7 @@ def test_a_stage_does_not_train_what_only_another_stage_of_its_rank_was_seen_to_
     said = run_ranks(trained_elsewhere, 2)
     assert said[0] == said[1]
     message, evaluated, skipped = said[0]
-    assert message.startswith("this input makes stage 0 need parameter 'extra.bias', which it does not hold; give")
+    assert message.startswith("this input makes stage 0 need parameter 'extra.bias', which is on another stage; pass")
     assert (evaluated, skipped) == ("True", "False")
 
 

@@ -133,4 +133,4 @@ def test_a_frozen_model_predicts_and_is_not_trained(
     ):
         assert loss == pytest.approx(expected[0], rel=1e-5) and torch.equal(tokens, expected_tokens)
         assert float((logits - expected[1]).abs().max()) < 1e-5
-        assert refused.startswith("train_batch: the model has no trainable parameter; set requires_grad on the")
+        assert refused.startswith("train_batch was called, but the model has no trainable parameter; set requires_grad")

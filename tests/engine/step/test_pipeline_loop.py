@@ -203,16 +203,17 @@ def test_mistakes_are_sentences_on_every_stage(run_ranks: RunRanks) -> None:
     norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     expected = [
         "eng(batch) with parallel.pipeline 2: forwards and backwards of all stages are one schedule",
-        "a backward that the engine has not begun, with parallel.pipeline 2: it reaches the outputs and not the stages",
-        "scale(loss) with parallel.pipeline 2: loss.backward() ends at the outputs and does not reach the stages",
+        "loss.backward() was called with parallel.pipeline 2, where it reaches the outputs and not the stages",
+        "scale(loss) was called with parallel.pipeline 2: loss.backward() ends at the outputs and does not reach the "
+        "stages",
         "the loss does not depend on any trainable parameter",
-        "a second backward through one forward with parallel.pipeline 2: its stages keep their activations for",
-        "batch requires a gradient, with parallel.pipeline 2: gradients of a forward end at the parameters of its",
+        "backward was called twice through one forward with parallel.pipeline 2, where stages keep their",
+        "batch requires a gradient with parallel.pipeline 2, where the gradients of a forward end at the parameters",
         "step() before backward()",
-        "the model returns a number, such as the mean of a loss, for a part of a batch, but outputs of parts are",
+        "the model returns a number, such as the mean of a loss, for a microbatch, but outputs of microbatches are",
         "rank 0 and rank 1 were given different batches; all tensor and pipeline ranks of a data coordinate",
         f"{float(loss.detach()):.6f} {float(norm):.4f}",
-        "a backward after step(): the weights have changed since the forward that it differentiates; call eng(batch)",
+        "backward was called after step(), but the weights have changed since the forward that it differentiates;",
     ]
     assert len(first) == len(expected)
     for text, begin in zip(first, expected, strict=True):

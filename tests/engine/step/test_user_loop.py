@@ -419,14 +419,14 @@ def test_mistakes_of_a_loop_are_sentences() -> None:
         refused(lambda: eng.backward(eng.scale(loss)), r"eng.backward\(eng.scale\(loss\)\) scales the loss twice; give")
         loss = loss_of(eng(ids), ids)
         eng.backward(loss, retain_graph=True)
-        refused(lambda: eng.train_batch(ids), r"train_batch inside an unfinished accumulation; call step\(\) first, or")
+        refused(lambda: eng.train_batch(ids), r"train_batch was called inside an unfinished accumulation; call step")
         refused(
             lambda: eng.backward((loss, 1)), "a microbatch has a second loss, and one of them is .sum, weight.; add"
         )
         eng.backward(loss_of(eng(ids), ids))
         late, direct = loss_of(eng(ids), ids), loss_of(eng.module(ids), ids)
         eng.step()
-        refused(late.backward, r"a backward after step\(\): the weights have changed since the forward that it diff")
+        refused(late.backward, r"backward was called after step\(\), but the weights have changed since the forward")
         eng.zero_grad()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.backward(direct)

@@ -169,4 +169,7 @@ def test_a_network_that_carries_nothing() -> None:
 def test_ranks_that_nobody_has_heard_of() -> None:
     found = blamed(waiting(0), waiting(1))
     assert found is not None and (found.ranks, found.kind) == ((2, 3), "host")
-    assert found.sentence.startswith("ranks 2, 3 of 4 have never answered; ranks 0, 1 wait, rank 0 for 5.5 s in")
+    assert found.sentence.startswith("ranks 2, 3 of 4 have never answered the watchdog: their hosts are down, or")
+    assert "; ranks 0, 1 wait, rank 0 for 5.5 s in" in found.sentence
+    one = blamed(waiting(0), waiting(1), waiting(2))
+    assert one and one.sentence.startswith("rank 3 of 4 has never answered the watchdog: its host is down, or")

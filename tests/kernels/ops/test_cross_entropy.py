@@ -178,7 +178,7 @@ def test_targets_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(EngineError) as caught:
         cross_entropy(logits, target + 9, CrossEntropy(), kernels("triton"))
     assert str(caught.value) == (
-        "a label is outside the vocabulary of 9 rows; labels count from 0, and -100 marks those to ignore."
+        "a label is outside the vocabulary of 9 rows; pass labels from 0 to 8, or -100 to ignore a position."
     )
 
 

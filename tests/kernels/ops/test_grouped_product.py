@@ -91,7 +91,7 @@ def test_whole_numbers_are_exact_and_an_expert_without_rows_gets_zeros(mode: Mod
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     x, weight = made((3, 2), torch.float32)
-    with pytest.raises(EngineError, match=r"rows \(5, 40\), matrices \(2, 40, 72\) and ends \(3,\) do not fit"):
+    with pytest.raises(EngineError, match=r"rows \(5, 40\), matrices \(2, 40, 72\) and ends \(3,\) do not match"):
         grouped_product(x, weight, ends_of((3, 1, 1)), Kernels("reference"))
 
 

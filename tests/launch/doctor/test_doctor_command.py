@@ -42,9 +42,9 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"train_batch_size": 4, "parallel": {"tensor": 2, "pipeline": 3}}, "this is the only one; start with"),
+        ({"train_batch_size": 4, "parallel": {"tensor": 2, "pipeline": 3}}, "only this one was started; start with"),
         ({"train_batch": 4}, "train_batch: unknown key. Did you mean train_batch_size?"),
-        (None, "no such file; give the path"),
+        (None, "this file does not exist; give the path"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_training_would_refuse(

@@ -58,6 +58,11 @@ ERRORS: dict[str, tuple[Examined, str]] = {
         "ranks 4, 5 of 6 did not join at node0:29400 within 30 s, of node 2 counted from 0; check their output",
     ),
     "absent-unknown-node": (examined(size=5, ranks_of_node=0), "rank 4 of 5 did not join at node0:29400 within 30 s; "),
+    "absent-loopback": (
+        examined(host(0, route_address="127.0.0.1"), host(1), size=6, place="localhost:29400"),
+        "check their output, and start them with the same command and address; localhost:29400 is a loopback address, "
+        "which other nodes do not reach: start torchrun on each node with --local-addr=ADDRESS",
+    ),
     "silent": (
         examined(silent=(2, 3), phase="measuring the axes"),
         "node1 (ranks 2, 3) joined but did not answer within 30 s in: measuring the axes; the host or its network",
@@ -110,7 +115,8 @@ WARNINGS: dict[str, tuple[Examined, str]] = {
     "counts": (examined(host(0, gpus=(GPU, GPU)), host(1, gpus=(GPU,)), **GPUS), "is 2 on node0 and 1 on node1; "),
     "loopback": (
         examined(host(0), host(1, named_addresses=("127.0.1.1",))),
-        "the name of node1 resolves to 127.0.1.1, which other hosts cannot reach; put its address into /etc/hosts",
+        "the name of node1 resolves to 127.0.1.1, which other hosts cannot reach; put its address into /etc/hosts, or "
+        "start torchrun there with --local-addr=ADDRESS and set GLOO_SOCKET_IFNAME to one of lo, eth0.",
     ),
     "unresolved": (examined(host(0), host(1, named_addresses=())), "the name of node1 resolves to no address of its"),
     "shm-absent": (examined(host(0), host(1, shm_bytes=None)), "/dev/shm of node1 is absent, but the watchdog of 2 "),

@@ -109,7 +109,7 @@ def test_an_elastic_job_has_the_options_that_a_plain_torchrun_needs(
          "--nodes two: give a number of nodes, such as 4, or MIN:MAX, such as 2:4."),
         (["--hostfile", "hosts", "--elastic", "4", "job.py"], "--elastic 4: give MIN:MAX, such as 2:4."),
         (["--hostfile", "hosts", "--elastic", "4:2", "job.py"],
-         "--elastic 4:2: a job has at least 1 node, and MAX is at least MIN."),
+         "--elastic 4:2: a job has at least 1 node, and MAX is at least MIN; give N, or MIN:MAX such as 2:4."),
         (["--nodes", "2", "job.py"],
          "--nodes does not apply to a job on this host; use it with --hostfile or --slurm or --kubernetes."),
         (["--slurm", "--kubernetes", "jobset", "job.py"],

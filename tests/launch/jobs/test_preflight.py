@@ -49,17 +49,17 @@ def test_equal_hosts_are_fine() -> None:
          "node1 has other sources of Trine (none) than node0 (/opt/trine/engine); copy the same sources to all hosts, "
          "or install the same wheel."),
         (replace(THERE, gpus=("NVIDIA H100",) * 7),
-         "node1 has 7 x NVIDIA H100, but node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
-         "of them out."),
+         "node1 has 7 x NVIDIA H100, but node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts; leave one "
+         "of these hosts out."),
         (replace(THERE, gpus=("NVIDIA H100",) * 7 + ("NVIDIA A100",)),
          "node1 has 7 x NVIDIA H100, 1 x NVIDIA A100, but node0 has 8 x NVIDIA H100; a job needs the same GPUs on all "
-         "hosts: leave one of them out."),
+         "hosts; leave one of these hosts out."),
         (replace(THERE, engine="c"),
          "node1 has other sources of Trine (/opt/trine/engine) than node0 (/opt/trine/engine); copy the same sources "
          "to all hosts, or install the same wheel."),
         (replace(THERE, gpus=()),
-         "node1 has no GPU, but node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
-         "of them out."),
+         "node1 has no GPU, but node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts; leave one of these "
+         "hosts out."),
     ],
 )  # fmt: skip
 def test_a_difference_is_a_sentence(facts: HostReply, sentence: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from engine.config import load_config
-from engine.launch.cli import main
+from engine.launch.cli import main, make_parser
 from engine.launch.planner import plan_command, planned_model
 from engine.launch.planner.plan_report import setting_text
-from engine.launch.planner.plan_request import ModelSource
+from engine.launch.planner.plan_request import ModelSource, read_request
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -74,7 +74,9 @@ def test_a_file_alone_of_any_name(llama: Path, tmp_path: Path, capsys: pytest.Ca
     file = tmp_path / "mine.json"
     file.write_text((llama / "config.json").read_text())
     given = "--world", 2, "--batch", 4, "--estimate"
-    assert planned(capsys, file, *given) == planned(capsys, llama, *given)
+    alone, folder = planned(capsys, file, *given), planned(capsys, llama, *given)
+    assert (alone.pop("model"), folder.pop("model")) == (str(file), str(llama))
+    assert alone == folder
 
 
 def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,6 +259,19 @@ def test_a_function_builds_the_model(
     assert text.startswith("MODEL mine_to_plan:broken cannot be built on the meta device (RuntimeError: ")
 
 
+def test_a_plan_names_its_model(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(GRID | {"parallel": {}}))
+
+    def named(*line: str) -> str:
+        return read_request(make_parser().parse_args(["plan", *line, "--world", "2"])).model.words
+
+    hint = "(no MODEL is given; for yours, give a Hugging Face folder or module:function before CONFIG)"
+    built_in = named(str(tmp_path / "run.json"))
+    assert built_in.startswith("the built-in decoder: 8 blocks of width 256, 4 heads") and built_in.endswith(hint)
+    assert hint not in named("--layers", "2") and "2 blocks" in named("--layers", "2")
+    assert named("mine:build") == "mine:build"
+
+
 MISTAKES: dict[tuple[str, ...], str] = {
     ("--world", "8", "--gpu", "h1000"): "--gpu h1000: there is no such kind of GPU",
     ("--world", "8", "--memory", "0.1"): "--memory 0.1: give the GiB of a GPU, from 1 to 4096",
@@ -284,7 +299,8 @@ def test_mistakes(arguments: tuple[str, ...], sentence: str, capsys: pytest.Capt
 
 def test_what_offload_would_leave_is_said_where_no_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, "--world", "8", "--memory", "1")
-    assert 'with zero_optimization.offload_optimizer {"device": "cpu"}, but a GPU has 1.0; give more GPUs' in text
+    room = "a layout may fill 0.9 of 1.0 GiB (6% is left free); give more GPUs"
+    assert f'with zero_optimization.offload_optimizer {{"device": "cpu"}}, but {room}' in text
 
 
 def test_folders_without_a_model(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,12 +266,12 @@ def test_which_blocks_go_to_the_host_and_what_the_others_do() -> None:
         (
             {"mode": "full", "others": "full"},
             'activation_checkpointing.others: "full" applies to the blocks that mode offload leaves on the device; '
-            'give mode "offload" and every, or leave others out.',
+            'give mode "offload" and the key every, or leave others out.',
         ),
         (
             {"mode": "offload", "others": "full"},
             'activation_checkpointing.others: "full" applies to the blocks that mode offload leaves on the device; '
-            'give mode "offload" and every, or leave others out.',
+            'give mode "offload" and the key every, or leave others out.',
         ),
         (
             {"mode": "offload", "inputs": "host"},

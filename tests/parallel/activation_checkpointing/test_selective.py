@@ -393,8 +393,8 @@ def test_what_a_config_cannot_mean_is_said_without_torch() -> None:
         f'{at}.save: given with mode "none"; set the mode to "selective", or leave save out.'
     )
     assert refusal({"mode": "selective", "save": ["matmul"], "every": 2}) == (
-        f"{at}.every: 2 is given with save; give save to keep operators of all blocks, or every to recompute whole "
-        "blocks."
+        f"{at}.every: 2 together with save; give only save to keep operators of all blocks, or only every to "
+        "recompute whole blocks."
     )
     assert refusal({"mode": "selective", "every": 0}).startswith(f"{at}.every: 0 is below 1; give a whole number")
     assert refusal({"mode": "selective", "save": ["matmull"]}) == (

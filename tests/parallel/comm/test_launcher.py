@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import GridError
-from engine.parallel.comm.launcher import Place, find_place, first_host, local_rank
+from engine.parallel.comm.launcher import Place, find_place, first_host, local_rank, loopback_words
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
 SLURM = {
@@ -120,3 +120,18 @@ def test_a_task_that_sees_its_own_gpus_only_counts_them_from_zero() -> None:
 )
 def test_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("address", "here", "said"),
+    [
+        ("localhost", "2", True), ("127.0.1.1", "2", True), ("10.77.0.1", "2", False), ("localhost", "4", False),
+        ("localhost", None, False),
+    ],
+)  # fmt: skip
+def test_a_loopback_address_of_a_job_of_several_nodes_is_named_with_the_remedy(
+    address: str, here: str | None, said: bool
+) -> None:
+    words = loopback_words(Place(2, 4, 0, address, 29400), {} if here is None else {"LOCAL_WORLD_SIZE": here})
+    assert bool(words) is said
+    assert not said or ("the job has 2 nodes: start torchrun on each node with --local-addr=ADDRESS" in words)

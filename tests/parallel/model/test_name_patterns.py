@@ -42,8 +42,8 @@ def test_a_pattern_that_matches_nothing_names_what_is_near() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_unmatched([("a[0]", "blocks.*.upp"), ("a[1]", "head"), ("b", "haed")], NAMES, "module")
     assert str(caught.value) == (
-        "a[0]: 'blocks.*.upp'; b: 'haed' matches no module; similar names are blocks.*.up, blocks.*.norm, head; a "
-        "pattern matches whole names, and * stands for anything."
+        "a[0]: 'blocks.*.upp'; b: 'haed' matches no module; similar names are blocks.*.up, blocks.*.norm, head; write "
+        "a pattern of whole names, with * for any characters."
     )
 
 

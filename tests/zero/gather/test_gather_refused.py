@@ -157,7 +157,7 @@ def ties() -> tuple[str, bool]:
 
 def test_holders_of_a_tied_parameter_write_alike(run_ranks: RunRanks) -> None:
     for told, kept in run_ranks(ties, 4):
-        assert told.startswith("full_parameters: 'embed.weight' lies on several stages or tensor ranks, which have")
+        assert told.startswith("full_parameters: 'embed.weight' is on several stages or tensor ranks, which have")
         assert kept
 
 
@@ -210,5 +210,5 @@ def closed() -> list[str]:
 
 def test_a_closed_engine_says_that_it_is(run_ranks: RunRanks) -> None:
     for state, parameters in run_ranks(closed, 2):
-        assert state.startswith("full_state_dict after close(), which released the engine's parts; ")
-        assert parameters.startswith("full_parameters after close(), which released the engine's parts; ")
+        assert state.startswith("full_state_dict was called after close(), which released the engine's parts; ")
+        assert parameters.startswith("full_parameters was called after close(), which released the engine's parts; ")

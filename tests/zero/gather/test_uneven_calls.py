@@ -17,6 +17,8 @@ from tests.zero.awkward import VOCABULARY, Block, Chain
 
 RunRanks = Callable[..., list[Any]]
 STEPS, ROWS, WORDS = 3, 8, 5
+ENV = {"TRINE_TIMEOUT_SECONDS": "40"}
+"""Ranks that wait for a call which another one does not make end after half of it, by the watchdog."""
 
 
 class Uneven(Chain):
@@ -162,7 +164,7 @@ def trained(names: list[str], ways: list[dict[str, Any]]) -> list[TrainingRecord
 
 def check(run_ranks: RunRanks, names: list[str], ways: list[dict[str, Any]], data: int) -> None:
     """Each model in each way equals one process."""
-    found = iter(run_ranks(trained, data, names, ways)[0])
+    found = iter(run_ranks(trained, data, names, ways, env=ENV)[0])
     for name in names:
         alone = train_alone(KINDS[name], settings(1, {"stage": 0}), batches())
         for config in ways:
@@ -217,7 +219,7 @@ def three_calls() -> tuple[list[float], list[float]]:
 
 
 def test_they_do_in_a_loop_of_three_calls(run_ranks: RunRanks) -> None:
-    for sharded, whole in run_ranks(three_calls, 2):
+    for sharded, whole in run_ranks(three_calls, 2, env=ENV):
         assert sharded == pytest.approx(whole, rel=1e-6)
 
 

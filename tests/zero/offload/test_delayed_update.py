@@ -196,7 +196,7 @@ def test_weights_that_are_written_beside_the_update_are_one_sentence() -> None:
     with start(settings(BF16, True)) as eng:
         eng.train_batch(batch(eng, 0))
         eng.module.get_parameter("up.weight").data.mul_(0.5)
-        with pytest.raises(EngineError, match=r"written while their update runs beside the step.*eng.masters"):
+        with pytest.raises(EngineError, match=r"written while their update runs during the next step.*eng.masters"):
             eng.train_batch(batch(eng, 1))
 
 
@@ -217,7 +217,7 @@ def test_an_update_that_fails_is_told_by_the_next_step(monkeypatch: pytest.Monke
     with start(settings(BF16, True)) as eng:
         monkeypatch.setattr(type(eng.optimizer), "_update", fails)
         eng.train_batch(batch(eng, 0))
-        with pytest.raises(EngineError, match=r"failed beside the step after it .MemoryError: no memory left.*load"):
+        with pytest.raises(EngineError, match=r"failed during the next step .MemoryError: no memory left.*load"):
             eng.train_batch(batch(eng, 1))
 
 

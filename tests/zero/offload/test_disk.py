@@ -83,7 +83,13 @@ def test_a_block_of_an_older_write_is_refused(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match="are not what was written there last, so no update is made of them"):
             eng.train_batch(batch(eng, 2))
         for call in (lambda: eng.train_batch(batch(eng, 3)), lambda: eng.save_checkpoint(str(tmp_path / "saved"))):
-            with pytest.raises(EngineError, match="an update was broken off halfway: optimizer state on disk: bytes"):
+            with pytest.raises(
+                EngineError,
+                match=(
+                    "an update has failed midway, so load the last checkpoint into a new engine: optimizer "
+                    "state on disk: bytes"
+                ),
+            ):
                 call()
         assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").glob("step-*"))
 

@@ -60,7 +60,7 @@ def test_a_disk_without_room_is_one_sentence(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_key_needs_a_disk() -> None:
-    with pytest.raises(engine.ConfigError, match='map_memory: true, and device is "cpu": set device to "nvme"'):
+    with pytest.raises(engine.ConfigError, match='map_memory: true with device "cpu"; set device to "nvme"'):
         changed = settings(BF16, "cpu")
         changed["zero_optimization"]["offload_optimizer"]["map_memory"] = True
         start(changed)

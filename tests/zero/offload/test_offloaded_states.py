@@ -221,7 +221,7 @@ def test_a_closed_engine_leaves_the_parameters_with_their_values() -> None:
     eng.offload_states()
     eng.close()
     assert torch.equal(eng.module.get_parameter("up.weight"), before)
-    with pytest.raises(engine.EngineError, match="reload_states after close"):
+    with pytest.raises(engine.EngineError, match="reload_states was called after close"):
         eng.reload_states()
 
 
@@ -232,7 +232,7 @@ def test_bad_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(engine.EngineError, match=r"device 'nvme'.*give \"cpu\""):
             eng.offload_states(device="nvme")
         eng.backward(eng(batch(eng, 1)[:4]))
-        with pytest.raises(engine.EngineError, match="offload_states inside an unfinished accumulation"):
+        with pytest.raises(engine.EngineError, match="offload_states was called inside an unfinished accumulation"):
             eng.offload_states()
         eng.zero_grad()
 
@@ -240,7 +240,9 @@ def test_bad_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("the system has no such memory\nfrom a stack")
 
         monkeypatch.setattr("engine.zero.offload.offloaded_states.host_bytes", refuses)
-        with pytest.raises(engine.EngineError, match=r"gives no \d+ bytes of memory .the system has no such memory.;"):
+        with pytest.raises(
+            engine.EngineError, match=r"cannot allocate \d+ bytes of memory .the system has no such memory.;"
+        ):
             eng.offload_states()
         eng.train_batch(batch(eng, 1))
 

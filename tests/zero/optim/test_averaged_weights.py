@@ -141,4 +141,4 @@ def test_a_run_without_an_average_says_so(tmp_path: Path, call: str) -> None:
         return str(caught.value)
 
     (said,) = on_threads(1, {}, body)
-    assert said.startswith(f'{call} of a run without an average; give "ema"')
+    assert said.startswith(f'{call} was called in a run without an average of its weights; give "ema"')

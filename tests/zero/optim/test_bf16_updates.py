@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.parallel.grid import Holder
+from engine.parallel.grid import ShardHolder
 from engine.parallel.shard_table import Range, ShardRow
 from engine.parallel.tensor.layers.apply_plan import local_shard
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
@@ -23,7 +23,7 @@ def row(name: str, shape: tuple[int, ...], dim: int | None, ranges: tuple[Range,
 @pytest.mark.parametrize(("shape", "dim"), [((16,), 0), ((16, 3), 0), ((3, 16), 1), ((2, 16, 5), 1)])
 @pytest.mark.parametrize("tp", [0, 1])
 def test_indices_are_those_of_the_whole_parameter(shape: tuple[int, ...], dim: int, tp: int) -> None:
-    whole = FullShapes({"w": 0}, {"w": row("w", shape, dim, FUSED)}, Holder(tp=tp))
+    whole = FullShapes({"w": 0}, {"w": row("w", shape, dim, FUSED)}, ShardHolder(tp=tp))
     full = torch.arange(torch.Size(shape).numel()).view(shape)
     expected = local_shard(full, ParameterCut(dim, FUSED), tp).reshape(-1)
     found = whole.index("w", 0, len(expected), torch.device("cpu"))
@@ -43,7 +43,7 @@ def test_pieces_of_all_shards_cover_every_element_once(ranks: int) -> None:
         who = Ownership(rank, ranks, True, master=False)
         (flat,) = allocate(layout, parameters, who, torch.device("cpu"))
         assert flat.master is None and flat.grads.dtype == torch.bfloat16
-        updates = RoundedUpdates(1, FullShapes({"large": 0, "small": 1, "none": 2}, rows, Holder()), torch.float32)
+        updates = RoundedUpdates(1, FullShapes({"large": 0, "small": 1, "none": 2}, rows, ShardHolder()), torch.float32)
         for segment in flat.bucket.segments(flat.owned):
             weights = flat.kept[segment.start - flat.owned.start : segment.stop - flat.owned.start]
             updates.add(weights, flat, slice(segment.start, segment.stop))

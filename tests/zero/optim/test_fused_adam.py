@@ -13,7 +13,7 @@ from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
 from engine.kernels.optim.update_rules import adam_
 from engine.parallel.comm.comm import Pending
-from engine.parallel.grid import Holder
+from engine.parallel.grid import ShardHolder
 from engine.parallel.shard_table import Range, ShardRow
 from engine.zero.flat_buckets import FlatBucket, Ownership
 from engine.zero.layout import Item, build_layout
@@ -94,7 +94,7 @@ class Rank:
                 )
                 for name, p in named.items()
             }
-            whole = FullShapes({name: number for number, name in enumerate(named)}, rows, Holder())
+            whole = FullShapes({name: number for number, name in enumerate(named)}, rows, ShardHolder())
             self.optimizer.round(RoundedUpdates(9, whole, rounded))
 
     def train(self, make: Step) -> None:

@@ -62,4 +62,4 @@ def refuse() -> list[str]:
 def test_an_optimizer_that_needs_whole_parameters_trains_at_stage_0_only(run_ranks: RunRanks) -> None:
     first, second = run_ranks(refuse, 2)
     assert first == second
-    assert "optimizer Rowwise is given parts of parameters by zero_optimization.stage 1" in first[0]
+    assert "optimizer Rowwise is given shards of parameters by zero_optimization.stage 1" in first[0]

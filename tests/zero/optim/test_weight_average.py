@@ -76,7 +76,7 @@ def test_a_run_without_an_average_says_so() -> None:
         return str(caught.value)
 
     (said,) = on_threads(1, {}, body)
-    assert said.startswith('full_state_dict(ema=True) of a run without an average; give "ema"')
+    assert said.startswith("full_state_dict(ema=True) was called in a run without an average of its weights; give ")
 
 
 def train(folder: str, ranks: int, parallel: dict[str, Any], zero: dict[str, Any], load: bool) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
 
-TOLD = r"the gradient of this parameter \(shape \[.*\]\) is with the engine, which sums and clips it; read and write"
+TOLD = r"param.grad was read or written \(shape \[.*\]\), but the engine stores, sums and clips the gradient; read"
 
 
 def start(stage: int, model: nn.Module | None = None, world: World | None = None, **changes: Any) -> Engine:

@@ -13,7 +13,7 @@ from engine.zero.optim.flat_optimizers import FlatOptimizer
 
 
 class FlatMatrixOptimizer(FlatOptimizer):
-    """An optimizer of whole matrices.
+    """Optimizer of whole matrices.
 
     Over whole matrices it updates at once. Over parts of them (``apart``) a step leaves the directions of the update
     in ``directions``, from which ``MatrixUpdates`` makes the update of all ranks.
@@ -24,10 +24,10 @@ class FlatMatrixOptimizer(FlatOptimizer):
     reads_weights = False
     """An update of a whole matrix needs its weights too."""
     families = frozenset[str]()
-    """Names of what it may keep of whole matrices."""
+    """Names of the state that it may keep of full matrices."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
-        """``options``: all params of the configuration."""
+        """Takes ``options``: all params of the configuration."""
         super().__init__(params, options)
         self.directions: dict[Tensor, Tensor] = {}
         """Tensor -> direction of its update, until that is made."""
@@ -35,11 +35,11 @@ class FlatMatrixOptimizer(FlatOptimizer):
         """Whole matrix -> updates that it has had."""
 
     def rule(self, group: Mapping[str, Any]) -> MatrixRule:
-        """The rule of a group."""
+        """Returns the Shampoo hyperparameters of a parameter group."""
         raise NotImplementedError
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
-        """The direction [as weight]: the gradient."""
+        """Returns the direction [as weight]: the gradient."""
         assert weight.grad is not None
         return weight.grad
 
@@ -61,7 +61,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
 
 class FlatMuon(FlatMatrixOptimizer):
-    """Muon; one momentum an element, whose direction is that of the update."""
+    """Muon; one momentum an element, with the direction of the update."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -69,11 +69,11 @@ class FlatMuon(FlatMatrixOptimizer):
         return ("momentum_buffer",)
 
     def rule(self, group: Mapping[str, Any]) -> MuonRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         return MuonRule.of(group)
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
-        """The direction [as weight]; zero for parameters without a gradient, whose momenta stay."""
+        """Returns the direction [as weight]; zero for parameters without a gradient, which keep their momenta."""
         (momentum,), rule = self._moments([weight], "momentum_buffer"), self.rule(group)
         assert weight.grad is not None
         pieces = self.pieces.get(weight)
@@ -91,7 +91,7 @@ class FlatSOAP(FlatMatrixOptimizer):
     families = SOAP_STATE
 
     def rule(self, group: Mapping[str, Any]) -> SoapRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         return SoapRule.of(group)
 
 
@@ -101,5 +101,5 @@ class FlatShampoo(FlatMatrixOptimizer):
     families = SHAMPOO_STATE
 
     def rule(self, group: Mapping[str, Any]) -> ShampooRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         return ShampooRule.of(group)

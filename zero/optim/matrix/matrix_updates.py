@@ -1,4 +1,4 @@
-"""Updates of whole matrices whose parts lie on data and tensor ranks (Muon, SOAP, Shampoo under ZeRO and tp).
+"""Updates of full matrices that are sharded over data and tensor ranks (Muon, SOAP, Shampoo under ZeRO and tp).
 
     directions of the own parts, made by the step of the optimizer
         -> over the data ranks to the owner of each matrix: its part of a tensor rank, whole
@@ -6,21 +6,21 @@
         -> the update, from what the owner alone keeps of the matrix
         -> the same two ways back, to the weights that each rank owns
 
-A matrix that tensor ranks hold in full is made by each of them, from equal bits, and not sent over that axis; what is
-kept of it is then on each of them too.
+A matrix that tensor ranks hold in full is made by each of them, from equal bits, and not sent over that axis; its state
+is then on each of them too.
 
-Matrices go in rounds, one behind the other, so that what is sent of one travels while another is computed:
+Matrices go in rounds, so that the messages of one overlap with the computation of another:
 
     round 0   | gather | update, scatter | apply |
     round 1            | gather | update, scatter | apply |
     round 2                     | gather | update, scatter | apply |
 
-In every column the newest round begins first, so that its gather is under way while the one before it is computed,
-and the way back of that one while the next is. All ranks make all calls in this order, whatever they own. With tensor
-ranks a round has two columns more, for the way over them and back.
+In every column the newest round begins first, so that its gather is under way while the one before it is computed, and
+the way back of that one while the next is. All ranks make all calls in this order, also without matrices of their own.
+With tensor ranks a round has two columns more, for the way over them and back.
 
 Updates do not ride on the gather of parameters that follows. That one brings every rank the weights of whole buckets,
-rounded, from the shards whose owners keep the fp32 masters, and a shard is an equal slice of a bucket, which cuts
+rounded, from the shards of the owners of fp32 masters, and a shard is an equal slice of a bucket, which cuts
 through matrices. The owner of a matrix has no master of the other shards' elements, so its update has to reach these
 before anything can be rounded and gathered. The gather of a bucket begins as soon as its last matrix is updated.
 """
@@ -49,7 +49,7 @@ _UNDER_WAY = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRound:
-    """The ways of matrices that travel together."""
+    """Exchanges of matrices in the same messages."""
 
     data: OwnerRoute
     """Over the data ranks that share buckets: parts of a tensor rank."""
@@ -59,22 +59,22 @@ class MatrixRound:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRoutes:
-    """The ways of the matrices of one pipeline and tensor coordinate, and of one place among its shard groups."""
+    """Exchanges of the matrices of one pipeline and tensor coordinate, in one of its shard groups."""
 
     rows: Mapping[str, ShardRow]
     """The matrices, by name."""
     rounds: tuple[MatrixRound, ...]
     dtype: torch.dtype
-    """Of what is sent: the widest of the weights that are updated."""
+    """Dtype of messages: the widest of the updated weights."""
     place: int
-    """Of this position among the data ranks that share buckets."""
+    """Index of this position among the data ranks that share buckets."""
     tp: int
     crossed: bool
     """Tensor ranks cut some matrix of the pipeline coordinate, so that every round has a way over them."""
 
     @cached_property
     def made(self) -> tuple[str, ...]:
-        """The matrices whose update this position makes, and of which it has the state."""
+        """Matrices that this position updates, and whose state it has."""
         found: list[str] = []
         for each in self.rounds:
             cut = each.tensor.owners if each.tensor is not None else {}
@@ -85,7 +85,7 @@ class MatrixRoutes:
 class MatrixUpdates:
     """Makes the updates of all matrices of a rank, once a step.
 
-    Momenta of parts are state of the optimizer; what is kept of a whole matrix is kept here, by its owner.
+    Momenta of shards are state of the optimizer; state of a full matrix is stored here, by its owner.
 
     Args:
         places: the tensors of the optimizer.
@@ -110,13 +110,13 @@ class MatrixUpdates:
         self._blank = torch.empty(0, dtype=routes.dtype, device=places[0].flat.params.device if places else None)
         self.state: dict[str, dict[str, Tensor]] = {}
         self.shapes: WholeShapes = {name: self._rule(name).state_shapes(row.shape) for name, row in routes.rows.items()}
-        """What owners keep of each matrix."""
+        """State of each matrix on its owner."""
         self._begun: set[str] = set()
-        """Matrices whose state is known to be that of earlier updates, or of the first one."""
+        """Matrices with state that is known to be from earlier updates, or from the first one."""
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of what any of the optimizers may keep of whole matrices."""
+        """Names of the state that any of the optimizers may keep of full matrices."""
         return frozenset(family for maker in self._makers for family in maker.families)
 
     @property
@@ -125,11 +125,11 @@ class MatrixUpdates:
         return all(len(each.data.members) == 1 for each in self._routes.rounds)
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._routes.rows)
 
     def forget(self) -> None:
-        """Begin anew at the next update."""
+        """Begins anew at the next update."""
         self.state.clear()
         self._begun.clear()
 
@@ -143,9 +143,10 @@ class MatrixUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Update every matrix from the directions of the step, and yield the names of those whose weights are made.
+        """Updates every matrix from the directions of the step, and yields the names of matrices with new weights.
 
-        Those without a gradient, ``unused``, stay. ``missed``: updates that others have had no gradient for.
+        Matrices without a gradient, ``unused``, do not change. ``missed``: updates without a gradient of the other
+        matrices.
         """
         step = _Step(self._places, self._take_directions(), self._routes.dtype, unused, missed)
         self.prepare()
@@ -168,7 +169,7 @@ class MatrixUpdates:
         yield _UNDER_WAY
         parts = [{name: torch.cat(found) for name, found in each.wait().items()} for each in gathered]
         meeting = [tensor.gather(each, self._blank) for each in parts] if tensor is not None else []
-        if self._routes.crossed:
+        if self._routes.crossed:  # also on ranks without such a matrix: all ranks make the same rounds
             yield _UNDER_WAY
         cut = [each.wait() for each in meeting]
         whole = [name for name in parts[0] if tensor is None or rows[name].dim is None]
@@ -195,13 +196,13 @@ class MatrixUpdates:
                 rule.apply_(step.weights[name], update, self._routes.rows[name].shape, self._number(name, step))
 
     def _join_and_cut(self, kinds: Sequence[Sequence[Tensor]], name: str, step: "_Step") -> list[Tensor]:
-        """Put the parts of all tensor ranks together, update, and cut the update as the matrix is cut."""
+        """Joins the shards of all tensor ranks, updates, and cuts the update as the matrix is sharded."""
         row = self._routes.rows[name]
         update = self._update([_whole(parts, row) for parts in kinds], name, step).view(row.shape)
         return [_joined(_ranges(update, row, tp), update, row) for tp in range(len(kinds[0]))]
 
     def _update(self, kinds: Sequence[Tensor], name: str, step: "_Step") -> Tensor:
-        """The update of a whole matrix, flat; zeros without a gradient, whose state stays."""
+        """Returns the update of a full matrix, flat; zeros without a gradient, with unchanged state."""
         if name in step.unused:
             return torch.zeros_like(kinds[0]).reshape(-1)
         views = [each.view(self._shape(name)) for each in kinds]
@@ -218,7 +219,7 @@ class MatrixUpdates:
         return self._routes.rows[name].shape
 
     def _number(self, name: str, step: "_Step") -> int:
-        """The number of this update of a matrix."""
+        """Returns the number of this update of a matrix."""
         group = self._inner.param_groups[self._routes.rows[name].group]
         return int(group["step"]) - step.missed.get(name, 0)
 
@@ -230,7 +231,7 @@ class MatrixUpdates:
 
 
 class _Step:
-    """The directions and the weights of this rank's parts in one update."""
+    """Directions and the weights of this rank's parts in one update."""
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class _Step:
 
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
-    """Begin a round in every turn, then go on with those before it, the newest first; yields what they yield."""
+    """Begins a round in every turn, then continues the rounds before it, the newest first; yields their results."""
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:
         new = next(waiting, None)
@@ -273,12 +274,12 @@ def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
 
 
 def state_dtype(row: ShardRow) -> torch.dtype:
-    """The dtype of what is kept of a matrix, and of the decompositions of it: fp32, or fp64 where it was given so."""
+    """Returns the dtype of a matrix's state and of its decompositions: fp32, or fp64 for a parameter in fp64."""
     return torch.float64 if row.dtype == torch.float64 else torch.float32
 
 
 def _whole(parts: Sequence[Tensor], row: ShardRow) -> Tensor:
-    """The full matrix, from the parts of all tensor ranks."""
+    """Returns the full matrix, from the shards of all tensor ranks."""
     whole = parts[0].new_empty(row.shape)
     for tp, part in enumerate(parts):
         for view, own in zip(_ranges(whole, row, tp), _ranges_of(part, row, tp), strict=True):
@@ -291,13 +292,13 @@ def _dim(row: ShardRow) -> int:
 
 
 def _ranges(whole: Tensor, row: ShardRow, tp: int) -> list[Tensor]:
-    """Views of the ranges of the full matrix that a tensor rank holds, in order."""
+    """Returns views of the ranges of the full matrix that a tensor rank has, in order."""
     own = [each for each in row.ranges if tp in each.holders]
     return [whole.narrow(_dim(row), each.start, each.stop - each.start) for each in own]
 
 
 def _ranges_of(part: Tensor, row: ShardRow, tp: int) -> tuple[Tensor, ...]:
-    """The same ranges in what the tensor rank holds, flat."""
+    """Returns the same ranges in the shard of the tensor rank, flat."""
     sizes = [each.stop - each.start for each in row.ranges if tp in each.holders]
     return torch.split(part.view(row.local_shape(tp)), sizes, _dim(row)) if sizes else ()
 

@@ -1,7 +1,7 @@
 """An optimizer of the user's that needs whole parameters, at every stage: its owner updates each with an optimizer of
 that class, from the whole gradient and the whole weights.
 
-The class says so by ``whole_parameters = True``. An update of a parameter may then read all of it, its gradient and its
+The class declares ``whole_parameters = True``. An update of a parameter may then read all of it, its gradient and its
 state, and nothing of another parameter; what lasts is in ``self.state`` and in the groups.
 """
 
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 def declares_whole(given: object) -> bool:
-    """True for a class, or what makes or is an instance of one, with ``whole_parameters = True``."""
+    """Returns True for a class with ``whole_parameters = True``, for its instance, and for a factory of either."""
     if getattr(given, "whole_parameters", False):
         return True
     if isinstance(given, torch.optim.Optimizer) or not callable(given):
@@ -37,7 +37,7 @@ def declares_whole(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnWholeRule:
-    """The rule of a group: a step of the user's optimizer over one whole parameter."""
+    """Rule of a group: a step of the user's optimizer over one whole parameter."""
 
     make: OptimizerFactory
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class OwnWholeRule:
     """State of a parameter of a shape after an update, by name: tensors without data, and numbers."""
 
     def cost(self, shape: Shape) -> int:
-        """Elements of the parameter: what the update computes is not known."""
+        """Returns the elements of the parameter, because the operations of the update are not known."""
         return prod(shape)
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
@@ -53,7 +53,7 @@ class OwnWholeRule:
         return {name: tuple(getattr(value, "shape", ())) for name, value in self._state(shape).items()}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Return the weights after a step. ``direction_AB`` [2, ...]: the gradient, and the weights."""
+        """Returns the weights after a step. ``direction_AB`` [2, ...]: the gradient, and the weights."""
         gradient, weights = direction_AB
         parameter = nn.Parameter(weights.clone())
         parameter.grad = gradient.clone()
@@ -66,7 +66,7 @@ class OwnWholeRule:
         return parameter.detach()
 
     def apply_(self, weights: Tensor, update: Tensor, shape: Shape, step: int) -> None:
-        """Take the new weights."""
+        """Copies the new weights into the parameter."""
         weights.copy_(update.view(weights.shape))
 
     def _over(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
@@ -78,7 +78,7 @@ class OwnWholeRule:
         return self.known[shape]
 
     def _tried(self, shape: Shape) -> dict[str, Any]:
-        """The state after an update: of a parameter without data, or of zeros where the optimizer reads values."""
+        """Returns the state after an update of a parameter without data, or of zeros if the optimizer reads values."""
         try:
             found, failure = self._after_one(torch.zeros(shape, device="meta")), None
         except Exception as error:
@@ -95,8 +95,8 @@ class OwnWholeRule:
         state = {str(name): value for name, value in kept.items() if value is not None}
         if changed := [name for name, value in _attributes(optimizer).items() if before.get(name) != value]:
             raise ConfigError(
-                f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} beside self.state, which "
-                "is lost after an update; keep it in self.state[parameter]."
+                f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} outside of self.state, which "
+                "is lost after an update; store it in self.state[parameter]."
             )
         if others := [name for name, value in state.items() if not isinstance(value, Tensor | bool | int | float)]:
             raise ConfigError(
@@ -107,7 +107,7 @@ class OwnWholeRule:
 
 
 def _as(like: Any, kept: Tensor, parameter: nn.Parameter) -> Any:
-    """A value of state in the type that the optimizer gave it."""
+    """Returns a value of state in the type that the optimizer has used."""
     if not isinstance(like, Tensor):
         return type(like)(kept.item())
     if not like.dim():  # torch keeps step counts on the host
@@ -125,7 +125,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """The user's optimizer over parts of parameters: its groups and options, and the updates of whole parameters."""
+    """User's optimizer over parts of parameters: its groups and options, and the updates of whole parameters."""
 
     reads_weights = True
 
@@ -144,10 +144,10 @@ class FlatWhole(FlatMatrixOptimizer):
 
     @property
     def families(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of what it keeps of the parameters of this run."""
+        """Names of its state for the parameters of this run."""
         return frozenset(name for state in self._known.values() for name in state)
 
     def rule(self, group: Mapping[str, Any]) -> OwnWholeRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         options = {name: value for name, value in group.items() if name in self._options}
         return OwnWholeRule(self._make, options, self._known)

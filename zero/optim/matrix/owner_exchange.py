@@ -1,4 +1,4 @@
-"""Matrices that lie in pieces on the ranks of an axis are put together by their owners, and taken apart again.
+"""Exchange of matrices in pieces on the ranks of an axis: owners join the pieces, and scatter the results.
 
     rank 0   | a a a b |          owner of a: 0, of b: 1         a a a a
     rank 1   | a b b b |    --->                         --->            b b b b
@@ -24,11 +24,13 @@ from engine.parallel.grid import Axis
 LABEL = "matrices"
 """Label of both ways."""
 ROUNDS = 4
-"""Rounds of a step, where owners have so many matrices: the first to come and the last to go back hide behind none."""
+"""Rounds of a step, where owners have so many matrices: the first gather and the last scatter overlap with no
+computation."""
 SURPLUS = 1.25
-"""Messages of rounds beside those of a single one, at most: each has the size of the largest of its round."""
+"""Limit of the messages of all rounds, as a factor of a single round's: each message has the size of the largest of its
+round."""
 ROUND_ELEMENTS = 1 << 24
-"""Elements that an owner gathers in a round, which have a place in its memory beside those of the rounds around it."""
+"""Elements that an owner gathers in a round, which it stores together with the elements of the rounds around it."""
 Arrived = TypeVar("Arrived")
 
 
@@ -45,7 +47,7 @@ class OwnerRoute:
     """Matrix -> elements that each member holds."""
 
     def owned(self, place: int) -> list[str]:
-        """The matrices of an owner, in order."""
+        """Returns the matrices of an owner, in order."""
         return [name for name, owner in self.owners.items() if owner == place]
 
     @cached_property
@@ -61,7 +63,8 @@ class OwnerRoute:
         return max(sums, default=0)
 
     def traffic(self, counted: Axis, itemsize: int, ways: int = 2) -> tuple[Traffic, ...]:
-        """Both ways of a step, over the axis as it is counted; or three, where weights travel to owners too."""
+        """Returns the traffic of both directions of a step, over the axis as it is counted; of three, if owners need
+        weights too."""
         if not self.message:
             return ()
         ranks = len(self.members)
@@ -69,7 +72,7 @@ class OwnerRoute:
 
 
 def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The owner of each matrix: who holds most of it, among those whose work stays within a fair share.
+    """Returns the owner of each matrix: the rank with most of it, among ranks with work below a fair share.
 
     No owner has more than a fair share of the work and the largest matrix. ``held``: elements of each rank.
     """
@@ -92,10 +95,11 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
 def rounds_of(
     owners: Mapping[str, int], costs: Mapping[str, int], held: Mapping[str, Sequence[int]], order: Sequence[str]
 ) -> list[list[str]]:
-    """The matrices in rounds, in which every owner makes about the same part of its updates.
+    """Returns the matrices in rounds with about equal shares of the updates of every owner.
 
     There are at most ``ROUNDS``, fewer where owners have fewer matrices, or where messages of one size would be more
-    than ``SURPLUS`` times those of a single round; more where an owner would gather over ``ROUND_ELEMENTS`` in one.
+    than ``SURPLUS`` times the messages of a single round; more where an owner would gather over ``ROUND_ELEMENTS`` in
+    one.
 
     Args:
         held: elements of each rank.
@@ -143,27 +147,28 @@ class Arriving(Generic[Arrived]):
     """Result of an exchange under way."""
 
     def __init__(self, pending: Pending | None, read: Callable[[], Arrived]) -> None:
-        """``read``: makes the result of what has come. ``pending`` None: nothing is sent."""
+        """Takes ``read``, which computes the result from the received messages. ``pending`` None: nothing is sent."""
         self._pending, self._read = pending, read
 
     def wait(self) -> Arrived:
-        """Wait for it; once."""
+        """Waits for the messages, once, and returns the result."""
         if self._pending is not None:
             self._pending.wait()
         return self._read()
 
 
 class OwnerExchange:
-    """The two ways of one route on this rank; an all-to-all each, label "matrices", which is started and waited for."""
+    """Gather and scatter of one route on this rank: an all-to-all each, label "matrices", that is started and waited
+    for."""
 
     def __init__(self, route: OwnerRoute, comm: Comm) -> None:
         self._route, self._comm = route, comm
         self._here = route.members.index(comm.grid.index(route.axis))
 
     def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
-        """The pieces of all members, flat and in order, of each matrix that this rank owns.
+        """Starts the exchange that returns the pieces of all members, flat and in order, of each matrix of this rank.
 
-        ``pieces``: those of this rank. ``blank``: no elements, in the dtype and on the device of the pieces.
+        ``pieces``: pieces of this rank. ``blank``: no elements, in the dtype and on the device of the pieces.
         """
         own = {name: pieces.get(name, blank).reshape(-1) for name in self._route.owners}
         places = range(len(self._route.members))
@@ -182,7 +187,8 @@ class OwnerExchange:
         return Arriving(pending, read)
 
     def scatter(self, results: Mapping[str, Sequence[Tensor]], blank: Tensor) -> Arriving[dict[str, Tensor]]:
-        """This rank's piece of each matrix, flat; ``results``: the pieces of all members of matrices it owns."""
+        """Starts the exchange that returns this rank's piece of each matrix, flat; ``results``: pieces of all members,
+        of matrices of this rank."""
         places, mine = range(len(self._route.members)), self._route.owned(self._here)
         pending, received = self._swap([[results[name][place] for name in mine] for place in places], blank)
         kept = [results[name][self._here] for name in mine]
@@ -198,7 +204,8 @@ class OwnerExchange:
         return Arriving(pending, read)
 
     def _swap(self, messages: Sequence[Sequence[Tensor]], blank: Tensor) -> tuple[Pending | None, Tensor]:
-        """Start to send message i to member i, but for this rank's own; and what will come [members, message]."""
+        """Starts to send message i to member i, except this rank's own; returns the received messages [members,
+        message] too."""
         given = blank.new_empty(len(messages), self._route.message)
         if not self._route.message:
             return None, given

@@ -1,1 +1,1 @@
-"""Optimizers whose state is more than a number of the dtype of the weights for each element, and what they keep."""
+"""Optimizers with more state than a number of the dtype of the weights for each element, and their state."""

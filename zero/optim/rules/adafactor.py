@@ -1,4 +1,4 @@
-"""Adafactor over flat tensors whose elements are parts of matrices: sums over rows and columns meet, and no matrix.
+"""Adafactor over flat shards of matrices: sums over rows and columns are exchanged, and no matrix.
 
     squares of own gradients, by row and column, and of own weights   -> summed over data, then tensor ranks
     means of all rows and columns, whole on every rank
@@ -42,10 +42,10 @@ class FlatAdafactor(FlatOptimizer):
     """Adafactor; a step notes which tensors are updated, and :class:`FactoredUpdates` makes the update of all ranks."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
-        """``options``: all params of the configuration."""
+        """Takes ``options``: all params of the configuration."""
         super().__init__(params, options)
         self.due: set[Tensor] = set()
-        """Tensors whose update is to be made."""
+        """Tensors that wait for their update."""
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         self.due.update(weights)
@@ -53,15 +53,15 @@ class FlatAdafactor(FlatOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class FactorRoutes(SumRoutes):
-    """Whose statistics are summed, and over which axes."""
+    """Parameters with summed statistics, and the axes of the sums."""
 
     @property
     def elements(self) -> int:
-        """Elements of the first sum: squares of gradients by row and column, and of the weights of each parameter."""
+        """Elements of the first all-reduce of a step: squares of gradients by row and column, and of weights."""
         return sum(mean_elements(row.shape) + 1 for row in self.rows)
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """The all-reduces of a step: one of row means, one of column means."""
+        """Returns the all-reduces of a step: one of row means, one of column means."""
         sizes = [count * self.dtype.itemsize for count in (self.elements, len(self.rows))]
         return tuple(
             Traffic(axis, LABEL, 2, sum(sent_bytes("all_reduce", size, ranks) for size in sizes))
@@ -98,27 +98,27 @@ class FactoredUpdates:
         return {row.name: mean_shapes(row.shape) for row in self._routes.rows}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
 
     def forget(self) -> None:
-        """Begin anew at the next update."""
+        """Begins anew at the next update."""
         self.state.clear()
 
     def prepare(self) -> WholeState:
-        """The means, of zeros where there are none yet."""
+        """Returns the means; zeros before the first update."""
         if not self.state:
             self.state.update(self._views(self._zeros(self._routes.elements - len(self._numbers))))
         return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Update every parameter of the step at once; ``unused`` ones have no gradient, and stay with their count."""
+        """Updates every parameter of the step at once; ``unused`` ones have no gradient, and keep their count."""
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:
             maker.due.clear()
         used = [row for row in self._routes.rows if row.name not in unused]
-        every = counted_parts(self._places, due, self._routes.rows, self._holder)
+        every = counted_parts(self._places, due, self._routes, self._comm.grid)
         parts = [part for part in every if part.row.name not in unused]
         steps = {row.name: self._group(row)["step"] - missed.get(row.name, 0) for row in used}
         sums = self._zeros(self._routes.elements)
@@ -139,7 +139,7 @@ class FactoredUpdates:
         yield frozenset(self._numbers)
 
     def _add_squares(self, parts: Sequence[CountedPart], sums: Tensor) -> Tensor:
-        """Add the squares of this rank; returns the place of those of the weights [parameters]."""
+        """Adds the squares of this rank; returns the part of the result that belongs to the weights [parameters]."""
         own = {row.name: self._local_zeros(row) for row in {part.row.name: part.row for part in parts}.values()}
         norms = sums[len(sums) - len(self._numbers) :]
         for part in parts:
@@ -160,13 +160,13 @@ class FactoredUpdates:
         return part.piece.update(part.grads, scales[part.row.name], least)
 
     def _scales(self, row: ShardRow) -> dict[str, Tensor]:
-        """Factors of the mean squares of what this rank holds of a parameter."""
+        """Returns factors of the mean squares of this rank's part of a parameter."""
         whole = scales_of(self.state[row.name], AdafactorRule.of(self._group(row)).least(self._routes.dtype))
         views = {kind: self._held(values, row, kind) for kind, values in whole.items()}
         return {kind: own[0] if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()}
 
     def _add(self, whole: Tensor, local: Tensor, row: ShardRow, kind: str) -> None:
-        """Add sums in the shape of what this rank holds to those of the full parameter."""
+        """Adds sums in the shape of this rank's shard to the sums of the full parameter."""
         views = self._held(whole, row, kind)
         sizes = [view.shape[row.dim or 0] if view.dim() else 0 for view in views]
         parts = torch.split(local, sizes, row.dim or 0) if len(views) > 1 else [local]
@@ -174,7 +174,7 @@ class FactoredUpdates:
             view.add_(own)
 
     def _held(self, whole: Tensor, row: ShardRow, kind: str) -> list[Tensor]:
-        """Views of the ranges of means, or of sums, that this rank's part of a parameter has."""
+        """Returns views of the ranges of means, or of sums, that this rank's part of a parameter has."""
         over = {ROWS: len(row.shape) - 1, COLUMNS: len(row.shape) - 2}.get(kind)
         if row.dim is None or row.dim == over:
             return [whole]
@@ -192,7 +192,7 @@ class FactoredUpdates:
         return {kind: self._zeros(prod(shape)).view(shape) for kind, shape in shapes.items()}
 
     def _views(self, flat: Tensor) -> dict[str, dict[str, Tensor]]:
-        """Views of the sums of all parameters by name, in the shapes of the means."""
+        """Returns views of the sums of all parameters by name, in the shapes of the means."""
         found: dict[str, dict[str, Tensor]] = {}
         start = 0
         for row in self._routes.rows:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim.update_rules import MatrixPiece
-from engine.parallel.grid import Axis, Holder
+from engine.parallel.grid import Axis, Grid, ShardHolder
 from engine.parallel.shard_table import ShardRow
+from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 LABEL = "statistics"
@@ -21,12 +22,14 @@ LABEL = "statistics"
 
 @dataclass(frozen=True, slots=True)
 class SumRoutes:
-    """Whose sums are made, and over which axes."""
+    """Parameters with sums, and the axes of the sums."""
 
     rows: tuple[ShardRow, ...]
     """The parameters of a pipeline coordinate."""
     axes: tuple[tuple[Axis, int], ...]
     """The axes over which elements are divided, and their ranks: that of the shards, and "tp"."""
+    copied: bool
+    """Several ranks of the first axis hold the same elements, and the first of them adds them."""
     dtype: torch.dtype
     """That of the widest weights."""
 
@@ -37,7 +40,7 @@ class CountedPart:
 
     row: ShardRow
     number: int
-    """Of the row."""
+    """Number of the row."""
     piece: MatrixPiece
     place: OptimizerTensor
     part: slice
@@ -56,7 +59,7 @@ class CountedPart:
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
-        """Squares of its elements, without those that another tensor rank adds."""
+        """Returns squares of its elements, without squares that another tensor rank adds."""
         if self.counted is None:
             return squares_n
         kept = torch.zeros_like(squares_n)
@@ -65,7 +68,7 @@ class CountedPart:
         return kept
 
     def square(self, values_n: Tensor) -> Tensor:
-        """The sum of squares, fp64 0-dim, of those elements that this rank adds."""
+        """Returns the sum of squares, fp64 0-dim, of the elements that this rank adds."""
         found = values_n.new_zeros((), dtype=torch.float64)
         for part in (slice(None),) if self.counted is None else self.counted:
             found += torch.linalg.vector_norm(values_n[part], dtype=torch.float64).square()
@@ -73,19 +76,28 @@ class CountedPart:
 
 
 def counted_parts(
-    places: Sequence[OptimizerTensor], due: Collection[Tensor], rows: Sequence[ShardRow], holder: Holder
+    places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yield the parts of those tensors that are ``due``; ``holder``: the coordinates of this rank."""
+    """Yields the parts of the tensors that are ``due``."""
+    rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}
     for place in places:
+        adds = not routes.copied or grid.is_first(_copies(place.flat))
         for slot, part in place.slots() if place.parameter in due else ():
             row = rows[numbers[slot.name]]
             start = max(slot.start, place.part.start) - slot.start
             piece = MatrixPiece(slot.shape, start, start + part.stop - part.start)
-            yield CountedPart(row, numbers[slot.name], piece, place, part, _counted(row, piece, holder))
+            counted = _counted(row, piece, holder) if adds else ()
+            yield CountedPart(row, numbers[slot.name], piece, place, part, counted)
 
 
-def _counted(row: ShardRow, piece: MatrixPiece, holder: Holder) -> tuple[slice, ...] | None:
+def _copies(flat: FlatBucket) -> Axis:
+    """The axis along which ranks update the same elements of a bucket."""
+    spread = flat.bucket.spread
+    return spread.copies if flat.owned == slice(0, flat.bucket.elements) else spread.shard_copies
+
+
+def _counted(row: ShardRow, piece: MatrixPiece, holder: ShardHolder) -> tuple[slice, ...] | None:
     if not row.counted(holder._replace(pp=row.owners[0])):
         return ()
     runs, place = [], piece.start

@@ -26,7 +26,7 @@ class FlatAdamW8bit(FlatOptimizer):
     encodes = True
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
-        """``options``: all params of the configuration."""
+        """Takes ``options``: all params of the configuration."""
         super().__init__(params, options | {"decoupled": True})
 
     @property
@@ -36,7 +36,7 @@ class FlatAdamW8bit(FlatOptimizer):
 
     @property
     def kind(self) -> str:
-        """Name in checkpoints, which have Adam's fp32 moments."""
+        """Name of the optimizer in checkpoints: Adam, because they store the moments as fp32."""
         return "Adam"
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class FlatAdamW8bit(FlatOptimizer):
                 adamw_8bit_(run, scales, adam_rule(group), step, group["block_size"], self.kernels)
 
     def _codes(self, weight: Tensor, block: int) -> list[BlockCodes]:
-        """The encoded moments of a tensor, of zeros before its first update."""
+        """Returns the encoded moments of a tensor; zeros before its first update."""
         state = self.state[weight]
         for name in _SIGNED:
             if name not in state:
@@ -62,7 +62,7 @@ class FlatAdamW8bit(FlatOptimizer):
         return [BlockCodes(state[name].view(-1), state[_SCALE.format(name)]) for name in _SIGNED]
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """The decoded moments, in the shape and dtype of the tensor: copies."""
+        """Returns the decoded moments, in the shape and dtype of the tensor: copies."""
         if not self.state.get(weight):
             return {}
         block, found = self._block(weight), {}
@@ -76,7 +76,7 @@ class FlatAdamW8bit(FlatOptimizer):
         return found
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Encode moments that were loaded or written."""
+        """Encodes moments that were loaded or written."""
         self.state.pop(weight, None)
         if not values:
             return

@@ -1,4 +1,4 @@
-"""Optimizer state of every element, as tensors in the shapes of the parameters, in whatever form it is stored."""
+"""Optimizer state of every element, as tensors in the shapes of the parameters, in any stored form."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ ElementState = dict[nn.Parameter, dict[str, Tensor]]
 
 
 def element_state(optimizer: ShardedOptimizer, device: torch.device | None = None) -> ElementState:
-    """The state itself, or copies on ``device`` of what is kept in another form; empty before the first update."""
+    """Returns the state itself, or copies on ``device`` of state in another form; empty before the first update."""
     inner = optimizer.inner
     known = [place for place in optimizer.places if place.parameter in inner.state]
     if isinstance(inner, FlatOptimizer):
@@ -31,12 +31,12 @@ def element_state(optimizer: ShardedOptimizer, device: torch.device | None = Non
 
 
 def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
-    """True if the state of a tensor is kept in another form than ``element_state`` gives."""
+    """Returns True if the state of a tensor is stored in another form than ``element_state`` returns."""
     return isinstance(optimizer.inner, FlatOptimizer) and optimizer.inner.encoded(parameter)
 
 
 def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Keep what was loaded or written into copies; nothing where ``element_state`` gives the state itself."""
+    """Stores values that were loaded or written into copies; nothing if ``element_state`` returns the state itself."""
     inner = optimizer.inner
     for parameter, values in state.items():
         if isinstance(inner, FlatOptimizer) and inner.encoded(parameter):
@@ -45,16 +45,16 @@ def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping
 
 @contextmanager
 def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
-    """Inside, the state to read and to write in place; what is kept in another form is encoded at the end."""
+    """Yields the state to read and to write in place; state in another form is encoded at the end."""
     state = element_state(optimizer)
     yield state
     keep_state(optimizer, state)
 
 
 def state_names(optimizer: ShardedOptimizer) -> list[str]:
-    """Names of the states that have a value for each element on this rank, such as "exp_avg", sorted.
+    """Returns names of the states with a value for each element on this rank, such as "exp_avg", sorted.
 
-    Of several optimizers those of all of them, whichever elements this rank has.
+    Several optimizers have the names of all of them, independent of this rank's elements.
     """
     if optimizer.delayed is not None:
         optimizer.delayed.join()

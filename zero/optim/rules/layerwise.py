@@ -1,4 +1,4 @@
-"""LAMB and LARS over flat tensors whose elements are parts of parameters: norms meet, and no parameter.
+"""LAMB and LARS over flat shards of parameters: norms are exchanged, and no parameter.
 
     squares of own weights and of own updates (LAMB) or gradients (LARS)    -> summed over data, then tensor ranks
     steps on own weights, by the norms of whole parameters
@@ -28,9 +28,9 @@ _SUM = torch.float64
 
 
 class FlatLayerwise(FlatOptimizer):
-    """An optimizer whose steps depend on norms of parameters.
+    """Optimizer with steps that depend on norms of parameters.
 
-    Over whole parameters it updates at once. Over parts of them (``apart``) a step notes which tensors are updated, and
+    Over full parameters it updates at once. Over shards of them (``apart``) a step notes which tensors are updated, and
     :class:`LayerwiseUpdates` makes the update of all ranks.
     """
 
@@ -38,20 +38,20 @@ class FlatLayerwise(FlatOptimizer):
     """Tensors are parts of parameters, or runs of several."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
-        """``options``: all params of the configuration."""
+        """Takes ``options``: all params of the configuration."""
         super().__init__(params, options)
         self.due: set[Tensor] = set()
-        """Tensors whose update is to be made."""
+        """Tensors that wait for their update."""
         self._updates: dict[Tensor, int] = {}
         """Whole parameter -> updates that it has had."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Those of any group."""
+        """Names of the moments of any group."""
         return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         raise NotImplementedError
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
@@ -78,7 +78,7 @@ class FlatLamb(FlatLayerwise):
     """LAMB; both averages of Adam an element."""
 
     def rule(self, group: Mapping[str, Any]) -> LambRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         return LambRule.of(group)
 
 
@@ -86,22 +86,23 @@ class FlatLARS(FlatLayerwise):
     """LARS; one momentum an element, of steps."""
 
     def rule(self, group: Mapping[str, Any]) -> LarsRule:
-        """The rule of a group."""
+        """Returns the rule of a group."""
         return LarsRule.of(group)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRoutes(SumRoutes):
-    """Whose norms are summed, and over which axes."""
+    """Parameters with summed norms, and the axes of the sums."""
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """The sum of a step."""
+        """Returns the all-reduce of a step."""
         size = 2 * len(self.rows) * _SUM.itemsize
         return tuple(Traffic(axis, LABEL, 1, sent_bytes("all_reduce", size, ranks)) for axis, ranks in self.axes)
 
 
 class LayerwiseUpdates:
-    """Makes the updates of all parameters of LAMB and LARS on a rank, once a step; what they keep is elements' alone.
+    """Makes the updates of all parameters of LAMB and LARS on a rank, once a step; all state belongs to single
+    elements.
 
     Args:
         places: the tensors of the optimizer.
@@ -117,7 +118,6 @@ class LayerwiseUpdates:
     ) -> None:
         self._places, self._inner, self._routes, self._comm = places, inner, routes, comm
         self._names = frozenset(row.name for row in routes.rows)
-        self._holder = comm.grid.holder()
         self._device = places[0].flat.params.device if places else torch.device("cpu")
         parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
         self._makers = [part for part in parts if isinstance(part, FlatLayerwise)]
@@ -127,21 +127,21 @@ class LayerwiseUpdates:
         self.shapes: WholeShapes = {}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
         return frozenset(slot.name for slot in flat.bucket.slots) & self._names
 
     def forget(self) -> None:
-        """Nothing: there is no state of whole parameters."""
+        """Does nothing: there is no state of full parameters."""
 
     def prepare(self) -> WholeState:
-        """Nothing."""
+        """Returns nothing."""
         return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Update every parameter of the step at once; ``unused`` ones have no gradient, and stay with their count."""
+        """Updates every parameter of the step at once; ``unused`` ones have no gradient, and keep their count."""
         due = {weight: maker for maker in self._makers for weight in maker.due}
-        parts = counted_parts(self._places, due.keys(), self._routes.rows, self._holder)
+        parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)
         used = [(part, *self._of(part, due, missed)) for part in parts if part.row.name not in unused]
         for maker in self._makers:
             maker.due.clear()
@@ -160,7 +160,7 @@ class LayerwiseUpdates:
     def _of(
         self, part: CountedPart, makers: Mapping[Tensor, FlatLayerwise], missed: Mapping[str, int]
     ) -> tuple[LayerRule, Moments, int]:
-        """The rule of a part, its moments and the number of its update."""
+        """Returns the rule of a part, its moments and the number of its update."""
         group, weight = self._inner.param_groups[part.row.group], part.place.parameter
         maker = makers[weight]
         moments = [each.view(-1)[part.part] for each in maker.moments(weight, group)]

@@ -22,7 +22,7 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
     counted = ("step", "lr_max", "weight_sum")
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
-        """``options``: all params of the configuration."""
+        """Takes ``options``: all params of the configuration."""
         super().__init__(params, options)
 
     @property
@@ -31,7 +31,7 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
         return (SQUARES, ITERATE)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Count an update, and its weight in the average."""
+        """Counts an update, and its weight in the average."""
         count(group)
 
     def _update_pieces(self, weight: Tensor, group: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Put the averages in the place of whole weights, of one process that has trained them."""
+    """Replaces full weights by the averages, in one process that has trained them."""
     parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
     for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
         for group in part.param_groups:
@@ -62,7 +62,7 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ScheduleFreeAverage:
-    """The averages x of the weights that schedule-free optimizers update; of all others the weights themselves."""
+    """Averages x of the weights that schedule-free optimizers update; of all others the weights themselves."""
 
     def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
         self._places, self._inner = places, inner
@@ -72,7 +72,7 @@ class ScheduleFreeAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """The averages [owned] of a bucket, in the dtype of the weights."""
+        """Returns the averages [owned] of a bucket, in the dtype of the weights."""
         betas = {id(weight): group["betas"] for group in self._groups for weight in group["params"]}
         found = flat.weights.clone()
         for place in self._places:

@@ -1,1 +1,1 @@
-"""Rules of torch functions on global tensors: one for each function, listed in ``table``."""
+"""Rules of torch functions on global tensors: one rule for each function, listed in ``table``."""

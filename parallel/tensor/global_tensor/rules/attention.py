@@ -26,7 +26,7 @@ _ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causa
 
 
 def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """``F.scaled_dot_product_attention``.
+    """Runs ``F.scaled_dot_product_attention`` on shards.
 
     Raises:
         NoRuleError: positions or the head size are sharded.
@@ -35,7 +35,7 @@ def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, *
     query, key, value, mask = (options.pop(name, None) for name in _ATTENTION_NAMES[:4])
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(index is not None for tensor in tensors for index in layout_of(tensor).sets[-2:]):
-        raise NoRuleError("positions are sharded")
+        raise NoRuleError("attention needs full positions and a full head size, but one of them is sharded.")
     if options.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         return _grouped(context, func, (query, key, value, mask), options)
     options.pop("enable_gqa", None)
@@ -57,7 +57,7 @@ def _attend(
 
 
 def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Attention in which several query heads share a key and value head."""
+    """Runs attention with several query heads per key and value head."""
     query, key, value, mask = tensors
     times = query.shape[-3] // key.shape[-3]
     parts = _matching_groups(context, (query, key, value), times)
@@ -72,7 +72,7 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
 
 
 def _matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
-    """Returns the shards, if every rank holds exactly the key heads of its query heads; otherwise None."""
+    """Returns the shards if every rank has exactly the key heads of its query heads; otherwise None."""
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None
     query, key, value = tensors
@@ -87,23 +87,23 @@ _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
 def multi_head(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """``F.multi_head_attention_forward``."""
+    """Runs ``F.multi_head_attention_forward`` as :func:`multi_head_in_steps`."""
     return multi_head_in_steps(*args, **kwargs)
 
 
 def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
-    """``F.multi_head_attention_forward`` in functions that a function mode or a global tensor can follow.
+    """Runs ``F.multi_head_attention_forward`` as separate torch functions, which modes and global tensors can follow.
 
-    Inputs [length, batch, width], or without batch; one weight for q, k, v or three.
+    Inputs [length, batch, width], or without batch; one weight for q, k and v, or three weights.
 
     Raises:
-        NoRuleError: keys and values have biases, or are given.
+        NoRuleError: ``bias_k``, ``bias_v``, ``static_k``, ``static_v`` or ``add_zero_attn`` is set.
     """
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
     a = SimpleNamespace(**bound.arguments)
     if any(given is not None for given in (a.bias_k, a.bias_v, a.static_k, a.static_v)) or a.add_zero_attn:
-        raise NoRuleError("keys beyond the input")
+        raise NoRuleError("attention on shards takes keys from the input only: no bias_k, static_k or add_zero_attn.")
     batched = a.query.ndim == 3
     inputs = [a.query, a.key, a.value]
     if not batched:
@@ -120,7 +120,7 @@ def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
         causal = bool(a.is_causal and a.key_padding_mask is None)
         out = functional.scaled_dot_product_attention(query, key, value, None if causal else mask, dropout, causal)
         weights = None
-    # batch before length in the rows, so that the sum may stay sharded along the length
+    # rows in the order batch, length, so that the sum may stay sharded along the length
     out = functional.linear(out.transpose(1, 2).flatten(2), a.out_proj_weight, a.out_proj_bias).transpose(0, 1)
     if not batched:
         out, weights = out.squeeze(1), None if weights is None else weights.squeeze(0)
@@ -128,7 +128,7 @@ def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
 
 
 def _project(a: SimpleNamespace, inputs: list[Tensor]) -> list[Tensor]:
-    """Queries, keys and values [length, batch, width]; in one product if they have one input."""
+    """Returns queries, keys and values [length, batch, width]; one product computes all three from one input."""
     biases = (None,) * 3 if a.in_proj_bias is None else a.in_proj_bias.chunk(3)
     if a.use_separate_proj_weight:
         weights = (a.q_proj_weight, a.k_proj_weight, a.v_proj_weight)
@@ -169,10 +169,11 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 
 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
-    """Each rank rotates the heads that it holds; plain q or k stays plain.
+    """Rotates the heads of this rank; plain q or k stays plain.
 
-    q and k may be sharded differently along heads, but equally along batch and positions; otherwise, or with angles
-    that are sharded or require a gradient, the steps of the reference run, which have rules.
+    q and k may be sharded differently along heads, but must be sharded equally along batch and positions, with plain
+    angles that require no gradient. In other cases the reference implementation runs, step by step, under the rules of
+    its functions.
     """
     cos, sin, form, kernels = angles_and_form
     length = 3 - form.heads_dim

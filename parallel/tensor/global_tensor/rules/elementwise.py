@@ -1,14 +1,14 @@
 """Functions that work element by element, dtype conversions, and dropout.
 
-    f(x_AB, y_B)      x sharded along A: its shard meets all of y, and the result is sharded as x
+    f(x_AB, y_B)      x sharded along A: the shard of x meets all of y, and the result is sharded as x
     f_(x, y)          the shard of x is written in place; y is sliced to fit it, and gathered first if necessary
-    x.type_as(y)      y gives a dtype and nothing else
+    x.type_as(y)      only the dtype of y is read
 
-Dropout takes its random numbers by who holds the elements:
+Dropout draws random numbers by the holders of the elements:
 
-    held by one rank      numbers of its own, between two seedings
-    held by all ranks     equal numbers: generators agree
-    held by some ranks    every rank draws the mask of the full tensor and takes its slice
+    on one rank       numbers of that rank, between two seedings
+    on all ranks      equal numbers: generators agree
+    on some ranks     every rank draws the mask of the full tensor and takes its slice
 
 Each draw has the two seedings of a region (``layers.parallel_region``): every number in between
 belongs to a shard, and afterwards generators agree on all ranks.
@@ -40,7 +40,7 @@ def dropout(
     training: bool | None = None,
     inplace: bool = False,
 ) -> Any:
-    """``F.dropout`` and ``F.alpha_dropout``; :func:`dropout_` has the signatures of ``torch``."""
+    """Runs ``F.dropout`` and ``F.alpha_dropout``; :func:`dropout_` has the signatures of ``torch``."""
     if training is None:
         training = func.__name__ == "dropout"  # the default of F.dropout; F.alpha_dropout's default is False
     return drop(context, func, input, (p, training), inplace)
@@ -54,7 +54,7 @@ def dropout_(
     training: bool | None = None,
     train: bool = False,
 ) -> Any:
-    """``torch.dropout`` and ``torch.alpha_dropout``, which have no ``inplace`` and no defaults."""
+    """Runs ``torch.dropout`` and ``torch.alpha_dropout``, which have no ``inplace`` and no defaults."""
     return drop(context, func, input, (p, train if training is None else training), None)
 
 
@@ -64,10 +64,10 @@ def drop(
     """Runs ``func(input, *how)``; ``how`` is (probability, training).
 
     Raises:
-        NoRuleError: several ranks, but not all, hold some elements, and the function is no product with a mask.
+        NoRuleError: some elements are on several ranks but not on all, and the function does not multiply by a mask.
     """
     if type(input) is not GlobalTensor:
-        raise NoRuleError("no global tensor")
+        raise NoRuleError("dropout got a plain tensor.")
     extra = {} if inplace is None else {"inplace": inplace}
     try:
         alone = draws_alone(input.sets, how[0] if how[1] else 0.0)
@@ -81,20 +81,20 @@ def drop(
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
-    """Returns True if a rank draws its own numbers for a shard; False if nothing is drawn, or equal numbers on all.
+    """Returns True if a rank draws its own numbers for a shard; False if all ranks draw equal numbers, or none.
 
     Raises:
-        NoRuleError: several ranks, but not all, hold some elements.
+        NoRuleError: some elements are on several ranks but not on all.
     """
     if p == 0.0 or not any(index is not None for index in sets):
         return False
     if not held_once(sets):
-        raise NoRuleError("one mask for several holders")
+        raise NoRuleError("dropout needs one mask for the several ranks that store an element.")
     return True
 
 
 def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Broadcasts the operands and runs on shards."""
+    """Broadcasts the operands and runs ``func`` on shards; nothing is communicated in forward."""
     if not kwargs:
         first: Any = args[0]
         other: Any = args[1] if len(args) == 2 else None
@@ -103,7 +103,7 @@ def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kw
         if _alike(first, other):
             return like(first, func(first.local, other.local))
     elif kwargs.get("out") is not None:
-        raise NoRuleError("out")
+        raise NoRuleError("no rule writes into out=.")
     elif kwargs.get("inplace") is True:
         return in_place(context, func, *args, **kwargs)
     return _broadcast(context, func, args, kwargs)
@@ -117,18 +117,18 @@ def _broadcast(context: "GlobalTensorContext", func: Function, args: Any, kwargs
 
 
 def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Writes into the shard of ``target``.
+    """Runs the in-place function ``func`` on the shard of ``target``.
 
     Raises:
         EngineError: the shard is a copy of the memory that plain code would write into.
     """
     if type(target) is not GlobalTensor:
-        raise NoRuleError("a plain tensor is written")
+        raise NoRuleError("a shard cannot be written into a plain tensor.")
     check_memory(target, function_name(func))
     tensors = _tensors(args, kwargs)
     for tensor in tensors:
         if torch.broadcast_shapes(tensor.shape, target.full) != target.full:  # type: ignore[no-untyped-call]
-            raise NoRuleError("more than is written")
+            raise NoRuleError("the other operand is larger than the tensor that is written.")
     others = [_fit(context, tensor, target.sets, function_name(func)) for tensor in tensors]
     out = _call(func, (target, *args), kwargs, [target.local, *others])
     if out is target.local:
@@ -138,20 +138,20 @@ def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args:
 
 
 def check_memory(target: GlobalTensor, name: str) -> None:
-    """Refuses a write into ``target`` that would miss the tensor that it was sliced from.
+    """Refuses a write into ``target`` that would not reach the tensor from which ``target`` was sliced.
 
     Raises:
         EngineError: the shard of ``target`` is a copy.
     """
     if target.copied:
         raise EngineError(
-            f"{name} writes in place into a slice of a tensor that is sharded over tensor ranks, but this rank holds a "
+            f"{name} writes in place into a slice of a tensor that is sharded over tensor ranks, but this rank has a "
             f"copy of that slice; write x = {name.strip('_')}(x, ...), which makes a new tensor."
         )
 
 
 def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Converts ``given`` to another dtype or device, possibly taken from another tensor."""
+    """Converts ``given`` to another dtype or device, given directly or as that of another tensor."""
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
     if type(given) is GlobalTensor:
@@ -162,7 +162,7 @@ def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args:
 def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Applies ``torch.where`` with three arguments; with one, its positions depend on content and no rule applies."""
     if len(args) + len(kwargs) == 1:
-        raise NoRuleError("places depend on content")
+        raise NoRuleError("where with one argument returns positions, which depend on the content of all shards.")
     return elementwise(context, func, *args, **kwargs)
 
 

@@ -1,11 +1,11 @@
 """Matrix products on shards: linear, matmul, addmm, einsum, grouped products, embedding.
 
-Every dim of every operand gets a letter; operands are narrowed to the indices that a rank holds of all:
+Every dim of every operand gets a letter; a rank narrows operands to the indices that it has of all of them:
 
     x_BSI  w_OI  ->  y_BSO     w sharded along O   y is sharded along O                                column
                                w sharded along I   each rank has a partial sum over I                  row
                                x sharded along S   y is sharded along S, w's gradient is partial       sequence
-                               x along S, w        (S of rank 0, O of rank 1) would have no holder:    column after
+                               x along S, w        (S of rank 0, O of rank 1) would be on no rank:     column after
                                along O             x is gathered first                                 sequence
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class EinsumSpec(NamedTuple):
-    """Letters of the operands' dims: equal letters meet, and a letter that ``out`` lacks is summed over."""
+    """Letters of the operands' dims: equal letters are matched, and a letter missing in ``out`` is summed over."""
 
     operands: tuple[str, ...]
     out: str
@@ -51,7 +51,7 @@ def multiply_parts(
     run: Callable[..., Tensor],
     bias: Tensor | None = None,
 ) -> GlobalTensor | Tensor:
-    """``run`` on the shards of ``tensors``, summed over the ranks if necessary. ``bias`` has the result's last dim.
+    """Runs ``run`` on the shards of ``tensors`` and sums over "tp" if necessary. ``bias`` has the result's last dim.
 
     Raises:
         NoRuleError: the operands cannot be sharded for this product.
@@ -64,10 +64,11 @@ def multiply_parts(
     parts = [part(context, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
     folded = tensors[0].folded if type(tensors[0]) is GlobalTensor else None
     if plan.summed:
+        # the bias follows the sum over ranks, which would otherwise add it once per rank
         return plus_bias(add_rows(context, run(*parts), folded), bias)
     if bias is not None:
         if bias.shape[-1] not in (1, plan.shape[-1]):
-            raise NoRuleError("sizes do not agree")
+            raise NoRuleError("the sizes do not agree; torch raises its own error.")
         parts.append(part(context, bias, plan.sets))
     out = GlobalTensor(run(*parts), plan.shape, plan.sets, context)
     if len(plan.shape) == 2:
@@ -76,16 +77,16 @@ def multiply_parts(
 
 
 def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor | Tensor:
-    """``out``, which no other code holds, with the bias added."""
+    """Adds the bias to ``out``, in place where possible: no other code may read ``out``."""
     if bias is None:
         return out
     if type(bias) is GlobalTensor and type(out) is not GlobalTensor:
         return out + bias
-    return out.add_(bias)  # in place, which also keeps its dtype under autocast
+    return out.add_(bias)  # in place, which also preserves the dtype of out under autocast
 
 
 def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the operands, with the first one gathered that is sharded and not a parameter.
+    """Returns the operands after a gather of the first sharded operand that is not a parameter.
 
     Raises:
         NoRuleError: there is no such operand.
@@ -95,7 +96,7 @@ def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor]) -> li
             if not context.sequence:
                 context.note_gather("matrix product")
             return [*tensors[:place], gather_global(tensor), *tensors[place + 1 :]]
-    raise NoRuleError("parameters that do not fit")
+    raise NoRuleError("the parameters are sharded along dims that do not match, and are not gathered.")
 
 
 def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
@@ -104,13 +105,14 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
     for layout, letters in zip(layouts, product.operands, strict=True):
         for letter, size, index in zip(letters, layout.shape, layout.sets, strict=True):
             if sizes.get(letter, 1) not in (1, size) and size != 1:
-                raise NoRuleError("sizes do not agree")
+                raise NoRuleError("the sizes do not agree; torch raises its own error.")
+            # a dim of size 1 is broadcast and decides neither size nor index set
             if size != 1 or letter not in sizes:
                 sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
                 cut[letter] = common(cut.get(letter), index)
     summed = [letter for letter, index in cut.items() if index is not None and letter not in product.out]
     if not covers(cut.values()):
-        raise NoRuleError("an element without a holder")
+        raise NoRuleError("the operands are sharded in such a way that some element would be on no rank.")
     if summed:
         _sum_once(cut, product.out)
     operands = tuple(tuple(cut[letter] for letter in letters) for letters in product.operands)
@@ -119,23 +121,24 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
 
 
 def _sum_once(cut: dict[str, Index | None], out: str) -> None:
-    """Checks that every term of the sum is on one rank and every rank has a partial sum of the full result.
+    """Checks that every term of the sum is on one rank, and that every rank has a partial sum of the full result.
 
     Raises:
-        NoRuleError: a term is on several ranks and cannot be left to one, or the result itself is sharded.
+        NoRuleError: several ranks have a term and no rank can be chosen for it, or the result is sharded as well.
     """
     letters = [letter for letter, index in cut.items() if index is not None]
     if any(letter in out for letter in letters):
-        raise NoRuleError("partial sums of a shard")
+        raise NoRuleError("the product is sharded along a summed dim and along a dim of the result at the same time.")
     first = cut[letters[0]]
     if len(letters) == 1 and first is not None:
+        # a term on several ranks is added by the first of them only
         cut[letters[0]] = first if first.once else first.owned
     elif not held_once(cut.values()):
-        raise NoRuleError("several ranks have a term")
+        raise NoRuleError("several ranks store one term of the sum.")
 
 
 def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
-    """``functional.linear``: ``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
+    """Runs ``functional.linear``: ``input`` [.., I], ``weight`` [O, I] or [I], ``bias`` [O]."""
     rows = "abcdefgh"[: input.ndim - 1]
     columns = "O" if weight.ndim == 2 else ""
     product = EinsumSpec((rows + "I", columns + "I"), rows + columns)
@@ -145,7 +148,7 @@ def linear_rule(context: "GlobalTensorContext", func: Function, input: Any, weig
 def fused_linear(
     context: "GlobalTensorContext", func: Function, x: Any, weight: Any, *rest: Any, residual: Any = None
 ) -> Any:
-    """``kernels.ops.linear.linear``; activation and residual come after the sum over the ranks."""
+    """Runs ``kernels.ops.linear.linear``, with activation and residual after the sum over the ranks."""
     bias, form, kernels = rest
     rows, plain = "abcdefgh"[: x.ndim - 1], form._replace(activation="none")
     product = EinsumSpec((rows + "I", "IO" if form.transposed else "OI"), rows + "O")
@@ -153,18 +156,19 @@ def fused_linear(
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return fused(x, weight, bias, plain, kernels)
 
+    # an activation of partial sums would be wrong, so it follows the sum over ranks
     y = ACTIVATIONS[form.activation](multiply_parts(context, (x, weight), product, run, bias))
     return y if residual is None else y + residual
 
 
 def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any = None, **named: Any) -> Any:
-    """``matmul``, ``mm``, ``bmm``, ``mv``, ``dot``, with or without leading dims."""
+    """Runs ``matmul``, ``mm``, ``bmm``, ``mv`` and ``dot``, with or without leading dims."""
     other = other if other is not None else next(iter(named.values()))
     return multiply_parts(context, (input, other), _matmul_letters(input.ndim, other.ndim), torch.matmul)
 
 
 def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
-    """``other @ input``."""
+    """Runs ``other @ input``."""
     return matmul(context, func, other, input)
 
 
@@ -186,12 +190,13 @@ def addmm(
     beta: Any = 1,
     **named: Any,
 ) -> Any:
-    """``beta * input + alpha * first @ second``: ``addmm``, ``baddbmm``, ``addmv``."""
+    """Computes ``beta * input + alpha * first @ second`` for ``addmm``, ``baddbmm`` and ``addmv``."""
     alpha = named.pop("alpha", 1)
     if "out" in named:
-        raise NoRuleError("out")
+        raise NoRuleError("no rule writes into out=.")
     left = [tensor for tensor in (first, second, *named.values()) if tensor is not None]
     product = _matmul_letters(left[0].ndim, left[1].ndim)
+    # the form of GPT-2's Conv1D runs as one fused operation
     if alpha == 1 and beta == 1 and product.out == "MN" and input.ndim == 1 and type(input) is not GlobalTensor:
         return multiply_parts(context, left, product, _add_product, input)
     out = multiply_parts(context, left, product, torch.matmul)
@@ -204,10 +209,10 @@ def _add_product(first: Tensor, second: Tensor, bias: Tensor | None = None) -> T
 
 
 def einsum(context: "GlobalTensorContext", func: Function, equation: Any, *operands: Any) -> Any:
-    """``einsum`` with its own letters; an ellipsis stands for leading dims."""
+    """Runs ``einsum`` with the letters of ``equation``; an ellipsis stands for leading dims."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise NoRuleError("numbers for letters")
+        raise NoRuleError("einsum needs a string equation; lists of numbers have no rule.")
     product = _letters(equation.replace(" ", ""), [tensor.ndim for tensor in tensors])
     return multiply_parts(context, tensors, product, lambda *parts: torch.einsum(equation, *parts))
 
@@ -222,21 +227,21 @@ def _letters(equation: str, dims: list[int]) -> EinsumSpec:
     stand = "0123456789"[: max(unnamed)]
     spelled = [term.replace("...", stand[len(stand) - count :]) for term, count in zip(terms, unnamed, strict=True)]
     if any(len(set(term)) < len(term) for term in spelled):
-        raise NoRuleError("a diagonal")
+        raise NoRuleError("einsum takes a diagonal, which has no rule on shards.")
     return EinsumSpec(tuple(spelled), out.replace("...", stand))
 
 
 def grouped_mm(
     context: "GlobalTensorContext", func: Function, mat_a: Any, mat_b: Any, *, offs: Any = None, **options: Any
 ) -> Any:
-    """Products of groups of rows with one matrix per expert.
+    """Multiplies groups of rows with one matrix per expert.
 
     ``mat_a`` [S, I], ``mat_b`` [E, I, O], ``offs`` [E]: the ends of the groups of rows.
     """
     if mat_a.ndim != 2 or mat_b.ndim != 3 or options.get("bias") is not None or type(offs) is GlobalTensor:
-        raise NoRuleError("another form")
+        raise NoRuleError("grouped_mm has a rule for [S, I] times [E, I, O] with plain offs and without bias only.")
     if any(layout_of(tensor).sets[0] is not None for tensor in (mat_a, mat_b)):
-        raise NoRuleError("rows or experts are sharded")
+        raise NoRuleError("grouped_mm needs full rows and experts, but one of them is sharded.")
     product = EinsumSpec(("SI", "EIO"), "SO")
     return multiply_parts(context, (mat_a, mat_b), product, lambda a, b: func(a, b, offs=offs, **options))
 
@@ -244,14 +249,14 @@ def grouped_mm(
 def embedding(
     context: "GlobalTensorContext", func: Function, input: Any, weight: Any, *args: Any, **options: Any
 ) -> Any:
-    """Rows of a table [V, H] that may be sharded along H; the indices may be sharded too."""
+    """Looks up rows of a table [V, H] that may be sharded along H; the indices may be sharded too."""
     table = layout_of(weight)
     if table.sets[0] is not None or args[1:2] not in ((), (None,)) or options.get("max_norm") is not None:
-        raise NoRuleError("rows are sharded, or written")
+        raise NoRuleError("embedding needs full rows of the table and no max_norm.")
     ids = layout_of(input)
     sets = (*ids.sets, table.sets[1])
     if not covers(sets):
-        raise NoRuleError("an element without a holder")
+        raise NoRuleError("the operands are sharded in such a way that some element would be on no rank.")
     rows = part(context, input, ids.sets)
     out = func(rows, part(context, weight, table.sets), *args, **options)
     return GlobalTensor(out, (*ids.shape, table.shape[1]), sets, context)

@@ -1,4 +1,4 @@
-"""Functions that need the shard's metadata or the full shape, gradients of global tensors, and hooks on them."""
+"""Rules of functions that read metadata or the full shape, and of gradients and hooks of global tensors."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
 
 def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Asks the shards, when the answer holds for the full tensors too: dtype, device."""
+    """Runs ``func`` on the shards, for answers that are valid for the full tensors too: dtype, device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
 
 def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """``zeros_like`` and similar: a plain tensor of the full shape."""
+    """Runs ``zeros_like`` and similar functions: returns a plain tensor of the full shape."""
     if type(input) is not GlobalTensor:
-        raise NoRuleError("of a plain tensor")
+        raise NoRuleError("the result copies the shape of a plain tensor.")
     return func(input.local.detach().new_empty(1).expand(input.full), *args, **kwargs)
 
 
 def size_of(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``torch.numel``: the number of elements of the full tensor."""
+    """Returns the number of elements of the full tensor, for ``torch.numel``."""
     return input.numel()
 
 
 def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
-    """Returns the strides that the full tensor has once it is gathered."""
+    """Returns the strides of the full tensor after a gather."""
     steps = [1]
     for size in reversed(input.full[1:]):
         steps.insert(0, steps[0] * max(size, 1))
@@ -39,34 +39,35 @@ def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int
 
 
 def gradient(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``x.grad``: the gradient of the shard, as a global tensor."""
+    """Returns the gradient of the shard as a global tensor, for ``x.grad``."""
     return None if input.local.grad is None else GlobalTensor(input.local.grad, input.full, input.sets, context)
 
 
 def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """``detach``, ``data``: the same elements outside the graph, in the same memory."""
+    """Runs ``detach`` and ``data``: the same elements outside the graph, in the same memory."""
     made = like(input, func(input.local, *args))
     made.copied = input.copied
     return made
 
 
 def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """``retain_grad``, ``requires_grad_``: applied to the shard."""
+    """Applies ``retain_grad`` and ``requires_grad_`` to the shard."""
     func(input.local, *args)
     follow_grad(input)
     return input if func.__name__.endswith("_") else None
 
 
 def register_hook(context: "GlobalTensorContext", func: Function, input: Any, hook: Any) -> Any:
-    """``hook`` gets the gradient as a global tensor, and may return another one.
+    """Registers ``hook``, which gets the gradient as a global tensor and may return another one.
 
     Raises:
-        NoRuleError: several ranks hold some elements, so that the incoming gradient is partial.
+        NoRuleError: some elements are on several ranks, so that the incoming gradient is partial.
     """
     if not held_once(input.sets):
-        raise NoRuleError("gradients are parts")
+        raise NoRuleError("a hook cannot get the gradient of a shard with elements on several ranks, which is partial.")
 
-    full, sets = input.full, input.sets  # a hook that kept its own tensor would never be freed
+    # captured instead of input: a hook that refers to its own tensor would never be freed
+    full, sets = input.full, input.sets
 
     def on_part(grad: Tensor) -> Tensor | None:
         found = hook(GlobalTensor(grad, full, sets, context))

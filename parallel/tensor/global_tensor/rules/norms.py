@@ -4,8 +4,8 @@
     a normalised dim sharded   statistics are summed (the norm of all query heads together): one number per token for
                                RMS norm, two for layer norm
 
-Our operators run their kernels on shards in the first case; in the second the steps of the reference run, which have
-rules.
+Our operators run their kernels on shards in the first case; in the second the reference implementation runs step by
+step, under the rules of its functions.
 """
 
 import math
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def layer_norm(
     context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """``weight`` and ``bias`` may be full, or sharded as the normalised dims."""
+    """Runs ``layer_norm``; ``weight`` and ``bias`` may be full, or sharded as the normalised dims."""
     weight, bias, eps = _affine(affine, named, ("weight", "bias", "eps"), (None, None, 1e-5))
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
@@ -42,7 +42,7 @@ def layer_norm(
 def rms_norm(
     context: "GlobalTensorContext", func: Function, input: Any, normalized_shape: Any, *affine: Any, **named: Any
 ) -> Any:
-    """``weight`` may be full, or sharded as the normalised dims."""
+    """Runs ``rms_norm``; ``weight`` may be full, or sharded as the normalised dims."""
     weight, eps = _affine(affine, named, ("weight", "eps"), (None, None))
     dims = _dims(input, normalized_shape)
     sets = input.sets[-len(dims) :]
@@ -64,26 +64,27 @@ def _affine(given: Any, named: Any, names: tuple[str, ...], defaults: tuple[Any,
 
 def _dims(x: Any, normalized_shape: Any) -> tuple[int, ...]:
     if type(x) is not GlobalTensor:
-        raise NoRuleError("a plain tensor is normalised")
+        raise NoRuleError("the norm got a plain input.")
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if x.full[-len(shape) :] != shape:
-        raise NoRuleError("sizes do not agree")
+        raise NoRuleError("the sizes do not agree; torch raises its own error.")
     return tuple(range(x.ndim - len(shape), x.ndim))
 
 
 def _wide(x: GlobalTensor) -> GlobalTensor:
-    """``x`` in at least 32 bits; statistics in fewer bits lose too much."""
+    """Returns ``x`` in at least 32 bits, because statistics in fewer bits lose too many digits."""
     return like(x, x.local.float()) if x.local.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None, bias: Tensor | None = None) -> Any:
     normal = normal if weight is None else normal * weight
     normal = normal if bias is None else normal + bias
-    return normal.to(func(x.local.detach().new_zeros(1), (1,)).dtype)  # which autocast may choose
+    # the dtype of the norm's result, which autocast may choose
+    return normal.to(func(x.local.detach().new_zeros(1), (1,)).dtype)
 
 
 def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
-    """``norm`` over the last dim; ``weight`` and ``bias`` may be full, or sharded as that dim."""
+    """Runs ``norm`` over the last dim; ``weight`` and ``bias`` may be full, or sharded as that dim."""
     weight, bias, form, kernels = affine_and_form
     sets = layout_of(x).sets[-1:]
     weight, bias = _cut(context, weight, sets), None if bias is None else _cut(context, bias, sets)
@@ -95,7 +96,7 @@ def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine
 def add_norm_rule(
     context: "GlobalTensorContext", func: Function, x: Tensor, residual: Tensor, *affine_and_form: Any
 ) -> Any:
-    """``add_norm``: the norm of the sum, and the sum."""
+    """Runs ``add_norm``: returns the norm of the sum, and the sum."""
     (weight, bias), form, kernels = affine_and_form
     joined = broadcast_operands(context, (x, residual))
     if any(joined.sets[-1:]) or x.shape != residual.shape:

@@ -1,7 +1,7 @@
-"""Functions along dims: softmax, sum, mean, max and others.
+"""Rules of functions along dims: softmax, sum, mean, max and others.
 
 along full dims                     on shards
-sum, mean, var over sharded dims    each rank sums the elements that it owns; one small all-reduce, label "statistics"
+sum, mean, var over sharded dims    each rank sums the elements it owns; one small all-reduce, label "statistics"
 others over sharded dims            gathered
 """
 
@@ -28,59 +28,59 @@ _TopK = type(torch.zeros(1).topk(1))
 
 
 def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
-    """Returns the dims that ``dim`` means, counted from the front; None and () mean all of them."""
+    """Returns the dims named by ``dim``, counted from the front; None and () name all dims."""
     if dim is None or dim == () or dim == []:
         return tuple(range(x.ndim))
     return tuple(positive_dim(one, x.ndim) for one in (dim if isinstance(dim, tuple | list) else (dim,)))
 
 
 def along(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Functions along one dim that keep the shape: softmax, cumsum."""
+    """Runs functions along one full dim that preserve the shape: softmax, cumsum."""
     if type(input) is not GlobalTensor or any(input.sets[one] is not None for one in dims_of(input, dim)):
-        raise NoRuleError("along a sharded dim")
+        raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, dim, *args, **kwargs))
 
 
 def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """``flip`` along full dims, which are given one by one, as one sequence, or by name."""
+    """Runs ``flip`` along full dims, given one by one, as one sequence, or by name."""
     given = given_sizes(sizes, dims=dims)
     if any(input.sets[one] is not None for one in dims_of(input, given)):
-        raise NoRuleError("along a sharded dim")
+        raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, given))
 
 
 def extremes(context: "GlobalTensorContext", func: Function, input: Any, **kwargs: Any) -> Any:
-    """``aminmax``, which takes its dim by name only."""
+    """Runs ``aminmax``, which takes ``dim`` by name only."""
     if any(input.sets[one] is not None for one in dims_of(input, kwargs.get("dim"))):
-        raise NoRuleError("over a sharded dim")
+        raise NoRuleError("the reduction runs over a dim that is sharded.")
     kept = _kept(input, dims_of(input, kwargs.get("dim")), kwargs.get("keepdim", False))
     return tree_map(lambda local: GlobalTensor(local, *kept, context), func(input.local, **kwargs))
 
 
 def roll(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
-    """``roll`` along full dims."""
+    """Runs ``roll`` along full dims."""
     if dims is None or any(input.sets[one] is not None for one in dims_of(input, dims)):
-        raise NoRuleError("along a sharded dim")
+        raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, shifts, dims))
 
 
 def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """``tril`` and ``triu``, of the last two dims."""
+    """Runs ``tril`` and ``triu`` of the last two dims, which must be full."""
     if any(index is not None for index in input.sets[-2:]):
-        raise NoRuleError("along a sharded dim")
+        raise NoRuleError("the function works along a dim that is sharded.")
     return like(input, func(input.local, *args, **kwargs))
 
 
 def pad(
     context: "GlobalTensorContext", func: Function, input: Any, pad: Sequence[int], *args: Any, **kwargs: Any
 ) -> Any:
-    """``F.pad`` of full dims; ``pad`` lists them from the last one."""
+    """Runs ``F.pad`` of full dims; ``pad`` lists pairs of amounts from the last dim on."""
     grown = list(input.full)
     for place in range(len(pad) // 2):
         dim = input.ndim - 1 - place
         before, after = pad[2 * place : 2 * place + 2]
-        if (before or after) and input.sets[dim] is not None:  # (1, -1) moves the elements and keeps their number
-            raise NoRuleError("along a sharded dim")
+        if (before or after) and input.sets[dim] is not None:  # (1, -1) moves elements without changing the size
+            raise NoRuleError("the function works along a dim that is sharded.")
         grown[dim] += before + after
     return GlobalTensor(func(input.local, pad, *args, **kwargs), tuple(grown), input.sets, context)
 
@@ -88,12 +88,12 @@ def pad(
 def reduced(
     context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    """Reductions that run on shards: max, argmax, logsumexp, any and others. Some return two tensors."""
+    """Runs reductions over full dims: max, argmax, logsumexp, any and others. Some return two tensors."""
     if type(input) is not GlobalTensor or isinstance(dim, Tensor):
-        raise NoRuleError("of two tensors")
+        raise NoRuleError("the rule reduces one global tensor, not the elementwise extreme of two tensors.")
     dims = dims_of(input, dim)
     if any(input.sets[one] is not None for one in dims):
-        raise NoRuleError("over a sharded dim")
+        raise NoRuleError("the reduction runs over a dim that is sharded.")
     out = func(input.local, **kwargs) if dim is None else func(input.local, dim, keepdim, **kwargs)
     kept = _kept(input, dims, keepdim)
     return tree_map(lambda local: GlobalTensor(local, *kept, context), out)
@@ -108,33 +108,33 @@ def vector_norm_rule(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """``torch.norm`` and ``torch.linalg.vector_norm`` over full dims."""
+    """Runs ``torch.norm`` and ``torch.linalg.vector_norm`` over full dims."""
     keepdim = named.pop("keepdim", bool(args and args[0]))
     dims = dims_of(input, dim)
     if any(input.sets[one] is not None for one in dims) or len(args) > 1:
-        raise NoRuleError("over a sharded dim")
+        raise NoRuleError("the reduction runs over a dim that is sharded.")
     return GlobalTensor(func(input.local, p, dim, keepdim, **named), *_kept(input, dims, keepdim), context)
 
 
 def vector_norm(context: "GlobalTensorContext", func: Function, x: Any, ord: Any = 2, *args: Any, **named: Any) -> Any:
-    """:func:`vector_norm_rule` with the argument names of ``torch.linalg``."""
+    """Runs :func:`vector_norm_rule` with the argument names of ``torch.linalg``."""
     return vector_norm_rule(context, func, x, ord, *args, **named)
 
 
 def topk(
     context: "GlobalTensorContext", func: Function, input: Any, k: int, dim: int = -1, *args: Any, **kwargs: Any
 ) -> Any:
-    """``topk`` along a full dim."""
+    """Runs ``topk`` along a full dim."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
-        raise NoRuleError("along a sharded dim")
+        raise NoRuleError("the function works along a dim that is sharded.")
     shape = replaced(input.full, dim, k)
     values, places = func(input.local, k, dim, *args, **kwargs)
     return _TopK((GlobalTensor(values, shape, input.sets, context), GlobalTensor(places, shape, input.sets, context)))
 
 
 def _kept(x: GlobalTensor, dims: Sequence[int], keepdim: bool) -> tuple[tuple[int, ...], Any]:
-    """Full shape and index sets without ``dims``."""
+    """Returns full shape and index sets without ``dims``, or with ``dims`` of size one if ``keepdim``."""
     places = [one for one in range(x.ndim) if keepdim or one not in dims]
     shape = tuple(1 if one in dims else x.full[one] for one in places)
     return shape, tuple(None if one in dims else x.sets[one] for one in places)
@@ -143,7 +143,7 @@ def _kept(x: GlobalTensor, dims: Sequence[int], keepdim: bool) -> tuple[tuple[in
 def total(
     context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    """``sum`` and ``mean``."""
+    """Runs ``sum`` and ``mean``; over a sharded dim with one all-reduce."""
     dims = dims_of(input, dim)
     if not any(input.sets[one] is not None for one in dims):
         if dim is None and not keepdim:
@@ -154,7 +154,7 @@ def total(
 
 
 def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the plain sum over ``dims``, one of which is sharded, as is no other dim of ``x``.
+    """Returns the plain sum over ``dims``, all-reduced over "tp"; ``dims`` include the only sharded dim of ``x``.
 
     Raises:
         NoRuleError: other dims are sharded.
@@ -163,7 +163,8 @@ def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dty
     (cut, *others) = [one for one in range(x.ndim) if x.sets[one] is not None]
     index = x.sets[cut]
     if others or cut not in dims or index is None:
-        raise NoRuleError("partial sums of a shard")
+        raise NoRuleError("a sum over a sharded dim needs all other dims full.")
+    # an index on several ranks counts once
     local = x.local if index.once else pick(context, x.local, cut, index, index.owned)
     return add(context, local.sum(tuple(dims), keepdim, dtype=dtype), STATISTICS)
 
@@ -177,7 +178,7 @@ def variance(
     keepdim: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``var`` and ``std``; over a sharded dim by two sums, since the difference of squares would lose digits."""
+    """Runs ``var`` and ``std``; over a sharded dim with two sums, because a difference of squares would lose digits."""
     correction = kwargs.get("correction")
     if correction is None:
         correction = 1 if unbiased is None or unbiased else 0
@@ -195,7 +196,7 @@ def variance(
 
 
 def mean_and_variance(x: GlobalTensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Mean and mean squared deviation, plain, with ``dims`` kept as size one."""
+    """Returns plain mean and mean squared deviation, with ``dims`` of size one."""
     count = math.prod(x.full[one] for one in dims)
     mean = summed(x, dims, True) / count
     deviation: Any = x - mean

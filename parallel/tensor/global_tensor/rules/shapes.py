@@ -1,6 +1,6 @@
-"""Functions that give the same elements another shape.
+"""Rules of functions that change the shape and not the elements.
 
-``copied`` follows the memory: plain code may write into a view of a tensor and expect the tensor to change.
+``copied`` marks results without shared memory: plain code may write into a view and expect the tensor to change.
 """
 
 import math
@@ -33,7 +33,7 @@ def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool 
 
 
 def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
-    """Sizes given one by one, as one sequence, or by name."""
+    """Returns sizes given one by one, as one sequence, or by name."""
     found: Any = next((value for value in named.values() if value is not None), sizes)
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         found = sizes[0]
@@ -43,21 +43,21 @@ def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
 def reshape(
     context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, shape: Any = None, size: Any = None
 ) -> Any:
-    """``view`` and ``reshape``; ``view`` of a dtype has no rule."""
+    """Runs ``view`` and ``reshape``; ``view`` of a dtype has no rule."""
     if sizes and isinstance(sizes[0], torch.dtype):
-        raise NoRuleError("another dtype")
+        raise NoRuleError("view as another dtype has no rule.")
     return to_shape(input, infer_size(input.numel(), given_sizes(sizes, shape=shape, size=size)))
 
 
 def reshape_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """``view_as`` and ``reshape_as``; only the shape of ``other`` is used."""
+    """Runs ``view_as`` and ``reshape_as``; only the shape of ``other`` is used."""
     if type(input) is not GlobalTensor:
         return input.reshape(other.shape)
     return to_shape(input, tuple(other.shape))
 
 
 def to_shape(x: GlobalTensor, shape: Shape) -> GlobalTensor:
-    """Returns the elements in row-major order, in another shape."""
+    """Returns ``x`` reshaped to ``shape``: a view if the shard's strides allow it, otherwise a copy."""
     context = x.views
     if shape == x.full:
         return moved(x, x.local.view_as(x.local), x.full, x.sets)
@@ -65,7 +65,7 @@ def to_shape(x: GlobalTensor, shape: Shape) -> GlobalTensor:
     made, local = context.find(("reshape", layout, shape), lambda: _reshape_plan(layout, shape, context.axis.index))
     try:
         out = moved(x, x.local.view(local), made.shape, made.sets)
-    except (RuntimeError, ValueError):  # of tensors, and of shapes: the shard's strides do not allow the full view
+    except (RuntimeError, ValueError):  # real tensors, shapes: the shard's strides allow no view
         out = moved(x, x.local.reshape(local), made.shape, made.sets, copied=True)
     if len(shape) == 2 and x.ndim > 2 and shape[1] == x.full[-1]:
         out.folded = tuple(x.full[:-1])
@@ -78,12 +78,12 @@ def _reshape_plan(layout: Layout, shape: Shape, rank: int) -> tuple[Layout, Shap
 
 
 def permute(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """``permute``: dims in another order."""
+    """Runs ``permute``."""
     return ordered(input, tuple(positive_dim(dim, input.ndim) for dim in given_sizes(sizes, dims=dims)))
 
 
 def ordered(x: GlobalTensor, dims: tuple[int, ...]) -> GlobalTensor:
-    """Returns the tensor with its dims in the order ``dims``."""
+    """Returns ``x`` with the dims in the order ``dims``."""
     full, sets = tuple(x.full[dim] for dim in dims), tuple(x.sets[dim] for dim in dims)
     return moved(x, x.local.permute(dims), full, sets)
 
@@ -96,7 +96,7 @@ def transpose(
     dim1: int | None = None,
     **names: int,
 ) -> Any:
-    """``transpose`` and ``swapaxes``, which names its dims ``axis0`` and ``axis1``."""
+    """Runs ``transpose`` and ``swapaxes``; the latter names the dims ``axis0`` and ``axis1``."""
     a, b = (dim0, dim1) if dim0 is not None and dim1 is not None else (names["axis0"], names["axis1"])
     dims = list(range(input.ndim))
     dims[a], dims[b] = dims[b], dims[a]
@@ -104,17 +104,17 @@ def transpose(
 
 
 def last_two(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``t``, ``mT``: the last two dims swapped."""
+    """Runs ``t`` and ``mT``: swaps the last two dims."""
     return input if input.ndim < 2 else transpose(context, func, input, -1, -2)
 
 
 def reversed_dims(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
-    """``T``: all dims reversed."""
+    """Runs ``T``: reverses all dims."""
     return ordered(input, tuple(reversed(range(input.ndim))))
 
 
 def movedim(context: "GlobalTensorContext", func: Function, input: Any, source: Any, destination: Any) -> Any:
-    """``movedim``: dims moved to other positions."""
+    """Runs ``movedim``: moves dims to other positions."""
     ends = [
         (source,) if isinstance(source, int) else source,
         (destination,) if isinstance(destination, int) else destination,
@@ -126,26 +126,26 @@ def movedim(context: "GlobalTensorContext", func: Function, input: Any, source: 
 
 
 def flatten(context: "GlobalTensorContext", func: Function, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """``flatten``: neighbouring dims become one."""
+    """Runs ``flatten``: joins neighbouring dims."""
     start, end, full = positive_dim(start_dim, input.ndim), positive_dim(end_dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:start], math.prod(full[start : end + 1]), *full[end + 1 :]))
 
 
 def unflatten(context: "GlobalTensorContext", func: Function, input: Any, dim: int, sizes: Any) -> Any:
-    """``unflatten``: one dim becomes several."""
+    """Runs ``unflatten``: splits one dim into several."""
     dim, full = positive_dim(dim, input.ndim), tuple(input.full)
     return to_shape(input, (*full[:dim], *infer_size(full[dim], given_sizes((tuple(sizes),))), *full[dim + 1 :]))
 
 
 def unsqueeze(context: "GlobalTensorContext", func: Function, input: Any, dim: int) -> Any:
-    """``unsqueeze``: a new dim of size one."""
+    """Runs ``unsqueeze``: adds a dim of size one."""
     dim = positive_dim(dim, input.ndim + 1)
     full, sets = input.full, input.sets
     return moved(input, input.local.unsqueeze(dim), (*full[:dim], 1, *full[dim:]), (*sets[:dim], None, *sets[dim:]))
 
 
 def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = None) -> Any:
-    """``squeeze``: dims of size one removed."""
+    """Runs ``squeeze``: removes dims of size one."""
     dims = (
         range(input.ndim)
         if dim is None
@@ -158,28 +158,28 @@ def squeeze(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def expand(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, size: Any = None) -> Any:
-    """``expand``: dims of size one, and new ones in front, repeated without memory."""
+    """Runs ``expand``: repeats dims of size one, and new leading dims, without memory."""
     return to_expanded(input, given_sizes(sizes, size=size))
 
 
 def expand_as(context: "GlobalTensorContext", func: Function, input: Any, other: Tensor) -> Any:
-    """``expand_as``; only the shape of ``other`` is used."""
+    """Runs ``expand_as``; only the shape of ``other`` is used."""
     return to_expanded(input, tuple(other.shape)) if type(input) is GlobalTensor else input.expand(other.shape)
 
 
 def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
-    """Returns the global tensor with ``sizes``, where -1 keeps a dim."""
+    """Returns ``x`` expanded to ``sizes``; -1 leaves a dim unchanged."""
     new = len(sizes) - x.ndim
     kept = zip(sizes[new:], x.full, strict=True) if new >= 0 else ()
     if new < 0 or -1 in sizes[:new] or any(old not in (1, size) and size != -1 for size, old in kept):
-        raise NoRuleError("sizes do not agree")
+        raise NoRuleError("the sizes do not agree; torch raises its own error.")
     full = tuple(x.full[dim - new] if size == -1 else size for dim, size in enumerate(sizes))
     sets = (*(None,) * new, *x.sets)
     return moved(x, x.local.expand(local_shape(Layout(full, sets), x.views.axis.index)), full, sets)
 
 
 def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, repeats: Any = None) -> Any:
-    """``repeat``: every dim as a whole, so many times."""
+    """Runs ``repeat``: tiles every dim the given number of times."""
     times = given_sizes(sizes, repeats=repeats)
     new = len(times) - input.ndim
     full = (1,) * new + tuple(input.full)
@@ -191,7 +191,7 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 
 
 def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Applies ``tile``: ``repeat`` with the times of the last dims."""
+    """Runs ``tile``: ``repeat`` with the numbers of the last dims."""
     times = given_sizes(sizes, dims=dims)
     return repeat(context, func, input, repeats=(*(1,) * (input.ndim - len(times)), *times))
 
@@ -199,9 +199,9 @@ def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any
 def repeat_interleave(
     context: "GlobalTensorContext", func: Function, input: Any, repeats: Any, dim: int | None = None, **named: Any
 ) -> Any:
-    """``repeat_interleave``: every index of a dim so many times."""
+    """Runs ``repeat_interleave`` with one number of times for all indices of a dim."""
     if dim is None or not isinstance(repeats, int):
-        raise NoRuleError("unequal times")
+        raise NoRuleError("repeat_interleave has a rule for a dim and one number of times only.")
     dim = positive_dim(dim, input.ndim)
     full, sets, index = list(input.full), list(input.sets), input.sets[dim]
     full[dim] *= repeats

@@ -1,9 +1,9 @@
-"""Functions that slice tensors, and functions that concatenate them.
+"""Rules of functions that slice or concatenate tensors.
 
-qkv.split(C, dim=2)      every rank keeps its part of each third
-x[:, -1]                 one position of a sharded sequence: its holder sends it to all ranks
+qkv.split(C, dim=2)      every rank has its shard of each third
+x[:, -1]                 one position of a sharded sequence: the rank that stores it sends it to all ranks
 cat([k_0, k_1], dim)     sharded along another dim: the sharding stays
-                         sharded along dim: each rank concatenates its part of every operand
+                         sharded along dim: each rank concatenates its shard of every operand
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """``cat`` along ``dim``."""
+    """Runs ``cat`` along ``dim``."""
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
@@ -45,7 +45,7 @@ def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int =
 
 
 def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """``stack`` along a new dim."""
+    """Runs ``stack`` along a new dim."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return cat(context, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
 
@@ -58,11 +58,11 @@ def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
 
 
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
-    """Returns a slice of one dim; a single element that only some ranks hold is sent to all ranks and becomes plain."""
+    """Returns a slice of one dim; a single element of a sharded dim is sent to all ranks and becomes plain."""
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
     if bounds[2] < 1:
-        raise NoRuleError("backwards")
+        raise NoRuleError("a slice on shards needs a positive step.")
     chosen = range(*bounds)
     shape = replaced(x.full, dim, len(chosen))
     if index is None:
@@ -91,16 +91,16 @@ def _sent(x: GlobalTensor, dim: int, chosen: range) -> Tensor:
 
 
 def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
-    """``narrow``: ``length`` elements of a dim from ``start``."""
+    """Runs ``narrow``: ``length`` elements of a dim from ``start``."""
     dim = positive_dim(dim, input.ndim)
     first = int(start) + (input.full[dim] if start < 0 else 0)
     if not 0 <= first <= first + int(length) <= input.full[dim]:
-        raise NoRuleError("no such place")
+        raise NoRuleError("the range is outside the dim; torch raises its own error.")
     return span(input, dim, slice(first, first + int(length)))
 
 
 def select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """``select``: one element of a dim."""
+    """Runs ``select``: one element of a dim."""
     dim = positive_dim(dim, input.ndim)
     place = positive_dim(int(index), input.full[dim])
     if input.sets[dim] is not None:
@@ -114,19 +114,19 @@ def _without(x: GlobalTensor, dim: int, local: Tensor) -> GlobalTensor:
 
 
 def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
-    """``unbind``: all elements of a full dim, one by one."""
+    """Runs ``unbind``: returns all elements of a full dim."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
-        raise NoRuleError("one element")
+        raise NoRuleError("unbind needs a full dim, but the dim is sharded.")
     return tuple(_without(input, dim, local) for local in input.local.unbind(dim))
 
 
 def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """``split`` into slices of one size or of given sizes; the name of its second argument varies."""
+    """Runs ``split`` into slices of one size or of given sizes; the second argument has several names in torch."""
     x, sizes, dim = _split_arguments(*args, **kwargs)
     length = x.full[dim]
     if (sizes < 1) if isinstance(sizes, int) else (sum(sizes) != length):
-        raise NoRuleError("sizes do not agree")
+        raise NoRuleError("the sizes do not agree; torch raises its own error.")
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
     return _cut_at(x, dim, np.cumsum([0, *sizes]).tolist())
@@ -145,9 +145,9 @@ def _cut_at(x: GlobalTensor, dim: int, borders: list[int]) -> tuple[GlobalTensor
 
 
 def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: int, dim: int = 0) -> Any:
-    """``chunk``: so many slices of one size, of which the last may be smaller."""
+    """Runs ``chunk``: ``chunks`` slices of one size; the last may be smaller."""
     if chunks < 1:
-        raise NoRuleError("no slices")
+        raise NoRuleError("chunk needs at least one slice; torch raises its own error.")
     size = -(-input.full[positive_dim(dim, input.ndim)] // chunks)
     return split(context, func, input, size, dim)
 
@@ -155,27 +155,27 @@ def chunk(context: "GlobalTensorContext", func: Function, input: Any, chunks: in
 def tensor_split(
     context: "GlobalTensorContext", func: Function, input: Any, indices_or_sections: Any, dim: int = 0
 ) -> Any:
-    """``tensor_split``: so many slices, of which the first may be larger by one; or slices between given borders."""
+    """Runs ``tensor_split``: a number of slices, the first ones larger by one if uneven, or slices between borders."""
     dim = positive_dim(dim, input.ndim)
     length = input.full[dim]
     if isinstance(indices_or_sections, Tensor):
-        raise NoRuleError("borders depend on content")
+        raise NoRuleError("tensor_split has no rule for borders in a tensor.")
     if isinstance(indices_or_sections, int):
         small, more = divmod(length, indices_or_sections)
         return split(context, func, input, [small + (n < more) for n in range(indices_or_sections)], dim)
     borders = [0, *indices_or_sections, length]
     if borders != sorted(borders):
-        raise NoRuleError("borders in another order")
+        raise NoRuleError("tensor_split has a rule for ascending borders only.")
     return _cut_at(input, dim, borders)
 
 
 def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Indexing with integers, slices, None, an ellipsis, and one tensor of positions along a full dim."""
+    """Indexes with integers, slices, None, an ellipsis, and one tensor of positions along a full dim."""
     if type(input) is not GlobalTensor:
-        raise NoRuleError("a plain tensor is indexed")
+        raise NoRuleError("a global tensor cannot index a plain tensor on shards.")
     index = index if isinstance(index, tuple) else (index,)
     if sum(isinstance(item, Tensor | list | np.ndarray) for item in index) > 1:
-        raise NoRuleError("several tensors of places")
+        raise NoRuleError("indexing has a rule for one tensor of positions, not for several.")
     items = list(_complete(index, input.ndim))
     out: Any = input
     dim = 0
@@ -187,10 +187,10 @@ def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: A
 
 
 def _complete(index: tuple[Any, ...], dims: int) -> Iterator[Any]:
-    """The index with its ellipsis spelled out."""
+    """Yields the entries of the index, with full slices in place of the ellipsis."""
     used = sum(item is not None and item is not Ellipsis for item in index)
     if any(isinstance(item, bool) for item in index) or used > dims:
-        raise NoRuleError("an index of another kind")
+        raise NoRuleError("indexing has no rule for booleans or for more entries than dims.")
     for item in index:
         if item is Ellipsis:
             yield from (slice(None),) * (dims - used)
@@ -212,16 +212,16 @@ def _index_one(context: "GlobalTensorContext", x: GlobalTensor, dim: int, item: 
 
 
 def index_select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: Any) -> Any:
-    """``index_select`` along a full dim."""
+    """Runs ``index_select`` along a full dim."""
     if type(input) is not GlobalTensor or (isinstance(index, Tensor) and index.ndim != 1):
-        raise NoRuleError("a plain tensor is indexed")
+        raise NoRuleError("a global tensor cannot index a plain tensor on shards.")
     return _taken(input, positive_dim(dim, input.ndim), index)
 
 
 def _taken(x: GlobalTensor, dim: int, places: Any) -> GlobalTensor:
     integers = type(places) is Tensor and places.dtype in (torch.int64, torch.int32)
     if not integers or x.sets[dim] is not None:
-        raise NoRuleError("positions along a sharded dim, or masks")
+        raise NoRuleError("indexing with a tensor needs integer positions along a full dim.")
     local = x.local[(slice(None),) * dim + (places,)]
     full = (*x.full[:dim], *places.shape, *x.full[dim + 1 :])
     return GlobalTensor(local, full, (*x.sets[:dim], *(None,) * places.ndim, *x.sets[dim + 1 :]), x.views)

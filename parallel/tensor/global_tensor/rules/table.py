@@ -1,8 +1,7 @@
-"""The table of rules: which rule each torch function has. It is built once.
+"""Table of the rule of each torch function; built once.
 
-Functions without a rule: their arguments are gathered on every rank, and the function is recorded.
-
-Functions that write into a global tensor, expose its memory, or hook its gradient are refused instead.
+The arguments of functions without a rule are gathered on every rank, and the function is recorded. Functions that write
+into a global tensor, expose the memory, or hook the gradient are refused instead.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -47,7 +46,7 @@ _MEMORY = frozenset((
 
 
 def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``func`` on plain tensors.
+    """Gathers the global tensors among the arguments and runs ``func`` on plain tensors.
 
     Raises:
         EngineError: ``func`` writes into a global tensor, or reads its memory.
@@ -57,14 +56,14 @@ def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwarg
         raise EngineError(
             f"{name} was called on a tensor {list(next(global_tensors_in(args, kwargs)).full)} "
             "that is sharded over tensor ranks, but it needs the memory of the full tensor; "
-            "use a function that returns a new tensor, or give "
-            'this module the style "replicate" in parallel.tensor_plan.'
+            "use a function that returns a new tensor, or set "
+            'the style "replicate" for this module in parallel.tensor_plan.'
         )
     return func(*_plain(args, name), **_plain(kwargs, name))
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
-    written = [kwargs.get("out"), kwargs.get("inputs")]  # the latter of backward, which writes their .grad
+    written = [kwargs.get("out"), kwargs.get("inputs")]  # backward writes the .grad of inputs=
     if args and (writes_in_place(name) or name.startswith("set ") or kwargs.get("inplace") is True):
         written.append(args[0])
     return written
@@ -107,7 +106,7 @@ _IN_PLACE_FUNCTIONAL = "relu_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_"
 
 
 def _named(*names: str) -> Iterator[Any]:
-    """The functions of torch and methods of tensors with these names."""
+    """Yields the functions of torch and methods of tensors with these names."""
     for name in names:
         for owner in (Tensor, torch):
             if callable(found := getattr(owner, name, None)):

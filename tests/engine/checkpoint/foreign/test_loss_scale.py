@@ -72,5 +72,5 @@ def test_a_fixed_scale_and_none_have_no_state() -> None:
 def test_a_damaged_scaler_is_refused(name: str, value: object) -> None:
     scaler = Scaler(4, 2, False)
     setattr(scaler, name, value)
-    with pytest.raises(CheckpointError, match="the loss scaler of the checkpoint has other values"):
+    with pytest.raises(CheckpointError, match="the state of the loss scaler has other values"):
         loss_scale_state(read_pickle(pickle.dumps(scaler), "a file"))

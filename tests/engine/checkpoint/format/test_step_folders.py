@@ -117,14 +117,14 @@ def test_a_folder_under_the_name_of_another_step_is_refused(tmp_path: Path) -> N
 def test_what_is_missing_is_named(tmp_path: Path, name: str) -> None:
     (step,) = run_of(1).save(tmp_path, 1)
     (step / name).unlink()
-    with pytest.raises(CheckpointError, match=rf"step-00000001/{name} cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match=rf"step-00000001/{name} cannot be read \(No such file"):
         read_manifest(FILES, step)
 
 
 def test_a_file_under_a_checkpoint_s_name_is_refused_not_skipped(tmp_path: Path) -> None:
     (tmp_path / "step-00000001").write_bytes(b"")
     (step,) = committed(FILES, tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Not a directory"):
         read_manifest(FILES, step)
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path, element
     reader.verify()
     (path,) = (step / "model").glob("*.safetensors")
     os.truncate(path, path.stat().st_size - 100)
-    with pytest.raises(CheckpointError, match=rf"{path.name} cannot be read: it has become shorter"):
+    with pytest.raises(CheckpointError, match=rf"{path.name} cannot be read \(it has become shorter"):
         reader.verify()
 
 

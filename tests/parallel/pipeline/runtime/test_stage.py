@@ -415,7 +415,7 @@ def test_shapes_are_checked_where_values_travel() -> None:
     (number,) = plan.receives
     with pytest.raises(EngineError, match=r"^the output of unit 'blocks.2' is received as torch.float64 \(1,\)"):
         play.stages[1].forward(timeline, plan, lambda: None, {number: torch.zeros(1, dtype=torch.float64)})
-    with pytest.raises(EngineError, match=rf"^stage 1 was given the values \[\], and it receives \[{number}\]"):
+    with pytest.raises(EngineError, match=rf"^stage 1 got the values \[\]; pass exactly \[{number}\]"):
         play.stages[1].forward(timeline, plan, lambda: None, {})
 
 

@@ -173,9 +173,9 @@ def test_zb_v_is_ahead_of_torch_where_there_are_as_many_microbatches_as_ranks(p:
      "set virtual_stages to 2."),
     (("dualpipe-v", 4, 7), "schedule dualpipe-v with 7 microbatches over 4 ranks: it needs 8 or more; "
      "raise gradient_accumulation_steps or choose zb-v."),
-    (("zb-v", 0, 8), "schedule zb-v over 0 stages and 8 microbatches is empty; give at least one of each."),
+    (("zb-v", 0, 8), "schedule zb-v over 0 stages and 8 microbatches is empty; use at least one of each."),
     (("interleaved", 4, 0, 2),
-     "schedule interleaved over 8 stages and 0 microbatches is empty; give at least one of each."),
+     "schedule interleaved over 8 stages and 0 microbatches is empty; use at least one of each."),
 ])  # fmt: skip
 def test_sizes_that_a_kind_does_not_allow(arguments: tuple[str, int, int], sentence: str) -> None:
     assert why_unfit(*arguments) == sentence

@@ -159,7 +159,7 @@ def test_comments_and_empty_lines_are_passed_over() -> None:
 @pytest.mark.parametrize(("text", "sentence"), [
     ("0F0\n0B0 1X1",
      "own.csv, line 2: '1X1' is not an action; write stage, F, B, I or W, and microbatch, such as 2F5."),
-    ("# nothing", "schedule own.csv over 0 stages and 0 microbatches is empty; give at least one of each."),
+    ("# nothing", "schedule own.csv over 0 stages and 0 microbatches is empty; use at least one of each."),
     ("0F0 1F0\n1B0 0B0",
      "schedule own.csv of 2 stages has stage 0 on ranks 0 and 1; place each of the stages 0 to 1 on one rank."),
     ("0F0 0B0\n999999999F0",
@@ -171,7 +171,7 @@ def test_a_wrong_file_is_one_sentence(text: str, sentence: str) -> None:
 
 
 def test_rows_must_fit_ranks() -> None:
-    sentence = "schedule x has 1 rows and stages for 2 ranks; give one row for each rank."
+    sentence = "schedule x has 1 rows and stages for 2 ranks; write one row for each rank."
     with pytest.raises(ScheduleError, match=f"^{sentence}$"):
         Schedule("x", 2, 1, ((action("0F0"),),), ((0,), (1,)))
 
@@ -181,8 +181,8 @@ def test_rows_must_fit_ranks() -> None:
      "dualpipe-v."),
     (("1f1b", 4, 8, 2),
      "schedule 1f1b with virtual_stages = 2: it holds one stage on each rank; set virtual_stages to 1."),
-    (("gpipe", 0, 8), "schedule gpipe over 0 stages and 8 microbatches is empty; give at least one of each."),
-    (("1f1b", 4, 0), "schedule 1f1b over 4 stages and 0 microbatches is empty; give at least one of each."),
+    (("gpipe", 0, 8), "schedule gpipe over 0 stages and 8 microbatches is empty; use at least one of each."),
+    (("1f1b", 4, 0), "schedule 1f1b over 4 stages and 0 microbatches is empty; use at least one of each."),
 ])  # fmt: skip
 def test_kinds_and_sizes_that_cannot_be(arguments: tuple[str, int, int], sentence: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):

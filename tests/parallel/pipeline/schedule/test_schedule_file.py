@@ -26,10 +26,10 @@ def test_every_kind_comes_back(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=r"^schedule no\.txt: No such file or directory; give the path"):
+    with pytest.raises(ScheduleError, match=r"^schedule no\.txt: No such file or directory; name the path"):
         read_schedule("no.txt")
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ScheduleError, match="is not a text file; give a file of actions"):
+    with pytest.raises(ScheduleError, match="is not a text file; name a file of actions"):
         read_schedule(str(tmp_path / "a.txt"))
 
 
@@ -75,18 +75,18 @@ GOOD = """0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (("0SEND_F0 ", ""), "row of rank 0: 0SEND_F0 has to follow 0F0; correct it, or leave every SEND_F out, since"),
+        (("0SEND_F0 ", ""), "row of rank 0: 0SEND_F0 has to follow 0F0; correct it, or remove every SEND_F, because"),
         (("0F0 0SEND_F0", "0SEND_F0 0F0"), "row of rank 0: 0SEND_F0 has to follow 0F0; "),
         (("1RECV_F1 1B0 1SEND_B0 1F1", "1B0 1SEND_B0 1F1 1RECV_F1"), "rank 1: 1RECV_F1 has to come before 1F1; "),
-        (("1RECV_F0", "1RECV_F0 1RECV_F0"), "row of rank 1: 1RECV_F0 stands twice; "),
+        (("1RECV_F0", "1RECV_F0 1RECV_F0"), "row of rank 1: 1RECV_F0 appears twice; "),
         (("1RECV_F0", "1RECV_F0 1RECV_B0"), "1RECV_B0 is a message between no two actions of different ranks; "),
         (("0UNSHARD", "0UNSHARD 1UNSHARD"), "row of rank 0: 1UNSHARD is in a row without actions of stage 1; "),
-        (("0UNSHARD", "0UNSHARD 0UNSHARD"), "row of rank 0: 0UNSHARD stands twice without a RESHARD between; "),
+        (("0UNSHARD", "0UNSHARD 0UNSHARD"), "row of rank 0: 0UNSHARD appears twice without a RESHARD between; "),
         (("0UNSHARD ", ""), "row of rank 0: 0UNSHARD has to come before 0F0; "),
         (("0B1 0RESHARD", "0RESHARD 0B1"), "row of rank 0: 0UNSHARD has to come before 0B1; "),
         (("0RESHARD", "0RESHARD 0RESHARD"), "row of rank 0: 0RESHARD has no UNSHARD before it; "),
         (("1B1 1SEND_B1 1REDUCE_GRAD", "1REDUCE_GRAD 1B1 1SEND_B1"), "1REDUCE_GRAD has to follow 1B1; "),
-        (("1REDUCE_GRAD", "1REDUCE_GRAD 1REDUCE_GRAD"), "row of rank 1: 1REDUCE_GRAD stands twice; "),
+        (("1REDUCE_GRAD", "1REDUCE_GRAD 1REDUCE_GRAD"), "row of rank 1: 1REDUCE_GRAD appears twice; "),
         (("0F0 ", "(0F0;0F1)OVERLAP_F_B "), "a.csv, line 1: '(0F0;0F1)OVERLAP_F_B' is not an overlapped pair; write"),
         (("0F0 ", "(0F0;x)OVERLAP_F_B "), "a.csv, line 1: 'x' is not an action; "),
         (("0F0 ", "0UNSHARD3 "), "a.csv, line 1: '0UNSHARD3' is not an action; "),

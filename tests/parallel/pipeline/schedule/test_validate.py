@@ -234,7 +234,7 @@ def test_the_words_of_a_refusal(text: str, sentence: str) -> None:
 def test_messages_are_taken_in_the_order_in_which_they_are_sent(text: str, pair: tuple[str, str]) -> None:
     assert refusal(parse_schedule(text, "mine"), receives_ahead=None) == (
         f"schedule mine has {pair[0]} where stage 0 has {pair[1]}: messages between two stages are received in the "
-        "order in which they are sent; let all stages take microbatches in the same order."
+        "order of the sends; list microbatches in the same order on all stages."
     )
 
 
@@ -326,8 +326,8 @@ def test_costs_by_stage_and_transfer() -> None:
     timeline = simulate(gpipe(2, 1), Cost(forward=1, backward=2, transfer=5, stages=(1, 10)))
     assert [[tuple(span)[1:] for span in row] for row in timeline.spans] == [[(0, 1), (41, 43)], [(6, 16), (16, 36)]]
     assert (timeline.makespan, timeline.idle) == (43, 2 * 43 - 3 - 30)
-    sentence = "cost.stages has 1 factors for the 2 stages of schedule gpipe; give one for each stage, or none."
-    with pytest.raises(ScheduleError, match=f"^{sentence}$"):
+    sentence = "cost.stages has 1 factors for the 2 stages of schedule gpipe; pass one for each stage, or an empty"
+    with pytest.raises(ScheduleError, match=rf"^{sentence} cost\.stages\.$"):
         simulate(gpipe(2, 1), Cost(stages=(1,)))
 
 

@@ -112,7 +112,7 @@ class Same(torch.autograd.Function):
 
 @pytest.mark.parametrize("function", [Doubled, Halved, Same])
 def test_an_autograd_function_is_refused_where_its_gradient_would_be_lost(function: Any) -> None:
-    message = rf"^autograd.Function {function.__name__} was given a tensor that is sharded over tensor ranks"
+    message = rf"^autograd.Function {function.__name__} got a tensor that is sharded over tensor ranks"
     with pytest.raises(EngineError, match=message):
         run(lambda x: function.apply(x), {"x": x()}, 2)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.torch_backend import TorchBackend
-from engine.parallel.grid import Grid, Holder
+from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.shard_table import Division, Range, ShardRow, build_table
 from engine.parallel.tensor.layers.apply_plan import local_shard
 from engine.parallel.tensor.layers.partial_grads import LABEL, PartialSums
@@ -74,7 +74,7 @@ def test_every_holder_gets_the_sum_of_all_holders(run_ranks: RunRanks) -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_exactly_one_holder_counts(rank: int) -> None:
-    counted = {row.name: row.counted(Holder(tp=rank)) for row in table()}
+    counted = {row.name: row.counted(ShardHolder(tp=rank)) for row in table()}
     assert counted == {
         "key": rank in (0, 2), "fused": rank in (0, 2), "norm": rank == 0, "scale": rank == 0, "plain": True,
     }  # fmt: skip

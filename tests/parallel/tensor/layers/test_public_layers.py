@@ -112,5 +112,5 @@ def test_an_id_outside_the_vocabulary_is_refused_as_in_one_process(wrong: int) -
     assert said == other
     assert said == (
         f"a token id is outside the vocabulary of {WORDS} rows: the ids of this batch reach from {min(0, wrong)} to "
-        f"{max(WORDS - 1, wrong)}; give ids from 0 to {WORDS - 1}."
+        f"{max(WORDS - 1, wrong)}; pass ids from 0 to {WORDS - 1}."
     )

@@ -155,7 +155,7 @@ def refusals() -> None:
         with pytest.raises(EngineError) as caught:
             write(logits)
         assert str(caught.value) == (
-            f"{name} was called on logits whose vocabulary is sharded over the tensor ranks, which are read-only and "
+            f"{name} was called on logits with a vocabulary sharded over the tensor ranks, which are read-only and "
             "take no hooks; make a new tensor, or call engine.parallel.tensor.gather_logits on them first."
         ), name
     with pytest.raises(EngineError):
@@ -163,7 +163,8 @@ def refusals() -> None:
     with pytest.raises(EngineError) as caught:
         functional.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(0) + SIZE)
     assert str(caught.value) == (
-        f"a label is outside the vocabulary of {SIZE} rows; labels count from 0, and -100 marks those to ignore."
+        f"a label is outside the vocabulary of {SIZE} rows; pass labels from 0 to {SIZE - 1}, or -100 to "
+        "ignore a position."
     )
     loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     with pytest.raises(EngineError) as caught:

@@ -271,11 +271,11 @@ def wrong(axis: TensorAxis) -> None:
         with pytest.raises(EngineError) as caught:
             use()
         assert str(caught.value) == (
-            "a label is outside the vocabulary of 11 rows; labels count from 0, and -100 marks those to ignore."
+            "a label is outside the vocabulary of 11 rows; pass labels from 0 to 10, or -100 to ignore a position."
         )
     with pytest.raises(EngineError) as caught:
         logits.gather(-1, labels[..., None])
-    assert str(caught.value) == "an index of gather is outside the vocabulary of 11 rows; give indices from 0 to 10."
+    assert str(caught.value) == "an index of gather is outside the vocabulary of 11 rows; pass indices from 0 to 10."
     with pytest.raises(EngineError, match="first derivatives only"):
         torch.autograd.grad(logits.logsumexp(-1).sum(), local, create_graph=True)
 

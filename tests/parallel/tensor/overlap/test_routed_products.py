@@ -119,7 +119,7 @@ class Told:
 @pytest.mark.parametrize(
     ("rows", "inputs", "dtype", "sentence"),
     [
-        (8, K, torch.float32, "would send 1024 bytes in 1 tiles to another, but a slot holds 512 bytes and 4 tiles"),
+        (8, K, torch.float32, "would send 1024 bytes in 1 tiles to another, but a slot has room for 512 bytes and 4"),
         (3, K, torch.float32, r"rows \(3, 16\) and experts \(2, 16, 32\) do not match the counts, which sum to 8 rows"),
         (8, K, torch.float64, "rows are torch.float64 and experts torch.float64"),
         (8, 6, torch.float16, r"experts \(2, 6, 32\) of torch.float16 have rows that are no multiple of 16 bytes"),

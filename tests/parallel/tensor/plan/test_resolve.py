@@ -151,12 +151,12 @@ def test_heads_that_do_not_make_up_the_outputs() -> None:
 def test_a_pattern_that_names_nothing() -> None:
     assert refusal(models.decoder(), {"blocks.*.attention.querry": "column"}) == (
         "parallel.tensor_plan: 'blocks.*.attention.querry' matches no module and no parameter; similar names are "
-        "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.query.bias; a pattern matches whole "
-        "names, and * stands for anything."
+        "blocks.*.attention.query, blocks.*.attention.key, blocks.*.attention.query.bias; write a pattern of whole "
+        "names, with * for any characters."
     )
     assert refusal(Pair(), {"zzz": "row"}) == (
         "parallel.tensor_plan: 'zzz' matches no module and no parameter; the model has up, down, norm, up.weight, "
-        "up.bias, down.weight, down.bias, norm.weight; a pattern matches whole names, and * stands for anything."
+        "up.bias, down.weight, down.bias, norm.weight; write a pattern of whole names, with * for any characters."
     )
 
 
@@ -170,9 +170,9 @@ def test_two_styles_for_one_module() -> None:
                                    "column divide:a", "ratio:a=b"])  # fmt: skip
 def test_styles_that_are_not_in_the_language(style: str) -> None:
     said = refusal(Pair(), {"up": style})
-    assert said.startswith(f"parallel.tensor_plan has the style {style!r}, in which ")
+    assert said.startswith(f"parallel.tensor_plan has the style {style!r}, but ")
     assert said.endswith(
-        "is not understood; write column, column+gather, row or cut:0 (each may be followed by fused:3, head:64, "
+        "is no word of a style; write column, column+gather, row or cut:0 (each may be followed by fused:3, head:64, "
         "rows:0-4/4-8 and view), vocabulary, experts, partial, replicate, divide:a,b, set:a=2, ratio:a=q/k or "
         "heads:a=q."
     )
@@ -180,10 +180,10 @@ def test_styles_that_are_not_in_the_language(style: str) -> None:
 
 def test_files_that_hold_no_plan(tmp_path: Path) -> None:
     for text, said in (
-        (None, "cannot be read (No such file or directory); give a JSON file with"),
-        ("{", "cannot be read (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); give"),
-        ('{"a": 3}', "must hold a JSON object from name patterns to styles; write it as"),
-        ("[]", "must hold a JSON object from name patterns to styles; write it as"),
+        (None, "cannot be read (No such file or directory); name a JSON file with"),
+        ("{", "cannot be read (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); name"),
+        ('{"a": 3}', "must contain a JSON object from name patterns to styles; write it as"),
+        ("[]", "must contain a JSON object from name patterns to styles; write it as"),
     ):
         path = tmp_path / "plan.json"
         if text is not None:
@@ -202,7 +202,7 @@ def test_styles_on_the_wrong_module() -> None:
         '"replicate".'
     )
     assert refusal(Pair(), {"up": "column"}) == (
-        "up is a column layer and needs a row layer that sums its outputs, but no module around it holds one; add one, "
+        "up is a column layer and needs a row layer that sums its outputs, but no module around up has one; add one, "
         'or give up "replicate".'
     )
     assert "needs a column layer that shards its inputs" in refusal(Pair(), {"down": "row"})
@@ -241,8 +241,8 @@ def test_ties_must_be_cut_alike() -> None:
     model = Pair(8, 8)
     model.down.weight = model.up.weight
     assert refusal(model, PAIR) == (
-        "up.weight is shared by up and down, whose styles shard it differently; give both the same sharding, or give "
-        'both "replicate".'
+        "up.weight is shared by up and down, but their styles shard it differently; give both the same sharding, or "
+        'give both "replicate".'
     )
     assert refusal(models.decoder(tied=True), {"tokens": "vocabulary"}) == (
         "tokens.weight is sharded, but head uses the same parameter unsharded; give head the same style, or give both "
@@ -263,5 +263,5 @@ def test_a_norm_over_all_heads_is_not_partial() -> None:
     model.model.layers[0].self_attn.q_norm = nn.LayerNorm(32)  # type: ignore[union-attr, index]
     assert refusal(model, written_plan(model)) == (
         "model.layers.0.self_attn.q_norm.weight has the shape (32,), but partial is for norms over one head of width "
-        "8, since a rank holds only some of the heads; use tensor = 1 or replicate this attention."
+        "8, because a rank has only some of the heads; use tensor = 1 or replicate this attention."
     )

@@ -1,0 +1,172 @@
+"""Modules of routed experts on thread ranks: equal to one process with all experts, and every byte accounted for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.traffic import Traffic
+from engine.parallel.experts import routed
+from engine.parallel.experts.calls import RoutedCall
+from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round
+from engine.parallel.experts.forms import RoutedExperts, expert_bounds
+from engine.parallel.experts.routed import share_experts
+from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.tensor.tp_axis import TensorAxis
+from tests.parallel.experts.moe import WIDTH, Stacked, on_expert_ranks
+from tests.parallel.experts.test_dispatch import ROUTINGS, Numbers, pairs, table
+
+
+@dataclass(frozen=True)
+class Given:
+    """Rows of a rank, the numbers of their experts, and the weights."""
+
+    x: Tensor
+    numbers: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Made:
+    """Results of a rank: output, gradients, and traffic."""
+
+    y: Tensor
+    x: Tensor
+    weights: Tensor
+    up: Tensor
+    down: Tensor
+    traffic: tuple[Traffic, ...]
+
+
+def given(numbers: Numbers, rank: int) -> Given:
+    chosen = max((len(row) for row in numbers), default=2)
+    draw, index = torch.Generator().manual_seed(rank), table(numbers, chosen)
+    return Given(torch.randn(len(index), WIDTH, generator=draw), index, torch.rand(index.shape, generator=draw))
+
+
+def run(module: nn.Module, part: Given) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs forward and backward of a loss that also reads the rows; returns the output and the gradients."""
+    x, weights = part.x.clone().requires_grad_(), part.weights.clone().requires_grad_()
+    y = module(x, part.numbers, weights)
+    (y.square() + y * x).sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad, torch.zeros_like(weights) if weights.grad is None else weights.grad
+
+
+def shared(comm: Comm, experts: int) -> Stacked:
+    """Returns the module of one rank with the experts of this rank alone."""
+    model, bounds = nn.ModuleDict({"moe": Stacked(experts)}), expert_bounds(experts, comm.grid.size(AXIS))
+    module, index = model["moe"], comm.grid.index(AXIS)
+    assert isinstance(module, Stacked)
+    for each in (module.up, module.down):
+        each.data = each.data[bounds[index] : bounds[index + 1]].clone()
+    found = RoutedExperts(
+        "moe", experts, WIDTH, RoutedCall("hidden", "index", "weights"), {"up": 1, "down": 1}, (), ("num_experts",)
+    )
+    share_experts(model, [found], comm, TensorAxis(comm), ForwardPatches())
+    return module
+
+
+def on_ranks(experts: int, parts: Sequence[Given]) -> list[Made]:
+    def body(comm: Comm) -> Made:
+        module = shared(comm, experts)
+        results = run(module, parts[comm.grid.rank])
+        assert module.num_experts == experts, "the attribute is of this rank only while its forward runs"
+        up, down = module.up.grad, module.down.grad
+        assert up is not None and down is not None, "experts without rows have gradients of zeros, as in one process"
+        return Made(*results, up, down, comm.tally.rows())
+
+    return on_expert_ranks(len(parts), body)
+
+
+def compare(experts: int, parts: Sequence[Given], made: Sequence[Made]) -> None:
+    """Compares each rank to one process with all experts and all rows."""
+    whole = Stacked(experts)
+    for part, found in zip(parts, made, strict=True):
+        for own, right in zip((found.y, found.x, found.weights), run(whole, part), strict=True):
+            torch.testing.assert_close(own, right, rtol=1e-5, atol=1e-5)
+    for name in ("up", "down"):
+        grad = getattr(whole, name).grad
+        right = torch.zeros_like(getattr(whole, name)) if grad is None else grad
+        torch.testing.assert_close(torch.cat([getattr(each, name) for each in made]), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "rows of nobody"])
+def test_a_shared_module_is_one_process_with_all_experts(name: str) -> None:
+    experts, numbers = ROUTINGS[name]
+    parts = [given(each, rank) for rank, each in enumerate(numbers)]
+    compare(experts, parts, on_ranks(experts, parts))
+
+
+@pytest.mark.parametrize("name", ["one expert", "eight to one", "uneven"])
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_bound_of_the_rows_of_a_round_changes_no_result(
+    name: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = list[int]()
+
+    class Watched(Dispatch):
+        @property
+        def rounds(self) -> list[Round]:
+            most.extend(max(each.gets) for each in super().rounds)
+            return super().rounds
+
+    monkeypatch.setattr(routed, "Dispatch", partial(Watched, limit=limit))
+    experts, numbers = ROUTINGS[name]
+    parts = [given(each, rank) for rank, each in enumerate(numbers)]
+    compare(experts, parts, on_ranks(experts, parts))
+    assert max(most) == limit and len(most) > 2 * len(parts)
+
+
+@pytest.mark.parametrize("name", ["even", "uneven", "no token on a rank", "one token", "every expert"])
+def test_bytes_are_rows_to_other_ranks_times_the_width(name: str) -> None:
+    """Forward and backward of one round: a row goes out and its gradient comes back, and the reverse of results."""
+    experts, numbers = ROUTINGS[name]
+    ranks, bounds = len(numbers), expert_bounds(experts, len(numbers))
+    parts = [given(each, rank) for rank, each in enumerate(numbers)]
+    for rank, found in enumerate(on_ranks(experts, parts)):
+        chosen = parts[rank].numbers.shape[1]
+        out = sum(len(pairs(numbers[rank], bounds, other)) for other in range(ranks) if other != rank)
+        back = sum(len(pairs(numbers[other], bounds, rank)) for other in range(ranks) if other != rank)
+        sent = {row.label: row.bytes for row in found.traffic if row.axis == AXIS}
+        # rows, weights and numbers in one message; gradients of rows and weights come back
+        assert sent[DISPATCH] == 4 * ((WIDTH + 2 * chosen) * out + (WIDTH + chosen) * back)
+        assert sent[COMBINE] == 4 * WIDTH * (back + out)
+        assert sent[ROUTING] == 8 * (ranks + 1) * (ranks - 1)  # the table of counts
+
+
+def test_experts_of_frozen_rows_and_frozen_experts_of_rows_join_one_backward() -> None:
+    """Two ranks of three get no rows; the rows, or the parameters, have no gradient."""
+    numbers = torch.tensor([[0], [0]])
+
+    def body(comm: Comm, rows: bool) -> tuple[Tensor, Tensor | None]:
+        module = shared(comm, 3)
+        module.requires_grad_(not rows)
+        x = torch.ones(2, WIDTH, requires_grad=rows)
+        module(x, numbers, torch.ones(2, 1)).sum().backward()
+        return (torch.zeros(()) if x.grad is None else x.grad), module.up.grad
+
+    with_rows = on_expert_ranks(3, partial(body, rows=True))
+    assert all(torch.allclose(x, with_rows[0][0]) and x.any() and up is None for x, up in with_rows)
+    with_experts = on_expert_ranks(3, partial(body, rows=False))
+    assert [bool(up is not None and up.any()) for _, up in with_experts] == [True, False, False]
+
+
+def test_arguments_of_other_shapes_are_refused_before_anything_is_sent() -> None:
+    def body(comm: Comm) -> str:
+        module = shared(comm, 4)
+        with pytest.raises(EngineError) as caught:
+            module(torch.zeros(2, 3, WIDTH), torch.zeros(2, 1).long(), torch.zeros(2, 1))
+        assert not comm.tally.rows()
+        return str(caught.value)
+
+    assert set(on_expert_ranks(2, body)) == {
+        "moe was called with [2, 3, 6], [2, 1], [2, 1], but with parallel.expert its arguments are rows [T, H] or "
+        "[B, S, H], numbers of experts [T, k] and their weights [T, k]; call it with these, or leave parallel.expert "
+        "out."
+    }
