@@ -68,7 +68,7 @@ def cases(often: set[tuple[str, str]]) -> list[Any]:
     ("grid", "state"),
     cases({
         ("ep2", "integrity-zero0"), ("dp4-ep2", "integrity-zero3"), ("dp4-ep2", "adafactor-zero0"),
-        ("ep2-tp2", "lars-zero1"),
+        ("ep2", "lars-zero1"),
     }),
 )  # fmt: skip
 def test_state_of_shared_experts_trains_as_one_process(grid: str, state: str) -> None:
@@ -144,8 +144,8 @@ def routed_to_the_first(chosen: int, learned: bool) -> nn.Module:
     [
         ({"data": 4, "expert": 4}, {}),
         ({"data": 3, "expert": 3}, {"train_batch_size": 6}),
-        ({"data": 2, "expert": 2, "tensor": 2}, {"zero_optimization": {"stage": 3}}),
-        ({"data": 2, "expert": 2, "pipeline": 2}, {"activation_checkpointing": {"mode": "full"}}),
+        pytest.param(GRIDS["ep2-tp2"], {"zero_optimization": {"stage": 3}}, marks=pytest.mark.long),
+        pytest.param(GRIDS["ep2-pp2"], {"activation_checkpointing": {"mode": "full"}}, marks=pytest.mark.long),
     ],
 )
 def test_forced_routing_trains_as_one_process(
