@@ -190,8 +190,8 @@ def possible_calls(module: nn.Module) -> Iterator[ExpertCall]:
     names = [each.name for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     required = sum(each.default is each.empty and each.kind not in (4, 2) for each in given)
     if len(names) >= 3 >= required:
-        for order in permutations(names[:3]):
-            yield from (RoutedCall(*order, batched) for batched in (False, True))
+        for rows, numbers, weights in permutations(names[:3]):
+            yield from (RoutedCall(rows, numbers, weights, batched) for batched in (False, True))
     if len(names) >= 2 >= required:
         for rows, counts in permutations(names[:2]):
             yield from (CountedCall(rows, counts, listed) for listed in (False, True))

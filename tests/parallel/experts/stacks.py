@@ -21,7 +21,7 @@ class Counted(Stacked):
     """Experts with a tensor of counts, as torchtitan calls them."""
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        parts = x.split(num_tokens_per_expert.tolist())
+        parts = torch.split(x, num_tokens_per_expert.tolist())
         return torch.cat(
             [part.mm(up).relu().mm(down) for part, up, down in zip(parts, self.up, self.down, strict=True)]
         )
@@ -88,7 +88,7 @@ class Flattened(nn.Module):
         return out.view(x.shape[0], -1, self.width)
 
 
-class Normed(Reversed):
+class Normed(Stacked):
     """Experts whose results pass one norm, with a scale of each expert."""
 
     def __init__(self) -> None:
