@@ -130,4 +130,4 @@ def reason_not_to_try(kind: ModelType) -> str:
         return f"{type(error).__name__}: {first_line(error)}"
     if not expert_modules(model):
         return "it stacks no matrices of experts"
-    return "" if bool(torch.isfinite(loss)) else "its loss is not finite"
+    return "" if loss is not None and bool(torch.isfinite(loss)) else "its loss is absent or not finite"
