@@ -146,4 +146,4 @@ def tried(kind: ModelType, table: Table) -> bool:
 
 def form_of(plan: ExpertPlan) -> str:
     """Returns the names of the arguments of the experts of a plan."""
-    return "; ".join(sorted({", ".join(each.call.names) for each in plan.routed}))
+    return "; ".join(sorted({", ".join(each.call.names) for each in plan.routed})) or "list of modules"
