@@ -1,5 +1,6 @@
 """Checkpoints do not know which ranks share experts: any other number of them loads weights and moments, to the bit."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +19,7 @@ Way = tuple[int, int, int]
 
 
 @cache
-def run_on(kind: type[nn.Module], way: Way) -> FakeRun:
+def run_on(kind: Callable[[], nn.Module], way: Way) -> FakeRun:
     """All ranks of a way, in this process."""
     data, expert, stage = way
     settings = {
@@ -36,7 +37,7 @@ def run_on(kind: type[nn.Module], way: Way) -> FakeRun:
     [((2, 2, 0), (4, 4, 1)), ((4, 2, 3), (1, 1, 0)), ((2, 1, 1), (2, 2, 3)), ((4, 4, 0), (4, 2, 2))],
 )
 def test_expert_ranks_save_every_element_once_and_load_from_any_number(
-    kind: type[nn.Module], saved: Way, wanted: Way, tmp_path: Path
+    kind: Callable[[], nn.Module], saved: Way, wanted: Way, tmp_path: Path
 ) -> None:
     logical = random_tensors([run_on(kind, saved)])
     for rank in run_on(kind, saved).ranks:
