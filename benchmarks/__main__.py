@@ -32,6 +32,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "zero": Benchmark("training.zero", "every ZeRO stage beside DDP, FSDP2, DeepSpeed", STEPS),
         "pipeline": Benchmark("training.pipeline", "schedules beside pipelining and DeepSpeed's PipelineModule", STEPS),
         "tensor": Benchmark("training.tensor", "tensor ranks beside parallelize_module", STEPS),
+        "expert": Benchmark(
+            "training.expert", "experts on several ranks beside all_to_all_single, tensor ranks, data ranks, DeepSpeed",
+            frozenset({"rounds", "write_figures"}),
+        ),
         "host_time": Benchmark(
             "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",
             frozenset({"rounds", "write_figures"}),

@@ -88,7 +88,10 @@ def _storages(thing: object) -> Iterator[torch.UntypedStorage]:
 
 
 def _live_at_update(step: Callable[[Tensor], object], rows: Tensor) -> tuple[int, int]:
-    """Bytes of live tensors at the end of the inner optimizer's update in one more step; those of what it updates."""
+    """Bytes of live tensors at the end of the inner optimizer's update in one more step; those of what it updates.
+
+    0 without an optimizer.
+    """
     seen: list[int] = []
     updated: set[Tensor] = set()
 
@@ -102,7 +105,7 @@ def _live_at_update(step: Callable[[Tensor], object], rows: Tensor) -> tuple[int
         step(rows)
     finally:
         hook.remove()
-    return max(seen), sum(parameter.numel() * parameter.element_size() for parameter in updated)
+    return max(seen, default=0), sum(parameter.numel() * parameter.element_size() for parameter in updated)
 
 
 def _peak_above_state(step: Callable[[Tensor], object], batches: Sequence[Tensor]) -> int:

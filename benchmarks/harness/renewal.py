@@ -24,6 +24,7 @@ RENEW: Mapping[str, str] = MappingProxyType(
         "axes": _PARITY.format("parity_axes"),
         "checkpoint": "python -m benchmarks checkpoint --write-figures",
         "expert-families": _PARITY.format("expert_families"),
+        "expert": "python -m benchmarks expert --rounds 1 --write-figures",
         "faults": "python -m tests.faults --write-figures",
         "fewer-bits": _PARITY.format("fewer_bits_training"),
         "fewer-bits-link": "python -m tests.cluster.fewer_bits --write-figures",

@@ -16,9 +16,11 @@ import warnings
 from contextlib import redirect_stdout
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from benchmarks.peers.models import CHOSEN, EXPERTS, mixture_config
 from benchmarks.peers.workload import Mode, Workload, make_adamw, make_model, mean_loss
 
 
@@ -30,12 +32,15 @@ class DeepSpeedPeer:
         import deepspeed  # here, so that its import counts as its start-up, and after what it reads
 
         self._accumulation = mode.accumulation
-        model = make_model(workload)
-        parameters = list(model.parameters())
-        optimizer = make_adamw(parameters, workload)
-        config = make_config(mode, workload, sum(parameter.numel() for parameter in parameters))
         with redirect_stdout(io.StringIO()):  # what it tells of its extension
+            model, optimizer = self._make(mode, workload)
+            config = make_config(mode, workload, sum(parameter.numel() for parameter in model.parameters()))
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def _make(self, mode: Mode, workload: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Makes the model and the optimizer of its parameters."""
+        model = make_model(workload)
+        return model, make_adamw(list(model.parameters()), workload)
 
     def step(self, rows: Tensor) -> float:
         """Loss of this rank's sequences."""
@@ -71,3 +76,31 @@ def announce(mode: Mode) -> None:
         os.environ.setdefault(name, value)
     # torch 2.13 deprecates the collectives that DeepSpeed calls; a warning for each would be part of its CPU time
     warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning)
+
+
+class DeepSpeedExperts(DeepSpeedPeer):
+    """``ExpertLayer`` with ``deepspeed.moe.layer.MoE`` in the place of its experts: top-2 gating without drops."""
+
+    def _make(self, mode: Mode, workload: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
+        from deepspeed.moe.layer import MoE
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_groups
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP
+
+        config = mixture_config(workload.decoder)
+        model = make_model(workload)
+        expert = Qwen3MoeMLP(config, intermediate_size=config.moe_intermediate_size)  # type: ignore[no-untyped-call]
+        model.mlp = FirstOf(MoE(config.hidden_size, expert, EXPERTS, mode.ranks, CHOSEN, drop_tokens=False))
+        groups = split_groups({"params": list(model.parameters()), "name": "all"})
+        return model, make_adamw(groups, workload)
+
+
+class FirstOf(nn.Module):
+    """First of the results of a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)[0]
+        return y

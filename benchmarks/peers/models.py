@@ -1,10 +1,10 @@
-"""What is trained beside the reference decoder: Hugging Face's Llama, and blocks as nanoGPT has them.
+"""What is trained beside the reference decoder: Hugging Face's Llama and mixtures, and blocks as nanoGPT has them.
 
 All are called with tokens [B, L] and return logits [B, L, V]; all have the sizes of a ``DecoderConfig``. Labels may
 come with the tokens, but the loss is made outside.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,10 @@ from torch.nn import functional
 
 from engine.models.decoder import DecoderConfig
 
-Name = Literal["llama", "fused"]
-TENSOR_MODELS: tuple[Name, ...] = get_args(Name)
+Name = Literal["llama", "fused", "mixture", "dense", "experts"]
+TENSOR_MODELS: tuple[Name, ...] = ("llama", "fused")
+EXPERTS, CHOSEN = 8, 2
+"""Experts of a layer, and of a token."""
 
 
 def make_llama(config: DecoderConfig) -> nn.Module:
@@ -39,9 +41,67 @@ def make_llama(config: DecoderConfig) -> nn.Module:
     return Llama(sizes)
 
 
+def mixture_config(config: DecoderConfig, **changes: Any) -> Any:
+    """Returns the configuration of Qwen3-MoE with these sizes; an expert is twice as wide as the stream."""
+    from transformers import Qwen3MoeConfig
+
+    sizes: dict[str, Any] = {
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.width,
+        "intermediate_size": CHOSEN * 2 * config.width,
+        "moe_intermediate_size": 2 * config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads,
+        "head_dim": config.width // config.heads,
+        "max_position_embeddings": config.context,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": CHOSEN,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeConfig(**sizes | changes)
+
+
+def make_mixture(config: DecoderConfig, dense: bool) -> nn.Module:
+    """Makes ``Qwen3MoeForCausalLM``; ``dense``: perceptrons of the size of a token's experts are in their place."""
+    from transformers import Qwen3MoeForCausalLM
+
+    class Mixture(Qwen3MoeForCausalLM):  # type: ignore[no-untyped-call]
+        """Mixture that returns logits alone."""
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+            logits: Tensor = super().forward(input_ids=input_ids, use_cache=False).logits
+            return logits
+
+    return Mixture(mixture_config(config, mlp_only_layers=list(range(config.layers)) if dense else []))
+
+
+class ExpertLayer(nn.Module):
+    """One layer of experts between an embedding and a head."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        sizes = mixture_config(config)
+        sizes._experts_implementation = "eager"
+        self.mlp = Qwen3MoeSparseMoeBlock(sizes)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        for parameter in self.mlp.parameters():
+            nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embedding(input_ids)
+        logits: Tensor = self.head(x + self.mlp(x))
+        return logits
+
+
 def make(name: Name, config: DecoderConfig) -> nn.Module:
     """The model of this name."""
-    return make_llama(config) if name == "llama" else Fused(config)
+    if name in ("mixture", "dense"):
+        return make_mixture(config, name == "dense")
+    return make_llama(config) if name == "llama" else ExpertLayer(config) if name == "experts" else Fused(config)
 
 
 class FusedBlock(nn.Module):

@@ -1,6 +1,7 @@
 """Which class trains a mode. A class is imported by the ranks that need it: its imports belong to its start-up."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from types import MappingProxyType
 
@@ -16,10 +17,13 @@ TRAINERS: Mapping[str, str] = MappingProxyType(
         "pipelining": "pipelining:PipeliningPeer",
         "fsdp2": "fsdp2:Fsdp2Peer",
         "deepspeed": "deepspeed:DeepSpeedPeer",
+        "deepspeed expert": "deepspeed:DeepSpeedExperts",
         "deepspeed pipeline": "deepspeed_pipeline:DeepSpeedPipeline",
         "trine": "trine:Trine",
         "trine, empty launches": "empty_launches:EmptyLaunches",
         "trine, collectives alone": "bare_collectives:BareCollectives",
+        "trine, dispatch": "expert_rows:DispatchedRows",
+        "rows": "expert_rows:ExchangedRows",
     }
 )
 """Module of this folder and class, by kind, and by kind and model or axis where that has a class of its own."""
@@ -27,6 +31,7 @@ TRAINERS: Mapping[str, str] = MappingProxyType(
 
 def make_trainer(mode: Mode, workload: Workload) -> Trainer:
     """Build one rank of ``mode`` inside a running process group."""
+    workload = replace(workload, model=mode.model or workload.model)
     names = (f"{mode.kind} {workload.model}", f"{mode.kind} {mode.axis}", mode.kind)
     module, name = next(TRAINERS[key] for key in names if key in TRAINERS).split(":")
     make: Callable[[Mode, Workload], Trainer] = getattr(import_module(f"benchmarks.peers.{module}"), name)

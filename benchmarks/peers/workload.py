@@ -21,12 +21,12 @@ WEIGHT_DECAY = 0.1
 
 Kind = Literal[
     "plain", "ddp", "dtensor", "pipelining", "fsdp2", "deepspeed", "trine", "trine, empty launches",
-    "trine, collectives alone",
+    "trine, collectives alone", "trine, dispatch", "rows",
 ]  # fmt: skip
 """Who trains."""
 PEERS: tuple[Kind, ...] = ("ddp", "dtensor", "pipelining", "fsdp2", "deepspeed")
 """Those that a table may leave out."""
-Axis = Literal["data", "tensor", "pipeline"]
+Axis = Literal["data", "tensor", "pipeline", "expert"]
 """What ranks share among them."""
 Schedule = Literal["1f1b", "interleaved", "zb-v"]
 """In which order a pipeline computes; the last two give every rank two stages."""
@@ -52,6 +52,8 @@ class Workload:
     seed: int = 1234
     model: Name | None = None
     """One of ``benchmarks.peers.models`` of the decoder's sizes; None is the decoder."""
+    uneven: int = 1
+    """Rows alone: times that an expert of the first rank is chosen more often than another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Mode:
     """Clip as the peer's users would, and not by the norm of the whole model where that is another thing."""
     watched: bool = True
     """Under Trine's watchdog."""
+    model: Name | None = None
+    """Model in the place of the workload's."""
 
     @property
     def virtual_stages(self) -> int:
@@ -86,7 +90,7 @@ class Mode:
     @property
     def data_ranks(self) -> int:
         """Among how many ranks the batch is cut."""
-        return self.ranks if self.axis == "data" else 1
+        return self.ranks if self.axis in ("data", "expert") else 1
 
 
 class Trainer(Protocol):
@@ -129,7 +133,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def make_adamw(parameters: list[nn.Parameter], workload: Workload) -> torch.optim.AdamW:
+def make_adamw(parameters: list[nn.Parameter] | list[dict[str, Any]], workload: Workload) -> torch.optim.AdamW:
     """The optimizer of all peers."""
     return torch.optim.AdamW(
         parameters,

@@ -12,7 +12,7 @@ from engine.checkpoint.format.manifest_parts import from_index, sharing, to_part
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.format.strict_json import Fields, parse
-from engine.parallel.grid import Coord
+from engine.parallel.grid import Coord, ShardHolder
 from engine.parallel.shard_table import ShardRow
 from engine.planning.plan import Plan
 
@@ -69,7 +69,7 @@ def _stored(ownership: SaveOwnership, row: ShardRow) -> Iterator[tuple[int, Piec
     """(rank, piece) of each rank that stores a piece of the row."""
     plan, pp = ownership.plan, row.owners[0]
     for tp in range(plan.config.tp):
-        bucket, slot = ownership.slots[pp, tp][row.name]
+        bucket, slot = ownership.slots[ShardHolder(pp, tp)][row.name]
         shard = bucket.elements // plan.config.dp
         for dp in range(slot.start // shard, (slot.stop - 1) // shard + 1):
             piece = ownership.stored(row, Coord(pp=pp, dp=dp, tp=tp))

@@ -35,10 +35,13 @@ class AlikeBackend(RecordingBackend):
         full.view(self._grid.size(axis), -1).copy_(shard.clone().view(1, -1))
         return lambda: None
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+    def gather_parameters(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
+    ) -> Wait:
         """Copy each shard to every slice."""
+        ranks = within or self._grid.size(axis or self._grid.shard_line)
         for full, shard in pairs:
-            full.view(within or self._grid.dp, -1).copy_(shard.clone().view(1, -1))
+            full.view(ranks, -1).copy_(shard.clone().view(1, -1))
         return lambda: None
 
 

@@ -81,8 +81,9 @@ def exchange(
 ) -> tuple[Tensor, ...]:
     """Sends ``gives[r]`` rows of each tensor [sum of gives, ..] to rank r of the axis "ep"; returns the received rows.
 
-    One node of autograd, so all ranks exchange the gradients in one order. ``ties``: tensors that get gradients of
-    zeros, which makes the backward of this rank join the exchange although its rows depend on nothing.
+    One node of autograd, so all ranks exchange the gradients in one order. Integers have no gradient, and none is sent.
+    ``ties``: tensors that get gradients of zeros, which makes the backward of this rank join the exchange although its
+    rows depend on nothing.
     """
     made: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
         comm, gives, gets, label, len(tensors), *tensors, *ties
@@ -101,6 +102,7 @@ class _Exchange(torch.autograd.Function):
         ctx.like = [(each.shape[1:], each.dtype, each.device) for each in given]
         ctx.ties = [(each.shape, each.dtype, each.device) for each in ties]
         received = swap_rows(given, gives, gets, comm, label)
+        ctx.mark_non_differentiable(*(each for each in received if not each.is_floating_point()))
         ctx.save_for_backward(given[0].new_empty(0))  # see backward
         return received
 
@@ -113,8 +115,10 @@ class _Exchange(torch.autograd.Function):
         full = [
             torch.zeros(rows, *shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
             for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+            if dtype.is_floating_point
         ]
-        back = swap_rows(full, ctx.gets, ctx.gives, ctx.comm, ctx.label)
+        sent = iter(swap_rows(full, ctx.gets, ctx.gives, ctx.comm, ctx.label))
+        back = (next(sent) if dtype.is_floating_point else None for _, dtype, _ in ctx.like)
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.ties)
         return (None, None, None, None, None, *back, *zeros)
 
@@ -122,12 +126,24 @@ class _Exchange(torch.autograd.Function):
 def swap_rows(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str
 ) -> tuple[Tensor, ...]:
-    """Exchanges the rows of each tensor without a gradient."""
-    made, pending = [], []
-    for tensor in tensors:
-        got = tensor.new_empty(sum(gets), *tensor.shape[1:])
-        pending.append(comm.exchange(got, tensor.contiguous(), gets, gives, AXIS, label))
-        made.append(got)
+    """Exchanges the rows of each tensor without a gradient; matrices with elements of equal size share one message."""
+    messages: dict[object, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        messages.setdefault(tensor.element_size() if tensor.dim() == 2 else (index,), []).append(index)
+    made: dict[int, Tensor] = {}
+    pending = []
+    for members in messages.values():
+        parts = [tensors[index] for index in members]
+        given = torch.cat([part.view(parts[0].dtype) for part in parts], 1) if len(parts) > 1 else parts[0].contiguous()
+        got = given.new_empty(sum(gets), *given.shape[1:])
+        pending.append(comm.exchange(got, given, gets, gives, AXIS, label))
+        split = torch.split(got, [part.shape[1] for part in parts], 1) if len(parts) > 1 else (got,)
+        made |= {index: each.view(tensors[index].dtype) for index, each in zip(members, split, strict=True)}
     for each in pending:
         each.wait()
-    return tuple(made)
+    return tuple(made[index] for index in range(len(tensors)))
+
+
+def integers_of_size(like: Tensor) -> torch.dtype:
+    """Returns the integers that share a message with ``like``."""
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[like.element_size()]

@@ -44,11 +44,13 @@ class StreamedBackend:
         """Gather into ``full``."""
         return self._run(axis, "all_gather", lambda: self.inner.all_gather(full, shard, axis), *others(full, shard))
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+    def gather_parameters(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
+    ) -> Wait:
         """Gather all pairs on a stream of their own."""
         late = [part for pair in pairs for part in others(*pair)]
-        key = ("gathers", within)
-        return self._run(key, "gather_parameters", lambda: self.inner.gather_parameters(pairs, within), *late)
+        key = ("gathers", within, axis)
+        return self._run(key, "gather_parameters", lambda: self.inner.gather_parameters(pairs, within, axis), *late)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
         """Sum in place."""

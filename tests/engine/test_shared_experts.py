@@ -108,4 +108,4 @@ def test_shared_experts_train_as_one_process(
         if name.endswith(".seen"):  # counts the microbatches of a data rank
             assert float(right) == STEPS * ROWS == float(weights[name]) * parallel["data"]
             continue
-        assert torch.allclose(weights[name], right, rtol=0, atol=1e-5), name
+        torch.testing.assert_close(weights[name], right, rtol=0, atol=1e-5, msg=f"{name} differs")

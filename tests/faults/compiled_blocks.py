@@ -7,8 +7,8 @@ COMPILED_BLOCKS = (
         name="communication-inside-compiled-blocks",
         about="Sharded layers of blocks that the user has compiled are traced by the compiler, which recurses.",
         file="engine/build/assemble.py",
-        old="    if plan.config.compile or any(map(has_compiled_code, model.modules())):\n",
-        new="    if plan.config.compile:\n",
+        old="    return plan.config.compile or any(map(has_compiled_code, model.modules()))\n",
+        new="    return plan.config.compile\n",
         tests=("tests/engine/parity/test_compiled_blocks.py",),
     ),
 )

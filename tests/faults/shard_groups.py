@@ -44,9 +44,9 @@ SHARD_GROUPS = (
     Fault(
         name="shard-of-another-place",
         about="A rank owns the shard that has the number of its group instead of that of its place in it.",
-        file="engine/build/place_model.py",
-        old="        grid.index(grid.sharding, grid.rank_at(**coord)),\n",
-        new="        coord.dp // config.shards,\n",
+        file="zero/flat_buckets.py",
+        old="        return self.index if self.grid is None else self.grid.index(spread.sharding)\n",
+        new="        return self.index if self.grid is None else self.grid.coord().dp // self.ranks\n",
         tests=(_PARITY,),
     ),
     Fault(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import bit_sum, gather_from_all
 from engine.parallel.comm.comm import Comm
+from engine.parallel.grid import Axis
 from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.model.whole_sizes import sizes_of_parts
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -102,11 +103,12 @@ def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor
         for view in views.values():
             lay_apart(view, {})
         firsts = {flat.bucket.slots[0].name: whole for flat, whole in wholes.values()}
+        axes = {flat.bucket.slots[0].name: flat.bucket.spread.copies for flat, _ in wholes.values()}
         before, before_views = _digests(firsts), _digests(views)
     yield views
     with torch.no_grad():
         # what has changed, and not what is there: copies that were never equal to the bit may still be read
-        check_data_ranks(_changes(firsts, before), shards.call, shards.comm)
+        check_data_ranks(_changes(firsts, before), axes, shards.call, shards.comm)
         rows = matching_rows(shards.table, pattern)
         check_holders(_changes(views, before_views), rows, shards.call, shards.comm, shards.device)
         pieces = [piece for piece in shards.pieces if id(piece.flat) in wholes]
@@ -149,9 +151,13 @@ def _finish(shards: NamedShards, written: Sequence[tuple[HeldPart, Tensor]]) -> 
     changed = {id(piece.flat) for piece, values in written if piece.take(values)}
     if shards.refresh is None or not shards.buckets:
         return
-    own = torch.tensor([id(flat) in changed for flat in shards.buckets], dtype=torch.int64)
-    table = gather_from_all(own, shards.comm, shards.device, LABEL, shards.comm.grid.copies)
-    shards.refresh([flat for flat, any_ in zip(shards.buckets, table.any(dim=0).tolist(), strict=True) if any_])
+    stale = set[int]()
+    for axis in sorted({flat.bucket.spread.copies for flat in shards.buckets}):
+        flats = [flat for flat in shards.buckets if flat.bucket.spread.copies == axis]
+        own = torch.tensor([id(flat) in changed for flat in flats], dtype=torch.int64)
+        table = gather_from_all(own, shards.comm, shards.device, LABEL, axis)
+        stale |= {id(flat) for flat, any_ in zip(flats, table.any(dim=0).tolist(), strict=True) if any_}
+    shards.refresh([flat for flat in shards.buckets if id(flat) in stale])
 
 
 def _matching(shards: NamedShards, pattern: str) -> frozenset[str]:
@@ -182,19 +188,23 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
     return whole
 
 
-def check_data_ranks(written: Mapping[str, Tensor], call: str, comm: Comm) -> None:
-    """Refuses different writes on data ranks, because each keeps only its own shard; takes first name -> digest of a
-    bucket."""
-    if not written:
-        return
-    mine = torch.stack(list(written.values()))
-    table = gather_from_all(mine, comm, mine.device, LABEL, comm.grid.copies)
-    differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
-    if differing:
-        raise EngineError(
-            f"{call}: data ranks have written different values into {list(written)[differing[0]]!r} or a parameter "
-            "that is gathered with it, and the engine drops them all; write the same values on every rank."
-        )
+def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], call: str, comm: Comm) -> None:
+    """Refuses different writes on data ranks, because each keeps only its own shard.
+
+    Args:
+        written: first name of a bucket -> digest of the bucket.
+        axes: first name of a bucket -> axis of the ranks that hold its parameters.
+    """
+    for axis in sorted({axes[name] for name in written}):
+        names = [name for name in written if axes[name] == axis]
+        mine = torch.stack([written[name] for name in names])
+        table = gather_from_all(mine, comm, mine.device, LABEL, axis)
+        differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+        if differing:
+            raise EngineError(
+                f"{call}: data ranks have written different values into {names[differing[0]]!r} or a parameter that is "
+                "gathered with it, and the engine drops them all; write the same values on every rank."
+            )
 
 
 def check_holders(
@@ -254,7 +264,8 @@ def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, n
         written = [flats[index] for index in sorted(opened)]
         with torch.no_grad():
             digests = {flat.bucket.slots[0].name: bit_sum(flat.params) for flat in written}
-            check_data_ranks(digests, "full_parameters", sharded.comm)
+            axes = {flat.bucket.slots[0].name: flat.bucket.spread.copies for flat in written}
+            check_data_ranks(digests, axes, "full_parameters", sharded.comm)
             held, device = {name: bit_sum(parameter) for name, parameter in chosen.items()}, flats[0].params.device
             check_holders(held, matching_rows(sharded.table, pattern), "full_parameters", sharded.comm, device)
         for flat in written:
@@ -267,11 +278,11 @@ def _matching_parameters(sharded: ShardedModel, pattern: str) -> list[str]:
     """Returns the matching names on this rank's stage; the pattern must match on some stage."""
     names = [name for row in sharded.table for name in (row.name, *row.aliases)]
     refuse_unmatched([("full_parameters", pattern)], names, "parameter", EngineError)
-    stage = sharded.comm.grid.coord().pp
+    holder = sharded.comm.grid.holder()
     matching = matching_rows(sharded.table, pattern)
     if all(row.quantized is not None for row in matching):
         raise EngineError(
             f"full_parameters({pattern!r}) names weights that are stored only as codes (quantize_frozen) and cannot be "
             "written; read them in eng.full_state_dict(), or name them in quantize_frozen.skip."
         )
-    return [row.name for row in matching if stage in row.owners and row.quantized is None]
+    return [row.name for row in matching if row.held(holder) and row.quantized is None]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -106,7 +107,6 @@ class UnshardedBuckets:
         within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._buckets, self._comm = buckets, comm
-        self._ranks = comm.grid.size(comm.grid.sharding)
         self.secondary = SecondaryShards(buckets, within, comm) if within.buckets else None
         """Secondary shards of buckets that were gathered before; None without them."""
         self._resident = frozenset(index for index, flat in enumerate(buckets) if not flat.sharded)
@@ -154,11 +154,11 @@ class UnshardedBuckets:
         if not missing:
             return
         for batch in self._by_axis(missing):
-            self._ask_over(self._buckets[batch[0]].bucket.spread.sharding, batch, exact)
+            self._ask_over(self._axis(batch[0]), batch, exact)
 
     def _by_axis(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Yields the indices of buckets that are sharded over one axis: of experts apart from others."""
-        axes = [self._buckets[index].bucket.spread.sharding for index in indices]
+        axes = [self._axis(index) for index in indices]
         for axis in dict.fromkeys(axes):
             yield [index for index, own in zip(indices, axes, strict=True) if own == axis]
 
@@ -219,18 +219,28 @@ class UnshardedBuckets:
         missing = sorted(indices - self.live)
         if not missing:
             return
-        if self._ranks == 1:  # the shards come from the host, and there is nobody to compare with
-            return self.ask(frozenset(missing), exact)
-        mine = torch.tensor([hash(tuple(missing))], device=self._buckets[0].params.device)
-        table = torch.empty(self._ranks, dtype=mine.dtype, device=mine.device)
-        self._comm.gather_parameters([(table, mine)], "gather check").wait()
+        for batch in self._by_axis(missing):
+            self._compare(batch)
+        self.ask(frozenset(missing), exact)
+
+    def _compare(self, batch: Sequence[int]) -> None:
+        """Compare the buckets that are asked for with the ranks that share them; layouts of other ranks may differ."""
+        names, axis = [self._buckets[index].bucket.slots[0].name for index in batch], self._axis(batch[0])
+        ranks = self._comm.grid.size(axis)
+        if ranks == 1:  # the shards come from the host, and there is nobody to compare with
+            return
+        mine = torch.tensor([crc32("\n".join(names).encode())], device=self._buckets[0].params.device)
+        table = torch.empty(ranks, dtype=mine.dtype, device=mine.device)
+        apart = None if axis == self._comm.grid.sharding else axis
+        self._comm.gather_parameters([(table, mine)], "gather check", axis=apart).wait()
         if bool((table != mine).any()):
-            name = self._buckets[missing[0]].bucket.slots[0].name
             raise EngineError(
-                f"data ranks use sharded parameters (ZeRO 3) in different orders, here {name!r}: the model takes "
+                f"data ranks use sharded parameters (ZeRO 3) in different orders, here {names[0]!r}: the model takes "
                 "different paths on them; let all ranks take the same path, or set zero_optimization.stage to 2."
             )
-        self.ask(frozenset(missing), exact)
+
+    def _axis(self, index: int) -> Axis:
+        return self._buckets[index].bucket.spread.sharding
 
     def show(self, indices: frozenset[int]) -> None:
         """Waits for requested buckets, and shows their parameters to the model."""

@@ -17,7 +17,7 @@ from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_folders import read_manifest
 from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.memory_checkpoints import MemoryCheckpoints, _Offer, newest_whole
-from engine.checkpoint.memory_folder import TOKEN, FileServer, MemoryFiles, RemoteFiles, ShardHolder
+from engine.checkpoint.memory_folder import TOKEN, FileServer, Holder, MemoryFiles, RemoteFiles
 from engine.checkpoint.save import Saver
 from engine.config import load_config
 from engine.errors import CheckpointError, ConfigError
@@ -208,9 +208,9 @@ def test_a_server_answers_those_who_know_its_secret_about_what_it_offers(tmp_pat
     (tmp_path / "step" / "other").write_bytes(b"hidden")
     (tmp_path / "outside").write_bytes(b"hidden")
     server = FileServer("127.0.0.1", "secret", tmp_path / "step", ["offered", "gone"])
-    holder, nobody = ShardHolder("127.0.0.1", server.port, "node7"), ShardHolder("127.0.0.1", 1, "node8")
+    holder, nobody = Holder("127.0.0.1", server.port, "node7"), Holder("127.0.0.1", 1, "node8")
 
-    def read(name: str, secret: str, offset: int = 0, holders: Sequence[ShardHolder] = (holder,)) -> bytes:
+    def read(name: str, secret: str, offset: int = 0, holders: Sequence[Holder] = (holder,)) -> bytes:
         files = RemoteFiles(tmp_path / "nothing", {name: holders}, {name: 100}, secret)
         target = bytearray(10)
         try:

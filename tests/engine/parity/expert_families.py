@@ -26,7 +26,14 @@ _SIZES: tuple[tuple[str, int], ...] = (
 _DENSE = r"first_k_dense_replace|num_dense_layers"
 """Number of layers without experts before the others."""
 _ABSENT: Mapping[str, int] = MappingProxyType(
-    {"moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4, "head_dim": 8}
+    {
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "head_dim": 8,
+        "clip_qkv": 8,
+    }
 )
 """Sizes that a configuration may leave open."""
 _SWITCHES = r"is_moe|enable_moe\w*"
@@ -66,6 +73,8 @@ def _adjust(implementation: str | None, config: Any) -> None:
                 setattr(part, name, min(value, 1))
             elif size is not None and (value is None or isinstance(value, int)):
                 setattr(part, name, size)
+        if not hasattr(part, "rope_theta") and not hasattr(part, "rope_parameters"):
+            part.rope_theta = 10000.0  # some code reads it, and its configuration has none
         if {"qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"} <= set(vars(part)):
             part.qk_head_dim = part.qk_nope_head_dim + part.qk_rope_head_dim
         if getattr(part, "layer_types", ()) is None:
@@ -82,7 +91,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def expert_modules(model: nn.Module) -> list[str]:
-    """Returns the modules that own matrices [experts, ..], and the lists of equal modules called experts."""
+    """Returns the modules that own matrices [experts, ..] or [experts * rows, ..], and the lists called experts."""
     config: Any = model.config
     counts = {getattr(part, name) for part in _parts(config) for name in vars(part) if re.fullmatch(_EXPERTS, name)}
     found = []
@@ -95,7 +104,9 @@ def expert_modules(model: nn.Module) -> list[str]:
         elif not type(module).__module__.startswith("torch.nn."):
             own = [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] in counts]
             inside = [p for p in module.parameters() if p.dim() > 1]
-            if own and len(own) * 2 >= len(inside):
+            flat = {tuple(p.shape) for p in module.parameters(recurse=False)}
+            joined = len(inside) > 1 and len(flat) == 1 and any(min(flat)[0] % count == 0 for count in counts)
+            if (own and len(own) * 2 >= len(inside)) or joined:
                 found.append(name)
     return found
 

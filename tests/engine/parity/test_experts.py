@@ -104,6 +104,13 @@ def test_encoded_gradients_of_experts_are_sent_to_the_ranks_that_hold_them_as_pl
     assert found.extra == [[]] * len(found.extra)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("grid", "stage"), [("ep2", 0), ("dp4-ep2", 3)])
+def test_compiled_blocks_leave_shared_experts_out(grid: str, stage: int) -> None:
+    found = run(GRIDS[grid], {"compile": True, "zero_optimization": {"stage": stage}})
+    assert_equal(found, run({"data": 1}))
+
+
 def test_matrix_optimizers_of_shared_experts_are_refused_before_training() -> None:
     optimizer = [{"match": "*bias", "type": "Muon"}, {"type": "AdamW"}]
     with pytest.raises(PlanError, match=r"updates 'experts.bias' as a whole matrix, but parallel.expert shares it"):
@@ -240,3 +247,46 @@ def test_experts_with_adapters_of_their_stacks_are_refused_before_training() -> 
     make = partial(adapted, target_parameters=["mlp.experts.gate_up_proj"])
     with pytest.raises(PlanError, match=r"cannot be shared, because adapters of their stacked parameters"):
         run(GRIDS["ep2"], make=make)
+
+
+NAMED = "model.layers.0.mlp.experts.down_proj"
+
+
+def named_state(eng: Engine) -> dict[str, Any]:
+    """State by name after a step: of one parameter of experts, cut to its own experts, and norms of all gradients."""
+    found: dict[str, Any] = {"norms": eng.gradient_norms()}
+    with eng.optimizer_state(NAMED) as state:
+        found |= {kind: value.clone() for kind, value in state.get(NAMED, {}).items()}
+    with eng.gradients(NAMED) as gradients:
+        found["gradient"] = gradients[NAMED].clone()
+    with eng.masters(NAMED) as masters:
+        found["master"] = masters[NAMED].clone()
+    with eng.full_parameters(NAMED) as parameters:
+        found["parameter"] = parameters[NAMED].detach().clone()
+        for value in parameters.values():
+            value.data.mul_(2)
+    weights = {name: value.clone() for name, value in eng.full_state_dict().items()}
+    eng.load_full_state_dict({name: value + 1 for name, value in weights.items()})
+    eng.load_full_state_dict(weights)
+    found["after"] = eng.eval_batch(own_batch(eng, 3)).loss
+    return found
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage"),
+    [
+        ("dp4-ep2", 3), pytest.param("dp4-ep2", 1, marks=pytest.mark.long),
+        pytest.param("ep2-tp2", 0, marks=pytest.mark.long), pytest.param("ep2-tp2", 3, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_state_by_name_is_that_of_the_experts_of_a_rank(grid: str, stage: int) -> None:
+    parallel = GRIDS[grid]
+    found = run(parallel, {"zero_optimization": {"stage": stage}}, after=named_state).extra
+    (wanted,) = run({"data": 1}, after=named_state).extra
+    ranks = parallel.get("tensor", 1)
+    for place, own in enumerate(found):
+        assert own["norms"] == pytest.approx(wanted["norms"], rel=1e-4, abs=1e-8)
+        assert own["after"] == pytest.approx(wanted["after"], rel=1e-6)
+        cut = slice(4) if place // ranks % 2 == 0 else slice(4, 8)
+        for kind in {*own} - {"norms", "after"}:
+            torch.testing.assert_close(own[kind], wanted[kind][cut], rtol=1e-3, atol=1e-6, msg=f"{place} {kind}")

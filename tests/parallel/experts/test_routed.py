@@ -134,9 +134,10 @@ def test_bytes_are_rows_to_other_ranks_times_the_width(name: str) -> None:
         out = sum(len(pairs(numbers[rank], bounds, other)) for other in range(ranks) if other != rank)
         back = sum(len(pairs(numbers[other], bounds, rank)) for other in range(ranks) if other != rank)
         sent = {row.label: row.bytes for row in found.traffic if row.axis == AXIS}
-        assert sent[DISPATCH] == 4 * (WIDTH + chosen) * (out + back)
+        # rows, weights and numbers in one message; gradients of rows and weights come back
+        assert sent[DISPATCH] == 4 * ((WIDTH + 2 * chosen) * out + (WIDTH + chosen) * back)
         assert sent[COMBINE] == 4 * WIDTH * (back + out)
-        assert sent[ROUTING] == 4 * chosen * out + 8 * (ranks + 1) * (ranks - 1)  # numbers, and the table of counts
+        assert sent[ROUTING] == 8 * (ranks + 1) * (ranks - 1)  # the table of counts
 
 
 def test_experts_of_frozen_rows_and_frozen_experts_of_rows_join_one_backward() -> None:

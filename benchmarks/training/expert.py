@@ -1,0 +1,128 @@
+"""Cost of experts on several ranks: their rows, one layer, and a training step of a small mixture.
+
+    python -m benchmarks expert [--rows rows,layer,step] [--ranks 2,4] [--rounds 3] [--steps 10] [--write-figures]
+
+*rows*: dispatch and combine of a layer whose experts only weigh rows, forward and backward, beside calls of
+``all_to_all_single`` with equal bytes. Routing is even, or experts of the first rank are chosen 8 times as often.
+*layer*: a step of one layer of experts between an embedding and a head; ``parallel.expert`` beside
+``parallel.tensor``, which computes the same tokens, and beside ``MoE`` of DeepSpeed. *step*: a step of Qwen3-MoE with 8
+experts, 2 a token; ``parallel.expert`` beside data ranks that hold all experts, and beside a dense model with the
+parameters that one token uses.
+
+Exit code 1 if the losses of equal models differ. The figure keeps rows that a run does not measure.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.harness.figures import Cells, record_cells
+from benchmarks.harness.report import Comparison, Rounds, judge, medians
+from benchmarks.harness.team import RankError, Team, start_server
+from benchmarks.peers.workload import Mode, Workload
+from benchmarks.training.comparison import Effort, make_workload, measure, some_of
+from engine.models.decoder import DecoderConfig
+
+RANKS = (2, 4)
+GROUPS = ("rows", "layer", "step")
+UNEVEN = 8
+COLUMNS = ("CPU ms a step", "beside", "sent MB", "calls", "state MB", "step MB", "loss")
+TOLERANCE = 1e-5
+"""Nats by which losses of equal models may differ."""
+EPSILON = 1e-5
+"""Of AdamW, so large that rounding in gradients of nearly zero does not move losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Modes that take turns, and the workload of all of them; the first mode is the one that others stand beside."""
+
+    modes: tuple[Mode, ...]
+    workload: Workload
+    equal: tuple[str, ...] = ()
+    """Names of the modes that train equal models."""
+
+
+def tables(group: str, ranks: int, workload: Workload) -> Iterator[Table]:
+    """Yields the tables of a group on this number of ranks."""
+    of, ep = f", {ranks} ranks", f"Trine ep{ranks}"
+    if group == "rows":
+        for uneven in (1, UNEVEN):
+            how = f"{'even' if uneven == 1 else f'{uneven}:1'}{of}"
+            modes = Mode(f"all_to_all_single, {how}", "rows", ranks), Mode(f"Trine, {how}", "trine, dispatch", ranks)
+            yield Table(modes, replace(workload, uneven=uneven))
+    elif group == "layer":
+        tensor = Mode(f"one layer, Trine tp{ranks}", "trine", ranks, axis="tensor")
+        expert = Mode(f"one layer, {ep}", "trine", ranks, axis="expert")
+        peer = Mode(f"one layer, DeepSpeed MoE{of}", "deepspeed", ranks, axis="expert")
+        yield Table((tensor, expert, peer), replace(workload, model="experts"), (tensor.name, expert.name))
+    else:
+        data = Mode(f"mixture, Trine dp{ranks}", "trine", ranks)
+        expert = Mode(f"mixture, {ep}", "trine", ranks, axis="expert")
+        dense = Mode(f"dense, Trine dp{ranks}", "trine", ranks, model="dense")
+        yield Table((data, expert, dense), replace(workload, model="mixture"), (data.name, expert.name))
+
+
+def cells(table: Table, rounds: Rounds) -> Cells:
+    """Returns the medians over rounds."""
+    made: dict[tuple[str, str], str] = {}
+    base = table.modes[0].name
+    for row in medians(rounds):
+        size, beside = row.footprint, f"{judge(rounds, Comparison(row.mode, base)).ratio:.2f} x {base}"
+        megabytes = [f"{count / 1e6:.2f}" for count in (size.sent_bytes, size.state_bytes, size.step_peak_bytes)]
+        texts = [f"{1e3 * row.cpu_seconds:.1f}", "" if row.mode == base else beside, megabytes[0], str(size.calls)]
+        texts += [*megabytes[1:], f"{row.loss:.6f}" if row.loss and "rows" not in table.modes[0].kind else ""]
+        made |= {(row.mode, column): text for column, text in zip(COLUMNS, texts, strict=True)}
+    return made
+
+
+def startable(table: Table) -> tuple[Table, Cells]:
+    """Returns the table without the modes of DeepSpeed that cannot start, and a cell with the error of each."""
+    refused: dict[tuple[str, str], str] = {}
+    for mode in table.modes:
+        if mode.kind == "deepspeed":
+            try:
+                Team(mode, table.workload).close()
+            except RankError as error:
+                refused[mode.name, COLUMNS[0]] = str(error).strip().splitlines()[-1][:120]
+    return replace(table, modes=tuple(m for m in table.modes if (m.name, COLUMNS[0]) not in refused)), refused
+
+
+def equal_losses(table: Table, rounds: Rounds) -> bool:
+    """Returns True if the modes that train equal models have equal losses."""
+    losses = [sample.loss for samples in rounds for sample in samples if sample.mode in table.equal]
+    return not losses or max(losses) - min(losses) <= TOLERANCE
+
+
+def _parse(command: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks expert", description="Cost of experts on ranks.")
+    parser.add_argument("--rows", type=some_of(GROUPS, "no rows are called {}"), default=GROUPS, help="some of them")
+    parser.add_argument("--ranks", type=some_of(RANKS, "{} ranks are not measured"), default=RANKS, help="some of 2,4")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--sequences", type=int, default=8, help="of 128 tokens: the batch")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh processes each")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps a round and mode")
+    parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
+    return parser.parse_args(command)
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    """Measures, prints and writes; 0 if losses of equal models are equal."""
+    asked = _parse(command)
+    sizes = DecoderConfig(layers=2, width=asked.width, heads=4, context=128)
+    standard = make_workload(argparse.Namespace(bucket=None, adamw="fused"))
+    workload = replace(standard, decoder=sizes, sequences=asked.sequences, epsilon=EPSILON)
+    start_server()
+    found: dict[tuple[str, str], str] = {}
+    equal = True
+    for table in (table for group in asked.rows for ranks in asked.ranks for table in tables(group, ranks, workload)):
+        table, refused = startable(table)
+        rounds = measure(table.modes, table.workload, Effort(asked.rounds, asked.steps))
+        found |= {**cells(table, rounds), **refused}
+        equal &= equal_losses(table, rounds)
+    for row in dict.fromkeys(row for row, _ in found):
+        print(f"{row:32}", "  ".join(found.get((row, column), "") for column in COLUMNS))
+    print(f"losses of equal models within {TOLERANCE:.0e} -> {'pass' if equal else 'FAIL'}")
+    if asked.write_figures:
+        record_cells("expert", "ranks", found)
+    return 0 if equal else 1
