@@ -126,24 +126,12 @@ class _Exchange(torch.autograd.Function):
 def swap_rows(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str
 ) -> tuple[Tensor, ...]:
-    """Exchanges the rows of each tensor without a gradient; matrices with elements of equal size share one message."""
-    messages: dict[object, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        messages.setdefault(tensor.element_size() if tensor.dim() == 2 else (index,), []).append(index)
-    made: dict[int, Tensor] = {}
-    pending = []
-    for members in messages.values():
-        parts = [tensors[index] for index in members]
-        given = torch.cat([part.view(parts[0].dtype) for part in parts], 1) if len(parts) > 1 else parts[0].contiguous()
-        got = given.new_empty(sum(gets), *given.shape[1:])
-        pending.append(comm.exchange(got, given, gets, gives, AXIS, label))
-        split = torch.split(got, [part.shape[1] for part in parts], 1) if len(parts) > 1 else (got,)
-        made |= {index: each.view(tensors[index].dtype) for index, each in zip(members, split, strict=True)}
+    """Exchanges the rows of each tensor without a gradient; all messages are on their way together."""
+    made, pending = [], []
+    for tensor in tensors:
+        got = tensor.new_empty(sum(gets), *tensor.shape[1:])
+        pending.append(comm.exchange(got, tensor.contiguous(), gets, gives, AXIS, label))
+        made.append(got)
     for each in pending:
         each.wait()
-    return tuple(made[index] for index in range(len(tensors)))
-
-
-def integers_of_size(like: Tensor) -> torch.dtype:
-    """Returns the integers that share a message with ``like``."""
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[like.element_size()]
+    return tuple(made)

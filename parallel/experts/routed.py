@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.experts.calls import Rows
-from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, Dispatch, Round, exchange, integers_of_size
+from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, Dispatch, Round, exchange
 from engine.parallel.experts.forms import RoutedExperts, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.placeholders import is_without_content
@@ -94,7 +94,7 @@ class SharedExperts:
         token, local = sent.token[each.rows], sent.local[each.rows]
         weight = weights[token].masked_fill(local < 0, 0)
         gives, gets, comm = each.gives, each.gets, self._comm
-        whole = (x[token], weight, local.to(integers_of_size(weight)))
+        whole = (x[token], weight, local.to(torch.int32))
         rows, weight, numbers = exchange(whole, gives, gets, comm, DISPATCH, ())
         row, slot = (numbers >= 0).nonzero().unbind(1)
         out = self._compute(given, rows[row], numbers[row, slot][:, None].long(), weight[row, slot][:, None])
