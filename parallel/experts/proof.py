@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.parallel.experts.calls import ExpertCall, Rows, possible_calls
-from engine.parallel.experts.forms import RoutedExperts, Stack, possible_counts, possible_stacks, possible_widths
+from engine.parallel.experts.forms import (
+    RoutedExperts,
+    Stack,
+    list_members,
+    possible_counts,
+    possible_stacks,
+    possible_widths,
+)
 from engine.parallel.model.placeholders import is_expanded
 
 _ROWS, _MOST = 12, 4
@@ -199,7 +206,7 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
 
     All members of the twin's list share the parameters of one, and scale its result, so that they differ.
     """
-    members = list(block.get_submodule(child).children())
+    members = list(list_members(block.get_submodule(child)).values())
     required = required_argument(block)
     if required is None or any(isinstance(each, nn.Embedding) for each in block.modules()):
         return "its block is not called with one tensor"
