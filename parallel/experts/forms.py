@@ -95,19 +95,24 @@ def owner_cut(rows: int, rank: int) -> ExpertCut:
     return ExpertCut(None, (Range(0, rows, (rank,)),))
 
 
+def list_members(members: nn.Module) -> dict[str, nn.Module]:
+    """Returns the members of a list that have parameters, by their names in it: not the dropout of a class of lists."""
+    return {name: each for name, each in members.named_children() if any(True for _ in each.parameters())}
+
+
 def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yields (block, name of the list in it, names of its members) of lists of equal modules with parameters."""
     for name, block in model.named_modules():
-        for child, members in block.named_children():
-            if not isinstance(members, nn.ModuleList | nn.ModuleDict) or len(list(members.children())) < 2:
+        for child, given in block.named_children():
+            members = list_members(given)
+            if not isinstance(given, nn.ModuleList | nn.ModuleDict) or len(members) < 2:
                 continue
-            kinds = {
-                (type(each), tuple((n, p.shape) for n, p in each.named_parameters())) for each in members.children()
-            }
-            parameters = [id(p) for each in members.children() for p in each.parameters()]
-            if len(kinds) == 1 and parameters and len(set(parameters)) == len(parameters):
+            every = members.values()
+            kinds = {(type(each), tuple((n, p.shape) for n, p in each.named_parameters())) for each in every}
+            parameters = [id(p) for each in every for p in each.parameters()]
+            if len(kinds) == 1 and len(set(parameters)) == len(parameters):
                 inside = f"{name}.{child}" if name else child
-                yield name, child, tuple(f"{inside}.{own}" for own, _ in members.named_children())
+                yield name, child, tuple(f"{inside}.{own}" for own in members)
 
 
 def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:

@@ -26,10 +26,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.parallel.experts.calls import ExpertCall, Rows, possible_calls
-from engine.parallel.experts.forms import RoutedExperts, Stack, possible_counts, possible_stacks, possible_widths
+from engine.parallel.experts.forms import (
+    RoutedExperts,
+    Stack,
+    list_members,
+    possible_counts,
+    possible_stacks,
+    possible_widths,
+)
+from engine.parallel.model.placeholders import is_expanded
 
 _ROWS, _MOST = 12, 4
 """Rows of a trial, and the most experts of a twin."""
+_LARGE = 1 << 24
+"""Elements of a parameter from which on a trial first draws thin matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +61,14 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     if not _can_copy(module):
         return Unproven(name, _UNCOPIED)
     reasons = list[str]()
-    for stack in possible_stacks(module):
+    thin_first = (True, False) if any(each.numel() > _LARGE for each in module.parameters()) else (False,)
+    for thin, stack in product(thin_first, possible_stacks(module)):
         for counts in possible_counts(module, stack.experts):
             counted = replace(stack, counts=counts)
-            twin = _twin(module, counted)
+            experts = min(stack.experts, 2 if thin else _MOST)
+            twin = _twin(module, counted, experts, thin)
             for call, width in product(possible_calls(module), possible_widths(module)):
-                reason = _Trial(twin, counted, call, width).failure()
+                reason = _Trial(twin, counted, call, width, experts).failure()
                 if reason is None:
                     return RoutedExperts(name, stack.experts, width, call, stack.own, stack.common, counts)
                 reasons.append(reason)
@@ -75,8 +87,8 @@ _UNKNOWN = (
 class _Trial:
     """Calls of a twin with random content."""
 
-    def __init__(self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int) -> None:
-        self._twin, self._stack, self._form, self._experts = twin, stack, call, min(stack.experts, _MOST)
+    def __init__(self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int) -> None:
+        self._twin, self._stack, self._form, self._experts = twin, stack, call, experts
         self._names = list(inspect.signature(twin.forward).parameters)
         draw = torch.Generator().manual_seed(0)
         chosen = min(call.slots, self._experts)
@@ -104,7 +116,7 @@ class _Trial:
         if any(slot is None for slot in slots) or not _close(sum(slot for slot in slots if slot is not None), whole):
             return "the results of a row's experts are not added"
         half = self._experts // 2
-        for chosen in (range(1), range(half), range(half, self._experts)):
+        for chosen in dict.fromkeys((range(1), range(half), range(half, self._experts))):
             if (reason := self._failure_of(chosen)) is not None:
                 return reason
         return None
@@ -137,16 +149,18 @@ class _Trial:
 
     def _without(self, experts: Sequence[int]) -> nn.Module:
         """Returns the twin with NaN in the parameters of ``experts``."""
-        fresh = {id(each): nn.Parameter(each.detach().clone()) for each in self._twin.parameters()}
+        fresh = dict[int, nn.Parameter]()
         for name, rows in self._stack.own.items():
-            stacked = fresh[id(self._twin.get_parameter(name))].data
-            stacked.view(self._experts, rows, *stacked.shape[1:])[list(experts)] = torch.nan
+            each = self._twin.get_parameter(name).detach()
+            content = (each[:, :1] if is_expanded(each) else each).clone()
+            content.view(self._experts, rows, *content.shape[1:])[list(experts)] = torch.nan
+            fresh[id(self._twin.get_parameter(name))] = nn.Parameter(content.expand_as(each))
         return copy.deepcopy(self._twin, dict(fresh))
 
     def _with_only(self, chosen: Sequence[int]) -> nn.Module:
         """Returns the twin with the experts ``chosen`` alone."""
         fresh = {
-            id(each): nn.Parameter(each.detach()[chosen[0] * rows : (chosen[-1] + 1) * rows].clone())
+            id(each): nn.Parameter(each.detach()[chosen[0] * rows : (chosen[-1] + 1) * rows])
             for name, rows in self._stack.own.items()
             for each in (self._twin.get_parameter(name),)
         }
@@ -169,13 +183,18 @@ def _close(a: Tensor | int | None, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
-def _twin(module: nn.Module, stack: Stack) -> nn.Module:
-    """Returns a copy of ``module`` with random fp32 parameters of its first experts."""
-    draw, experts = torch.Generator().manual_seed(1), min(stack.experts, _MOST)
+def _twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Module:
+    """Returns a copy of ``module`` with random fp32 parameters of its first ``experts`` experts.
+
+    ``thin``: the rows of each matrix [rows, width] of an expert are equal and share memory, since a trial of experts of
+    billions of parameters would take as much memory as these.
+    """
+    draw = torch.Generator().manual_seed(1)
     fresh = dict[int, nn.Parameter]()
     for name, each in module.named_parameters():
         sizes = (experts * stack.own[name], *each.shape[1:]) if name in stack.own else each.shape
-        fresh[id(each)] = nn.Parameter(torch.randn(sizes, generator=draw) * each.shape[-1] ** -0.5)
+        drawn = (sizes[0], 1, sizes[2]) if thin and len(sizes) == 3 else sizes
+        fresh[id(each)] = nn.Parameter((torch.randn(drawn, generator=draw) * each.shape[-1] ** -0.5).expand(sizes))
     twin = copy.deepcopy(module, dict(fresh))
     for name in stack.counts:
         setattr(twin, name, experts)
@@ -187,7 +206,7 @@ def prove_listed(block: nn.Module, child: str) -> tuple[int, int] | str:
 
     All members of the twin's list share the parameters of one, and scale its result, so that they differ.
     """
-    members = list(block.get_submodule(child).children())
+    members = list(list_members(block.get_submodule(child)).values())
     required = required_argument(block)
     if required is None or any(isinstance(each, nn.Embedding) for each in block.modules()):
         return "its block is not called with one tensor"

@@ -41,4 +41,12 @@ SHARED_EXPERTS = (
         new="adds = True",
         tests=(f"{_STATE}[dp4-ep2-adafactor-zero0]",),
     ),
+    Fault(
+        name="written-experts-compared-over-all-data-ranks",
+        about="Values that ranks write into their own experts are refused, since other ranks hold other experts.",
+        file="zero/gather/full_tensors.py",
+        old="axes = {flat.bucket.slots[0].name: flat.bucket.spread.copies for flat in written}",
+        new="axes = {flat.bucket.slots[0].name: sharded.comm.grid.copies for flat in written}",
+        tests=(f"{_TESTS}::test_state_by_name_is_that_of_the_experts_of_a_rank[dp4-ep2-3]",),
+    ),
 )

@@ -41,6 +41,8 @@ class Case:
     """The rows have no length and are read in their order."""
     twice: bool = False
     """Evaluate, train, and train once more, of which the account is given."""
+    experts: bool = False
+    """The model is a mixture of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +78,15 @@ def dataset(rows: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def small_model() -> Any:
-    """A Llama of two layers, the same at every call."""
+def small_model(experts: bool = False) -> Any:
+    """A Llama, or a Qwen3-MoE, of two layers, the same at every call."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
+    if experts:
+        sizes: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **sizes))
     return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
 
 
@@ -163,7 +168,7 @@ def make_trainer(case: Case) -> Any:
             counted["evaluate"] = counted.get("evaluate", 0) + 1
 
     given: dict[str, Any] = {
-        "model": small_model(),
+        "model": small_model(case.experts),
         "args": transformers.TrainingArguments(output_dir=case.folder, **(ARGUMENTS | dict(case.arguments))),
         "train_dataset": dataset(case.rows, 1), "eval_dataset": dataset(8, 2), "compute_metrics": metrics_of,
         "callbacks": [Counting()], "processing_class": tokenizer(),

@@ -149,3 +149,17 @@ def test_evaluation_may_come_first_and_training_twice(grid: str, runs: Runs) -> 
     found, host = (runs(name, twice=True, arguments=PLAIN)[0] for name in (grid, "host"))
     assert_same(found, host, "loss", "learning_rate")
     assert found.of("loss")[1] < runs("host")[0].of("loss")[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, {"expert": 2}), (4, {"data": 2, "expert": 2, "pipeline": 2})], ids=["ep2", "ep2 x pp2"]
+)
+def test_a_mixture_whose_experts_data_ranks_share_trains_as_the_host_alone(
+    ranks: int, parallel: dict[str, int], tmp_path: Path
+) -> None:
+    host = run(Case(folder=str(tmp_path / "host"), experts=True), 1)
+    folder = tmp_path / "found"
+    found = run(Case(folder=str(folder), experts=True, config={"parallel": parallel}, arguments=HALF), ranks)
+    assert_same(found, host, "loss", "learning_rate", "eval_loss", "eval_rows", "eval_right", "train_loss")
+    best = Path(state_of(folder / "checkpoint-8")["best_model_checkpoint"])
+    assert found.logits == pytest.approx(folder_logits(best), rel=1e-4, abs=1e-4)

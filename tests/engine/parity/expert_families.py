@@ -32,7 +32,6 @@ _ABSENT: Mapping[str, int] = MappingProxyType(
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "head_dim": 8,
-        "clip_qkv": 8,
     }
 )
 """Sizes that a configuration may leave open."""
@@ -75,6 +74,8 @@ def _adjust(implementation: str | None, config: Any) -> None:
                 setattr(part, name, size)
         if not hasattr(part, "rope_theta") and not hasattr(part, "rope_parameters"):
             part.rope_theta = 10000.0  # some code reads it, and its configuration has none
+            if getattr(part, "clip_qkv", 0) is None:
+                part.clip_qkv = 8
         if {"qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"} <= set(vars(part)):
             part.qk_head_dim = part.qk_nope_head_dim + part.qk_rope_head_dim
         if getattr(part, "layer_types", ()) is None:
@@ -130,4 +131,4 @@ def reason_not_to_try(kind: ModelType) -> str:
         return f"{type(error).__name__}: {first_line(error)}"
     if not expert_modules(model):
         return "it stacks no matrices of experts"
-    return "" if bool(torch.isfinite(loss)) else "its loss is not finite"
+    return "" if loss is not None and bool(torch.isfinite(loss)) else "its loss is absent or not finite"
