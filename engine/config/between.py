@@ -490,8 +490,12 @@ def _check_order(
     for index in range(max(len(lows), len(tops))):
         one, other = (values[min(index, len(values) - 1)] for values in (lows, tops))
         if one > other:
+            first, second = (
+                shown_value(value) if isinstance(value, tuple) else f"{value:g}" for value in (params[low], top)
+            )
+            group = f", in parameter group {index}" if max(len(lows), len(tops)) > 1 else ""
             problems.add(
                 f"scheduler.params.{low}",
-                f"{one:g} is above {name}, {other:g}; give at most {other:g}, or raise {name}.",
+                f"{first} is above {name}, {second}{group}; give at most {other:g}, or raise {name}.",
             )
             return

@@ -63,7 +63,8 @@ def _shape(rule: Rule) -> Schema:
             ends = "|".join(end.replace(".", r"\.") for end in rule.ends)
             return {"type": "string", "minLength": 1} | ({"pattern": f"({ends})$"} if ends else {})
         case ListOf():
-            size = {} if rule.length is None else {"minItems": rule.length, "maxItems": rule.length}
+            least = {"minItems": rule.least} if rule.least else {}
+            size = least if rule.length is None else {"minItems": rule.length, "maxItems": rule.length}
             return {"type": "array", "items": _rule(rule.each), **size}
         case TextMap():
             return {"type": "object", "additionalProperties": {"type": "string", "minLength": 1}}

@@ -22,13 +22,13 @@ GLOBS = ListOf(each=Text(), noun='a list of name patterns such as ["*.bias"]')
 
 
 RATES = AnyOf(
-    rules=(NOT_NEGATIVE, ListOf(each=NOT_NEGATIVE, noun="a list of rates")),
+    rules=(NOT_NEGATIVE, ListOf(each=NOT_NEGATIVE, least=1, noun="a list of rates")),
     remedy="give a number of at least 0, or a list of one number for each parameter group",
 )
 """Rate of all groups, or a list with a rate for each group."""
 RATES_OR_NULL = replace(RATES, null=True)
 MOMENTA = AnyOf(
-    rules=(FACTOR, ListOf(each=FACTOR, noun="a list of momenta")),
+    rules=(FACTOR, ListOf(each=FACTOR, least=1, noun="a list of momenta")),
     remedy="give a number from 0 to below 1, or a list of one number for each parameter group",
 )
 """Momentum of all groups, or a list with a momentum for each group."""

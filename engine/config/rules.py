@@ -268,17 +268,20 @@ class OperatorName(Text):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOf(Rule):
-    """Rule for a list of entries that obey one rule; ``length`` fixes their number."""
+    """Rule for a list of entries that obey one rule; ``length`` fixes their number, ``least`` bounds it."""
 
     each: Rule
     noun: str
     length: int | None = None
+    least: int = 0
 
     def accept(self, value: object) -> object:
         if not isinstance(value, (list, tuple)):
             raise RefusedError(f"is {kind(value)}")
         if self.length is not None and len(value) != self.length:
             raise RefusedError(f"has {len(value)} entries")
+        if len(value) < self.least:
+            raise RefusedError(f"has fewer entries than {self.least}" if value else "is an empty list")
         given = [entry for entry in value if entry is not None or not self.each.null]
         for entry in given:
             self._check(entry)

@@ -231,10 +231,12 @@ def _unlike(calls: Mapping[int, CallView], views: Mapping[int, RankView]) -> Bla
     odd = tuple(sorted(rank for rank, call in calls.items() if call.likeness != usual))
     others = tuple(sorted(rank for rank, call in calls.items() if call.likeness == usual))
     names = ", ".join(views[rank].name for rank in odd[:_MOST_NAMED])
+    rule = "all ranks of a group must make the same calls in the same order."
+    if calls[odd[0]].stream == CALLS:
+        rule = "all ranks must call the engine in the same order, so move its calls out of `if rank == 0:`."
     told = (
         f"{names} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while {name_ranks(others)} "
-        f"{'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a group must make the same "
-        "calls in the same order."
+        f"{'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: {rule}"
     )
     return Blame(ranks=odd, kind="different", sentence=told)
 

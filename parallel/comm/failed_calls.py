@@ -80,8 +80,7 @@ class FailedCalls:
         self._verdict = None
         self._known.clear()
         atexit.register(self._exits.set)
-        told = "" if lost else _sentence(words, cause)
-        vote = (None if lost else place, told, lost)
+        vote = (None if lost else place, _sentence(words, cause), lost)
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
@@ -111,7 +110,7 @@ class FailedCalls:
 
     def _decide(self, store: KeyStore, place: str | None, told: str, lost: bool) -> None:
         try:
-            verdict = self._vote(store, place, told)
+            verdict = self._vote(store, place, told, lost)
         except RuntimeError as error:
             verdict = f"this engine is over, because the store of the job is lost ({first_line(error)}); start anew."
         if not verdict:
@@ -121,11 +120,12 @@ class FailedCalls:
         if verdict and not self._exits.wait(0.0 if lost else _LEAVE_SECONDS):
             self._leave()
 
-    def _vote(self, store: KeyStore, place: str | None, told: str) -> str:
+    def _vote(self, store: KeyStore, place: str | None, told: str, lost: bool) -> str:
         """The verdict of all ranks: empty, or why the engine is over."""
         here = f"failed call {self._past}"
-        if told and store.add(f"{here}/first", 1) == 1:
-            store.set(f"{here}/words", told)
+        kind = "lost" if lost else "words"
+        if store.add(f"{here}/first {kind}", 1) == 1:
+            store.set(f"{here}/{kind}", told)
         store.set(f"{here}/place/{self._rank}", place or "")
         votes = store.add(f"{here}/votes", _OVER if place is None else 1)
         if votes == self._size:
@@ -149,9 +149,12 @@ class FailedCalls:
         return verdict
 
     def _first_words(self, store: KeyStore, here: str) -> str:
+        """Returns the sentence of the first rank with an error of its own, else of the first rank that lost another."""
         deadline = time.monotonic() + _WORDS_SECONDS
         while not store.check([f"{here}/words"]):
             if time.monotonic() > deadline:
+                if store.check([f"{here}/lost"]):
+                    return store.get(f"{here}/lost").decode()
                 return _sentence("a rank has ended", "none, since it has left no word")
             time.sleep(_POLL_SECONDS)
         return store.get(f"{here}/words").decode()

@@ -152,6 +152,10 @@ def trains(line: Line, parallel: dict[str, Any], stage: int) -> None:
     os._exit(0)
 
 
+ALONE = {"TRINE_TIMEOUT_SECONDS": "15", "TRINE_WATCHDOG_SECONDS": "300"}
+"""Communication gives up by itself: the watchdog, which would end the job after half of the timeout, waits longer."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("parallel", "stage"),
@@ -159,7 +163,7 @@ def trains(line: Line, parallel: dict[str, Any], stage: int) -> None:
 )
 def test_all_ranks_end_soon_after_one_stands_still(parallel: dict[str, int], stage: int) -> None:
     """Its neighbours are named by rank; SIGSTOP closes nothing, so only the timeout can tell."""
-    with Launch(trains, 4, parallel, stage, env={"TRINE_TIMEOUT_SECONDS": "15"}) as launch:
+    with Launch(trains, 4, parallel, stage, env=ALONE) as launch:
         launch.hear("ready", seconds=200)
         launch.send(signal.SIGSTOP, 3)
         launch.tell("go")

@@ -24,6 +24,14 @@ CAUGHT_FAILURES = (
         tests=(f"{_CAUGHT}::test_an_engine_goes_on_only_if_all_ranks_fail_at_one_place",),
     ),
     Fault(
+        name="a-lost-rank-leaves-no-word",
+        about="Ranks that have all lost another one say that it left no word, though each names it.",
+        file="parallel/comm/failed_calls.py",
+        old='if store.check([f"{here}/lost"]):',
+        new="if False:",
+        tests=(f"{_CAUGHT}::test_ranks_that_have_only_lost_another_say_which_unless_one_has_an_error_of_its_own",),
+    ),
+    Fault(
         name="a-second-failure-takes-the-verdict-of-the-first",
         about="After a failure from which all ranks went on, one that only some of them share is let pass too.",
         file="parallel/comm/failed_calls.py",

@@ -31,6 +31,14 @@ KEYS_AND_VERSIONS = (
         tests=("tests/parallel/comm/test_world.py::test_the_watchdog_acts_before_a_collective_gives_up",),
     ),
     Fault(
+        name="an-empty-list-of-rates-is-accepted",
+        about="A schedule takes a list without a rate, and comparing its rates fails without a sentence.",
+        file="engine/config/rules.py",
+        old="if len(value) < self.least:",
+        new="if False:",
+        tests=("tests/engine/config/test_between.py::test_params_that_contradict_each_other_are_refused",),
+    ),
+    Fault(
         name="every-other-version-is-refused",
         about="A later version of a library shuts the door to its loop.",
         file="engine/hosting/__init__.py",

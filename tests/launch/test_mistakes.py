@@ -96,11 +96,11 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
 }
 ALONE = {
-    "eval_batch(batch)": "eval_batch was called on rank 0 and for 3 s not on rank 1: every rank calls it; take it",
-    "predict(batch[0])": "predict was called on rank 0 and for 3 s not on rank 1: every rank calls it; take it",
-    "load_checkpoint('run')": "load_checkpoint was called on rank 0 and for 3 s not on rank 1: every rank calls it;",
-    "save_checkpoint('run')": "save_checkpoint was called on rank 0 and for 3 s not on rank 1: every rank calls it;",
+    call: f" is in train_batch, while rank 0 is in {call.partition('(')[0]}: all ranks must call the engine in the "
+    "same order, so move its calls out of `if rank == 0:`."
+    for call in ("eval_batch(batch)", "predict(batch[0])", "load_checkpoint('run')", "save_checkpoint('run')")
 }
+"""Calls of the engine on rank 0 alone, and what the watchdog says of them, which acts before the call gives up."""
 MISTAKES |= {
     f"{call} on rank 0 alone": (
         "import os\nos.environ['TRINE_TIMEOUT_SECONDS'] = '3'\n"

@@ -129,7 +129,7 @@ def _sequence_parallel(raw: dict[str, Any], problems: Problems, notes: Notes) ->
 def _wandb(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     given = raw.pop("wandb", None)
     if isinstance(given, Mapping):
-        for key in sorted(given.keys() - _WANDB.keys() - {"enabled"}):
+        for key in (key for key in given if key not in (*_WANDB, "enabled")):
             problems.unknown("wandb", key, ("enabled", *_WANDB))
     if not _switched_on(given, "wandb", problems):
         return

@@ -127,7 +127,20 @@ def refusal(kind: str, params: dict[str, Any], **sections: Any) -> str:
         ("WarmupLR", {"warmup_min_lr": 0.2, "warmup_max_lr": 0.1},
          "scheduler.params.warmup_min_lr: 0.2 is above warmup_max_lr, 0.1; give at most 0.1, or raise warmup_max_lr."),
         ("WarmupLR", {"warmup_min_lr": [0.01, 0.2], "warmup_max_lr": 0.1},
-         "scheduler.params.warmup_min_lr: 0.2 is above warmup_max_lr, 0.1; give at most 0.1, or raise warmup_max_lr."),
+         "scheduler.params.warmup_min_lr: [0.01, 0.2] is above warmup_max_lr, 0.1, in parameter group 1; give at most "
+         "0.1, or raise warmup_max_lr."),
+        ("WarmupLR", {"warmup_min_lr": [0.2], "warmup_max_lr": 0.1},
+         "scheduler.params.warmup_min_lr: [0.2] is above warmup_max_lr, 0.1; give at most 0.1, or raise "
+         "warmup_max_lr."),
+        ("OneCycle", {"cycle_min_lr": 0.2, "cycle_max_lr": [0.3, 0.1]},
+         "scheduler.params.cycle_min_lr: 0.2 is above cycle_max_lr, [0.3, 0.1], in parameter group 1; give at most "
+         "0.1, or raise cycle_max_lr."),
+        ("WarmupLR", {"warmup_max_lr": []},
+         "scheduler.params.warmup_max_lr: [] is an empty list; give a number of at least 0, or a list of one number "
+         "for each parameter group."),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_min_mom": []},
+         "scheduler.params.cycle_min_mom: [] is an empty list; give a number from 0 to below 1, or a list of one "
+         "number for each parameter group."),
         ("OneCycle", {"cycle_min_lr": 0.2, "cycle_max_lr": 0.1},
          "scheduler.params.cycle_min_lr: 0.2 is above cycle_max_lr, 0.1; give at most 0.1, or raise cycle_max_lr."),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_min_mom": 0.95},

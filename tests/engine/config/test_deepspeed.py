@@ -223,6 +223,7 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
         ),
         ({"pipeline": {"stags": 2}}, ("pipeline.stags: unknown key. Did you mean pipeline.stages?",)),
         ({"wandb": {"enabled": True, "projct": "x"}}, ("wandb.projct: unknown key. Did you mean wandb.project?",)),
+        ({"wandb": {"enabled": True, None: 1, "x": 2}}, ("wandb.null: unknown key;", "wandb.x: unknown key;")),
         ({"wandb": {"enabled": True}, "monitor": {"wandb": "y"}}, ('sets monitor.wandb to "deepspeed", which is',)),
         ({"checkpoint": {"tag_validation": "often"}}, ('is not a reaction; give "Ignore", "Warn" or "Fail".',)),
         ({"checkpoint": {"tag_validaton": 1}}, ("Did you mean checkpoint.tag_validation?",)),

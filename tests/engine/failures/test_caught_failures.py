@@ -256,6 +256,33 @@ def test_an_engine_goes_on_only_if_all_ranks_fail_at_one_place(monkeypatch: pyte
         assert "ValueError: odd" in said[failed[0]]
 
 
+def lost(rank: int) -> engine.EngineError:
+    """An error of a rank that has lost another one."""
+    error = engine.EngineError(f"rank {rank} waits. A peer has probably stopped: rank 3 did not come")
+    error.__cause__ = RuntimeError("closed")
+    return error
+
+
+def test_ranks_that_have_only_lost_another_say_which_unless_one_has_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for own in (None, ValueError("odd")):
+        monkeypatch.setattr(failed_calls, "_WORDS_SECONDS", 0.2)
+        store = Store()
+        ranks = [FailedCalls(store, rank, 4, lambda: None) for rank in range(3)]
+        errors = [lost(0), lost(1), own or lost(2)]
+        for failures, error in zip(ranks, errors, strict=True):
+            failures.note("train_batch", error, "here")
+        said = set()
+        for failures in ranks:
+            with pytest.raises(engine.EngineError) as caught:
+                failures.refuse("train_batch")
+            said.add(str(caught.value))
+        (text,) = said
+        assert "so this engine is over" in text
+        assert ("ValueError: odd" if own else "A peer has probably stopped: rank 3 did not come") in text
+
+
 def test_a_second_failure_is_judged_by_itself() -> None:
     store = Store()
     ranks = [FailedCalls(store, rank, 2, lambda: None) for rank in range(2)]

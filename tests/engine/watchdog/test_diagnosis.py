@@ -121,7 +121,8 @@ def test_who_makes_another_call_of_the_engine_is_named() -> None:
     ring = replace(waiting(3, count=16), waiting=apart, recent=(*waiting(3, count=16).recent, apart))
     found = blamed(*(calling(waiting(each), *same) for each in (0, 1, 2)), calling(ring, *other))
     assert found is not None and (found.ranks, found.kind) == ((3,), "different")
-    assert "is in eval_batch, while ranks 0, 1, 2 are in train_batch: all ranks" in found.sentence
+    assert "is in eval_batch, while ranks 0, 1, 2 are in train_batch: all ranks must call the engine" in found.sentence
+    assert found.sentence.endswith("so move its calls out of `if rank == 0:`.")
     found = blamed(*(calling(waiting(each), *other) for each in (0, 1, 2)), calling(ring, *same))
     assert found is not None and "is in train_batch, while ranks 0, 1, 2 are in eval_batch" in found.sentence
     found = blamed(*(calling(waiting(each), *same) for each in (0, 1, 2)), calling(rank(3, phase="USER"), *other))
