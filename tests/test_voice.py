@@ -25,8 +25,8 @@ IDIOMS = (
 )  # fmt: skip
 """Pictures for which the field has a term."""
 BOUNDS: Mapping[str, Mapping[str, float]] = {
-    "docstrings": {"openings": 22, "stop words": 28, "idioms": 20},
-    "errors": {"openings": 0, "stop words": 12, "idioms": 0},
+    "docstrings": {"openings": 12, "stop words": 17, "idioms": 8},
+    "errors": {"openings": 0, "stop words": 8, "idioms": 0},
     "pages": {"openings": 0, "stop words": 10, "idioms": 0},
 }
 """The most that each kind of text may have: openings and idioms counted, stop words per 10,000 words."""
