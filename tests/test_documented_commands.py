@@ -215,6 +215,7 @@ SUITES = (
     "pytest tests/engine/parity/test_covering_array.py",
     "pytest tests/launch/test_schedule_command.py --write-figures",
     "pytest -m long tests/engine/parity/test_transformers_types.py --write-figures",
+    "pytest -m long tests/engine/parity/test_expert_families.py --write-figures",
     "pytest -m long tests/engine/parity/test_kernel_injection.py --write-figures",
 )  # fmt: skip
 """The tests themselves: their files, marks and options exist."""

@@ -347,11 +347,12 @@ def batch() -> Canvas:
 
 
 LAYERS = {
-    "STAGE": ("another stage answers the call", "pipe"),
+    "STAGE": ("a stage without it answers", "pipe"),
     "GATHER": ("parameters are gathered, and freed after it", "data"),
     "RANDOM": ("random generators are reseeded", "card"),
     "RECOMPUTE": ("runs again in the backward", "other"),
     "COUNT": ("rows of experts are counted", "card"),
+    "EXPERTS": ("rows go to their experts' ranks", "data"),
     "FP32": ("inputs are cast to fp32", "card"),
     "COMPILE": ("torch.compile", "card"),
     "DEFERRED": ("weight gradient may wait", "pipe"),

@@ -207,7 +207,8 @@ def other_engines_word(path: str) -> str | None:
     """
     plain = path.lower().replace("-", "_")
     section, _, word = plain.rpartition(".")
-    if key := _ANSWERS.get(plain) or _ANSWERS.get(word):
+    written = word != "ep" or section in ("", "parallel")
+    if key := _ANSWERS.get(plain) or (_ANSWERS.get(word) if written else None):
         return f"the key for it here is {key}"
     why = _REASONS.get(plain) or (_REASONS.get(word) if section in ("", "parallel") else None)
     return f"no key here: {why}" if why else None

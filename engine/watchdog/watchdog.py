@@ -107,11 +107,12 @@ class Watchdog:
         if os.getpid() != self._process:
             return
         self._release()
-        if all(map(_closed_well, files := list(self._folder.glob(f"*{SUFFIX}")))):
-            for path in files:
-                path.unlink(missing_ok=True)
-                path.with_suffix(STACK_SUFFIX).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # other ranks still use the folder, or the monitor, which removes it
+        # another rank, or the monitor, may remove the folder at any moment here, or still use it
+        with contextlib.suppress(OSError):
+            if all(map(_closed_well, files := list(self._folder.glob(f"*{SUFFIX}")))):
+                for path in files:
+                    path.unlink(missing_ok=True)
+                    path.with_suffix(STACK_SUFFIX).unlink(missing_ok=True)
             self._folder.rmdir()
 
     def _release(self) -> None:

@@ -89,6 +89,8 @@ def outcome(path: str, value: object, said: Told) -> Outcome | None:
             return "passed on"
         return "acted on" if any(" acts as " in line for line in notes) else "noted"
     match TABLE.get(path):
+        case Feature(switch=switch, off=off, keys=keys) if isinstance(value, Mapping) and keys:
+            return "off" if value.get(switch) in off else "acted on"
         case Only() | Feature() | WithMode():
             return "off"
         case Moved(idle=idle):

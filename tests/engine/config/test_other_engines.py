@@ -63,7 +63,7 @@ def test_the_word_leads_to_the_key(path: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["epochs", "num_train_epochs", "eval_interval", "num_workers", "world_size", "parallel.expert"]
+    "word", ["epochs", "num_train_epochs", "eval_interval", "num_workers", "world_size", "parallel.num_experts"]
 )
 def test_what_is_not_the_engines_business_is_said(word: str) -> None:
     message = refusal(word)

@@ -184,7 +184,7 @@ class Hoarding(Balanced):
 def test_what_does_not_last_is_refused() -> None:
     with pytest.raises(engine.ConfigError) as caught:
         engine.initialize(layers(), settings({}, {"stage": 0}), optimizer=Hoarding)
-    assert "optimizer Hoarding updates whole parameters and keeps self.made beside self.state" in str(caught.value)
+    assert "optimizer Hoarding updates whole parameters and keeps self.made outside of self.state" in str(caught.value)
     offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     with pytest.raises(
         engine.ConfigError, match="with an optimizer that updates whole parameters, which runs on the device"

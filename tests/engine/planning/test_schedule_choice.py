@@ -137,5 +137,5 @@ def test_a_named_schedule_takes_the_order_that_suits_measured_or_declared_costs(
 
 def test_costs_of_a_schedule_that_does_not_depend_on_them_are_refused() -> None:
     for schedule in ("1f1b", "auto", "own.csv"):
-        with pytest.raises(ConfigError, match=r"schedule_costs: given for schedule .*; leave them out"):
+        with pytest.raises(ConfigError, match=r"schedule_costs: given for schedule .*; leave schedule_costs out"):
             named(schedule=schedule, virtual_stages=1, schedule_costs={"transfer": 0.5})

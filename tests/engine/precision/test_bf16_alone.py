@@ -171,7 +171,7 @@ def test_writes_of_the_user_are_the_weights() -> None:
 def test_mistakes_are_one_sentence() -> None:
     config = {"train_batch_size": 4, "bf16": {"enabled": True, "bf16_optimizer_states": True}}
     with pytest.raises(
-        ConfigError, match=r"^bf16.bf16_optimizer_states: true with bf16.bf16_master_weights_and_grads false "
+        ConfigError, match=r"^bf16.bf16_optimizer_states: true with bf16.bf16_master_weights_and_grads false, "
     ):
         engine.initialize(models.decoder(), config, loss_sum)
     config = {"train_batch_size": 4, "bf16": ALONE}

@@ -34,10 +34,10 @@ def test_all_ranks_get_the_spans_of_all_on_one_axis(run_ranks: RunRanks, kind: s
 def test_before_a_step_and_after_an_evaluation_there_is_nothing_to_show() -> None:
     config = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
     with engine.initialize(Sleepers(0.0, 0.0), config) as eng:
-        with pytest.raises(EngineError, match="train a batch first"):
+        with pytest.raises(EngineError, match=r"call eng\.train_batch first"):
             eng.timeline()
         eng.train_batch(torch.ones(2, 4))
         assert [str(span.action) for span in eng.timeline().spans[0]] == ["0F0", "0B0", "0F1", "0B1"]
         eng.eval_batch(torch.ones(2, 4))
-        with pytest.raises(EngineError, match="train a batch first"):
+        with pytest.raises(EngineError, match=r"call eng\.train_batch first"):
             eng.timeline()

@@ -40,7 +40,7 @@ def settings(case: Case, device: str, **changes: Any) -> dict[str, Any]:
 def alone_on_the_device() -> Iterator[None]:
     """Parameters that one data rank shards all the same, in the same buckets, and has on its device."""
 
-    def gathered(comm: Comm, pairs: list[tuple[Tensor, Tensor]], *_: object) -> Pending:
+    def gathered(comm: Comm, pairs: list[tuple[Tensor, Tensor]], *_: object, **__: object) -> Pending:
         for full, shard in pairs:
             full.copy_(shard)
         return Pending()
