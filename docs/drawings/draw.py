@@ -372,16 +372,16 @@ def patches() -> Canvas:
     assert order == list(LAYERS), "the picture shows every layer"
     canvas = Canvas(
         "The layers of a call of a module, from outside to inside",
-        462,
+        492,
         "Nested boxes: the call enters at the outermost layer that is in use and ends in the module's own forward.",
     )
     for number, (name, (words, kind)) in enumerate(LAYERS.items()):
         x, y = 20 + 22 * number, 46 + 25 * number
-        canvas.box(x, y, 760 - 30 * number, 400 - 30 * number, kind, 6)
+        canvas.box(x, y, 760 - 30 * number, 430 - 30 * number, kind, 6)
         canvas.text(x + 12, y + 17, name, "mono bold")
         canvas.text(x + 104, y + 17, words, "small")
     x, y = 20 + 22 * len(LAYERS), 46 + 25 * len(LAYERS)
-    canvas.label(x, y + 2, 386, 32, "the forward that you wrote", "bold", "white")
+    canvas.label(x, y + 2, 760 - 30 * len(LAYERS), 32, "the forward that you wrote", "bold", "white")
     return canvas
 
 
