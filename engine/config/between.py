@@ -235,8 +235,7 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
     """Notes data ranks that do not divide evenly into nodes or shard groups, for a configuration with known sizes."""
-    asked, ranks = zero.zero_hpz_partition_size, parallel.data
-    shared = zero.shard_size
+    asked, ranks, shared = zero.zero_hpz_partition_size, parallel.data, zero.shard_size
     fits = shared is None or (isinstance(ranks, int) and ranks % shared == 0)
     if fits and isinstance(ranks, int) and (problem := expert_problem(parallel.expert, ranks, shared)) is not None:
         problems.add("parallel.expert", f"{parallel.expert} {problem}.")
@@ -490,9 +489,8 @@ def _check_order(
     for index in range(max(len(lows), len(tops))):
         one, other = (values[min(index, len(values) - 1)] for values in (lows, tops))
         if one > other:
-            first, second = (
-                shown_value(value) if isinstance(value, tuple) else f"{value:g}" for value in (params[low], top)
-            )
+            shown = (shown_value(each) if isinstance(each, tuple) else f"{each:g}" for each in (params[low], top))
+            first, second = shown
             group = f", in parameter group {index}" if max(len(lows), len(tops)) > 1 else ""
             problems.add(
                 f"scheduler.params.{low}",
