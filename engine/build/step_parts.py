@@ -12,6 +12,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertCounter
+from engine.program.router_replay import RouterReplay
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import (
     AverageOfWeights,
@@ -22,6 +23,7 @@ from engine.step.rank_parts import (
     EqualGradients,
     EqualWeights,
     MomentsOnDisk,
+    ReplayedRouters,
     StatesOnHost,
     WrittenBuffers,
 )
@@ -52,6 +54,8 @@ class PartRequest:
     gatherer: ParameterGatherer | None
     experts: ExpertCounter | None
     """Counts the rows of experts; None: they are not counted."""
+    replay: RouterReplay | None
+    """Gives routers the choices of a batch; None: routers choose."""
     average: WeightAverage | None
     """The moving average of the weights; None: there is none."""
 
@@ -128,6 +132,10 @@ def _experts(request: PartRequest) -> StepPart | None:
     return CountedExperts(request.experts) if request.experts is not None else None
 
 
+def _replay(request: PartRequest) -> StepPart | None:
+    return ReplayedRouters(request.replay) if request.replay is not None else None
+
+
 def _routers(request: PartRequest) -> StepPart | None:
     plan, starts = request.plan, dict[str, int]()
     if not plan.router_biases:
@@ -140,6 +148,6 @@ def _routers(request: PartRequest) -> StepPart | None:
 
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
     _delayed, _disk, _states, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average, _experts,
-    _routers,
+    _routers, _replay,
 )  # fmt: skip
 """Each feature of a step; ``PartOrder`` has the order in which they are called."""

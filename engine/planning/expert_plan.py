@@ -22,6 +22,8 @@ from engine.parallel.experts.forms import (
 )
 from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
+from engine.parallel.experts.router_choice import RouterChoice, find_router_choice
+from engine.parallel.model.blocks import find_units
 from engine.parallel.model.parametrized_weights import adapted_modules
 from engine.parallel.model.rng_streams import HostState
 from engine.program.expert_load import find_experts
@@ -68,6 +70,64 @@ class ExpertPlan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """Routers that take the experts of each row from a batch."""
+
+    routers: tuple[tuple[RouterChoice, int], ...]
+    """The routers in their order, each with the number of its layer."""
+    layers: int
+    """Number of layers, with layers without experts."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the routers."""
+        return tuple(choice.router for choice, _ in self.routers)
+
+
+def find_replay_plan(model: nn.Module, config: Config) -> ReplayPlan | None:
+    """Finds the choices of all routers of ``model`` by trial; None without ``router_replay``.
+
+    Raises:
+        ConfigError: the model has no experts.
+        PlanError: the choice of a router was not found, or routers choose different numbers of experts.
+    """
+    if not config.router_replay:
+        return None
+    proven, found = dict[object, RouterChoice | str](), dict[tuple[str, int], RouterChoice]()
+    drawn = HostState.take()
+    with torch.random.fork_rng([]):  # trials may draw
+        for stack in find_experts(model, "router_replay"):
+            name, _, child = stack.name.rpartition(".")
+            kind = (module_kind(block := model.get_submodule(name)), child)
+            if kind not in proven:
+                proven[kind] = find_router_choice(block, child, stack.experts)
+            if isinstance(made := proven[kind], str):
+                raise PlanError(
+                    f"router_replay is true, but the choice of the router of {stack.name} was not found: {made}; leave "
+                    "router_replay out."
+                )
+            choice = made.inside(name)
+            found[choice.router, choice.place] = choice
+    drawn.put()
+    odd = next((each for each in found.values() if each.chosen != next(iter(found.values())).chosen), None)
+    if odd is not None:
+        raise PlanError(
+            f"router_replay is true, but {odd.router} chooses {odd.chosen} experts for a row, and another router "
+            "chooses another number, so that routed_experts has no shape; leave router_replay out."
+        )
+    return _numbered(tuple(found.values()), find_units(model).blocks)
+
+
+def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> ReplayPlan:
+    """Returns the plan with the number of each router's block; without one block for each router, they are counted."""
+    owners = {name: number for number, name in enumerate(blocks)}
+    layers = [next((owners[b] for b in blocks if f"{each.router}.".startswith(f"{b}.")), -1) for each in routers]
+    if -1 in layers or len(set(layers)) < len(routers):
+        return ReplayPlan(tuple(zip(routers, range(len(routers)), strict=True)), len(routers))
+    return ReplayPlan(tuple(zip(routers, layers, strict=True)), len(blocks))
+
+
 def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     """Finds the experts of ``model`` by structure and proves each kind by trial; None without ``parallel.expert``.
 
@@ -103,7 +163,8 @@ def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ..
     """
     if not config.router_bias_update_rate:
         return ()
-    found = (find_router_bias(model, stack.name, stack.experts) for stack in find_experts(model))
+    stacks = find_experts(model, "router_bias_update_rate")
+    found = (find_router_bias(model, stack.name, stack.experts) for stack in stacks)
     biases = tuple(each for each in found if each is not None)
     if not biases:
         raise PlanError(

@@ -53,7 +53,13 @@ from engine.planning.budgets import (
     stored_bytes,
     wire_formats,
 )
-from engine.planning.expert_plan import ExpertPlan, find_expert_plan, find_router_biases
+from engine.planning.expert_plan import (
+    ExpertPlan,
+    ReplayPlan,
+    find_expert_plan,
+    find_replay_plan,
+    find_router_biases,
+)
 from engine.planning.flat_layouts import FlatLayouts, Users
 from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
@@ -105,6 +111,8 @@ class Plan:
     """True: the user passes a schedule of rates; None: unknown, in a plan without a run."""
     router_biases: tuple[RouterBias, ...] = ()
     """Buffers of routers that each step moves towards an even load."""
+    replay: ReplayPlan | None = None
+    """Routers that take the experts of each row from a batch; None: routers choose."""
     shared_experts: ExpertPlan | None = None
     """Experts that data ranks share; None: every data rank holds all of them."""
 
@@ -335,6 +343,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         shared_experts=request.shared_experts,
         experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
         router_biases=find_router_biases(model, config),
+        replay=find_replay_plan(model, config),
     )
     return _settled(plan)
 

@@ -39,8 +39,8 @@ class ExpertStack(NamedTuple):
     experts: int
 
 
-def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
-    """Finds every module of ``model`` that owns experts, in order. Reads only shapes.
+def find_experts(model: nn.Module, key: str = "monitor.expert_load") -> tuple[ExpertStack, ...]:
+    """Finds every module of ``model`` that owns experts, in order, for ``key`` of the configuration. Reads only shapes.
 
     Raises:
         ConfigError: there is none.
@@ -50,8 +50,8 @@ def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
     )
     if not found:
         raise ConfigError(
-            "monitor.expert_load = true, but the model has no experts: neither a module with matrices [experts, ., .] "
-            "that is called with numbers of experts, nor a ModuleList named experts; leave monitor.expert_load out."
+            f"{key} is set, but the model has no experts: neither a module with matrices [experts, ., .] that is "
+            f"called with numbers of experts, nor a ModuleList named experts; leave {key} out."
         )
     return found
 

@@ -11,7 +11,7 @@ Without ``loss_fn`` it is everything, since the model computes the loss. With it
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,12 +64,23 @@ class ForwardInputs:
     stated: Inputs | None = None
     signature: ForwardSignature = field(default_factory=ForwardSignature)
     """Accepts everything unless a loss function computes the loss and the user has not stated the inputs."""
+    without: frozenset[str] = frozenset()
+    """Keys of a batch that the engine itself reads, and forward never receives."""
 
     @staticmethod
-    def of(model: nn.Module, separate_loss: bool, stated: Inputs | None) -> "ForwardInputs":
+    def of(
+        model: nn.Module, separate_loss: bool, stated: Inputs | None, without: Collection[str] = ()
+    ) -> "ForwardInputs":
         """Builds the inputs of a run; with ``separate_loss``, a loss function also receives the microbatch."""
         follows = separate_loss and stated is None
-        return ForwardInputs(stated=stated, signature=ForwardSignature.of(model) if follows else ForwardSignature())
+        signature = ForwardSignature.of(model) if follows else ForwardSignature()
+        return ForwardInputs(stated=stated, signature=signature, without=frozenset(without))
+
+    def kept(self, microbatch: Batch) -> Batch:
+        """Returns a microbatch without the keys that the engine itself reads."""
+        if not self.without or not isinstance(microbatch, Mapping) or self.without.isdisjoint(microbatch):
+            return microbatch
+        return {key: value for key, value in microbatch.items() if key not in self.without}
 
     def take(self, microbatch: Batch) -> Batch:
         """Returns the part of a microbatch that forward receives.
@@ -77,6 +88,7 @@ class ForwardInputs:
         Raises:
             EngineError: the part does not follow from the signature of forward.
         """
+        microbatch = self.kept(microbatch)
         if self.stated is not None:
             return self._take_stated(microbatch)
         if isinstance(microbatch, Mapping):
@@ -87,6 +99,7 @@ class ForwardInputs:
 
     def rest(self, microbatch: Batch) -> list[Any]:
         """Lists the parts that forward does not receive; none if ``inputs`` is a function, which may use any part."""
+        microbatch = self.kept(microbatch)
         if callable(self.stated):
             return []
         if isinstance(microbatch, Mapping):
@@ -102,6 +115,7 @@ class ForwardInputs:
 
     def note(self, microbatch: Batch) -> str:
         """Returns one sentence about the parts that forward does not receive; empty if it receives everything."""
+        microbatch = self.kept(microbatch)
         given = self.take(microbatch)
         if not isinstance(microbatch, Mapping | tuple | list) or given is microbatch:
             return ""

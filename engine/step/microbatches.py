@@ -117,6 +117,7 @@ class MicrobatchRunner:
     def backward(self, action: Action) -> AbstractContextManager[None]:
         """Returns the context of a backward: gradients are accumulated, and reduced in the last backward of each
         stage."""
+        self._runtime.begin_backward(self._microbatches[action.microbatch])
         if action.op is not Op.BACKWARD_INPUT:
             return self._runtime.backward(self._which(action.stage, action.microbatch, "whole"))
         deferred = self._deferred[action.stage, action.microbatch] = DeferredWeightGrads()

@@ -1,8 +1,11 @@
 """Features that take part in steps, each as one object with its actions around a step, its state and its end.
 
+    taken            the microbatches of a call are known, and ranks have not agreed on them
     begin_step       before the first forward of a step that trains
     counts           makes the sums to which its forwards add
     forward          around each forward
+    begin_backward   before the backward of a microbatch
+    end_backward     after a backward
     before_update    gradients are reduced, and ranks have not agreed on the step
     agreed           all ranks know the totals of the step, and none has raised
     after_update     the optimizer has made the update             | one of these,
@@ -14,13 +17,14 @@ A phase calls the parts that have something to do in it, in the order of :class:
 no list. ``engine.build.step_parts`` has the table that makes them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import IntEnum, auto
 from typing import ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
+from engine.program.batch import Batch
 from engine.step.state import StepState, StepTotals
 
 
@@ -49,6 +53,8 @@ class PartOrder(IntEnum):
     """Counts the rows of experts."""
     ROUTERS = auto()
     """Moves the biases of routers towards an even load."""
+    REPLAY = auto()
+    """Gives routers the choices of a batch."""
 
 
 class Rerun(Protocol):
@@ -71,6 +77,9 @@ class StepPart:
         """True if weights or state are not on the device, so that later parts cannot read them."""
         return False
 
+    def taken(self, microbatches: Sequence[Batch]) -> None:
+        """Raises if this rank's microbatches are not those that this feature needs. No rank communicates."""
+
     def begin_step(self) -> None:
         """Begins a step that trains."""
 
@@ -81,6 +90,12 @@ class StepPart:
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
         """Returns the context of a forward that adds to ``counts``; None: it belongs to no training step."""
         return nullcontext()
+
+    def begin_backward(self, microbatch: Batch) -> None:
+        """Begins the backward of a microbatch, in which blocks may run again."""
+
+    def end_backward(self) -> None:
+        """Ends a backward."""
 
     def rerun(self) -> Rerun | None:
         """Returns the comparison of two runs of the step that begins; None: it runs once."""

@@ -402,6 +402,8 @@ class PipelineCall:
     def backward(self, action: Action) -> AbstractContextManager[None]:
         """Returns the context of a stage's backward: gradients are accumulated, and reduced in the last one of each
         stage."""
+        args, kwargs = self._arguments[action.microbatch]
+        self._runtime.begin_backward(args[0] if len(args) == 1 and not kwargs else kwargs)
         self._backwards[action.stage] += 1
         last = self._which.last and self._backwards[action.stage] == len(self._arguments)
         which = self._which._replace(last=last, stage=action.stage, microbatch=action.microbatch)

@@ -258,7 +258,7 @@ def test_numbers_of_no_expert_count_for_none(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_model_without_experts_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"monitor\.expert_load = true, but the model has no experts") as caught:
+    with pytest.raises(ConfigError, match=r"monitor\.expert_load is set, but the model has no experts") as caught:
         engine.initialize(models.decoder, CONFIG)
     assert "\n" not in str(caught.value)
 

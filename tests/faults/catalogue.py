@@ -37,6 +37,7 @@ from tests.faults.quantized_base import QUANTIZED_BASE
 from tests.faults.reliability import RELIABILITY
 from tests.faults.replica_copies import REPLICA_COPIES
 from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
+from tests.faults.router_replay import ROUTER_REPLAY
 from tests.faults.scripts_of_deepspeed import SCRIPTS_OF_DEEPSPEED
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
@@ -54,7 +55,7 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
-    "shared experts": (*EXPERTS, *SHARED_EXPERTS),
+    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *ROUTER_REPLAY),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

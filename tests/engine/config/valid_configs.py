@@ -54,7 +54,8 @@ FULL: Tree = json.loads("""{
     "mlflow": "experiment", "every": 10, "progress": true, "metrics": ["accuracy"], "expert_load": true,
     "report": "run", "profile": null},
   "watchdog": {"enabled": false, "folder": null, "straggler_factor": null, "straggler_steps": 100},
-  "communication": {"timeout_seconds": 60}, "max_skipped_steps": 50, "router_bias_update_rate": 0.001
+  "communication": {"timeout_seconds": 60}, "max_skipped_steps": 50, "router_bias_update_rate": 0.001,
+  "router_replay": true
 }""")
 """Every key of every section."""
 CYCLE: Tree = json.loads("""{
