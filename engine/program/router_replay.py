@@ -1,10 +1,11 @@
 """Replay of routers: the experts that another engine has chosen for each position, in place of a router's own choice.
 
 A batch has them in ``routed_experts`` [rows, positions, layers, k], integers as vLLM and SGLang return them; where an
-entry is -1, the router chooses itself. The weights of experts are those of the model's own formula and scores.
+entry is -1, the router chooses itself. The model's own formula computes the weights of these experts from
+its scores.
 
     forward       routers read the entry of the running microbatch
-    backward      a block that runs again reads that of its forward, or of the microbatch that is differentiated
+    backward      a block that runs again reads the entry of its forward, or of the microbatch of the backward
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -213,7 +214,7 @@ class RouterReplay:
     def joined(self, recorded: Mapping[str, list[Tensor]], rows: int, comm: Comm, device: torch.device) -> Tensor:
         """Returns the choices of ``rows`` rows, int32 [rows, positions, layers with routers, k], on every rank.
 
-        Stages have those of their layers: two all-reduces over pp, label "routing".
+        Stages have the choices of their layers: two all-reduces over pp, label "routing".
 
         Raises:
             EngineError: a router was not called once for each row.

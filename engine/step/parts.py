@@ -78,7 +78,7 @@ class StepPart:
         return False
 
     def taken(self, microbatches: Sequence[Batch]) -> None:
-        """Raises if this rank's microbatches are not those that this feature needs. No rank communicates."""
+        """Raises if this feature refuses this rank's microbatches. No rank communicates."""
 
     def begin_step(self) -> None:
         """Begins a step that trains."""

@@ -2,8 +2,8 @@
 
     topk, argmax, max over scores [.., experts]      the call returns other indices, and the scores at them
 
-The code around the call stays the model's own, so it computes the weights of the given experts as those of its own
-choice, and gradients pass through the scores.
+The code around the call stays the model's own, so it computes the weights of the given experts in the same way as
+for its own choice, and gradients pass through the scores.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ class RouterChoice:
     router: str
     """Name of the module with the call in its forward."""
     place: int
-    """Number of the call among those of this forward that choose among ``experts``."""
+    """Number of the call among the calls of this forward that choose among ``experts``."""
     experts: int
     """Number of scores of a row, at most the number of experts."""
     chosen: int
@@ -184,8 +184,8 @@ def find_router_choice(block: nn.Module, child: str, count: int) -> RouterChoice
             if isinstance(found, RouterChoice):
                 return found
             reasons.append(found)
-    told = [reason for reason in reasons if reason]
-    return told[0] if told else "its block cannot be called for a trial"
+    given = [reason for reason in reasons if reason]
+    return given[0] if given else "its block cannot be called for a trial"
 
 
 class _Trial:

@@ -1,4 +1,4 @@
-"""Faults of the replay of routers: second runs, weights, positions and layers."""
+"""Faults of routing: replayed choices of routers, and balance losses over the rows of all data ranks."""
 
 from tests.faults.fault import Fault
 
@@ -9,8 +9,39 @@ _FORMULA = (
     "tests/parallel/experts/test_router_choice.py::"
     "test_given_experts_have_the_weights_and_gradients_of_the_models_formula[softmax_first]"
 )
+_BALANCE = (
+    "tests/engine/parity/test_global_balance.py::"
+    "test_gathered_router_logits_give_the_balance_loss_of_the_global_batch[parallel0-whole_step]"
+)
 
 ROUTER_REPLAY = (
+    Fault(
+        name="replay-ignored",
+        about="Routers choose themselves, though the batch has experts for them.",
+        file=_REPLAY,
+        old="with OtherChoice(choice, given, record if",
+        new="with OtherChoice(choice, None, record if",
+        tests=(
+            f"{_TESTS}::test_gradients_of_routers_are_those_of_the_formula_in_plain_torch",
+            f"{_TESTS}::test_a_part_of_the_positions_may_be_given",
+        ),
+    ),
+    Fault(
+        name="balance-of-one-microbatch",
+        about="A balance loss over gathered router logits has only those of this rank's microbatch.",
+        file="engine/program/loss.py",
+        old="gathered: Tensor = rows if self.ranks == 1 else _GatherRows",
+        new="gathered: Tensor = rows if self.ranks else _GatherRows",
+        tests=(_BALANCE,),
+    ),
+    Fault(
+        name="gathered-router-logits-are-detached",
+        about="Routers get no gradient through gathered router logits.",
+        file="engine/program/loss.py",
+        old="        return own, None",
+        new="        return own.zero_(), None",
+        tests=(_BALANCE,),
+    ),
     Fault(
         name="second-run-replays-the-last-forward",
         about="A block that runs again takes the experts of the forward that ran last, not those of its own.",
