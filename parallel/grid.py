@@ -54,6 +54,8 @@ class GridAxis:
     """Ranks along it read different rows, and their gradients are summed."""
     copies: bool = False
     """Ranks along it hold equal parameters."""
+    sums: bool = False
+    """Ranks along it compute parts of the gradients of these parameters, which are summed; ZeRO shards over it."""
     size: int = 1
     """Number of ranks if the configuration has no key for it."""
 
@@ -77,7 +79,8 @@ class Spread(NamedTuple):
 
 AXES: tuple[GridAxis, ...] = (
     GridAxis("pp", "pipeline"),
-    GridAxis("dp", "data", rows=True, copies=True),
+    GridAxis("dp", "data", rows=True, copies=True, sums=True),
+    GridAxis("cp", "context", copies=True, sums=True),
     GridAxis("tp", "tensor"),
 )
 
@@ -116,6 +119,11 @@ class Coord(Mapping[str, int]):
     def dp(self) -> int:
         """Data rank."""
         return self._indices["dp"]
+
+    @property
+    def cp(self) -> int:
+        """Context rank."""
+        return self._indices["cp"]
 
     @property
     def tp(self) -> int:
@@ -192,6 +200,11 @@ class Grid:
         return self.sizes["dp"]
 
     @property
+    def cp(self) -> int:
+        """Size of the context axis."""
+        return self.sizes["cp"]
+
+    @property
     def tp(self) -> int:
         """Size of the tensor axis."""
         return self.sizes["tp"]
@@ -217,14 +230,21 @@ class Grid:
         return self._joined(axis.name for axis in AXES if axis.copies)
 
     @property
+    def sums(self) -> Axis:
+        """The axis over which gradients are summed: ranks along it compute parts of one gradient."""
+        return self._joined(axis.name for axis in AXES if axis.sums)
+
+    @property
     def sharding(self) -> Axis:
-        """The axis over which ZeRO shards: dp, or its inner part."""
-        return "dp_shard" if self.data_axes else "dp"
+        """The axis over which ZeRO shards: ``sums``, or its inner part."""
+        if not self.data_axes:
+            return self.sums
+        return self._joined(("dp_shard", *(axis.name for axis in AXES if axis.sums and not axis.rows)))
 
     @property
     def shard_line(self) -> Axis:
         """The axis that shard groups divide into runs of neighbours."""
-        return "dp"
+        return self.sums
 
     @property
     def shard_groups(self) -> Axis:
@@ -234,14 +254,14 @@ class Grid:
     @property
     def shard_copies(self) -> Axis:
         """The axis along which ranks hold the same ZeRO shard."""
-        others = [axis.name for axis in AXES if axis.copies and axis.name != "dp"]
+        others = [axis.name for axis in AXES if axis.copies and not axis.sums]
         return self._joined((self.shard_groups, *others))
 
     @property
     def spread(self) -> Spread:
         """The axes of parameters that every data rank computes with."""
         return Spread(
-            self.sharding, self.shard_groups, self.rows, self.copies, self.shard_copies, self.size(self.sharding)
+            self.sharding, self.shard_groups, self.sums, self.copies, self.shard_copies, self.size(self.sharding)
         )
 
     @property
@@ -462,7 +482,9 @@ def axis_groups(grid: Grid) -> dict[Axis, Axis]:
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
     expert_axes = ("ep", *dict.fromkeys(grid.expert_spread[:5])) if grid.experts > 1 else ()
-    meanings = ("replica", *grid.data_axes, grid.rows, grid.copies, grid.shard_copies, *expert_axes)
+    meanings = (
+        "replica", *grid.data_axes, grid.rows, grid.sums, grid.sharding, grid.copies, grid.shard_copies, *expert_axes
+    )  # fmt: skip
     used: dict[Axis, Axis] = {"world": "world"}
     for axis in (*grid.sizes, *meanings):
         if axis not in used and grid.size(axis) > 1:

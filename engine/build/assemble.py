@@ -73,6 +73,7 @@ from engine.planning.profile_calls import Costs, profile_run
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch
+from engine.program.context_program import with_context
 from engine.program.expert_load import ExpertCounter
 from engine.step.runtime import PipelineRuntime, RankRuntime
 from engine.step.trace_cache import TraceCache
@@ -155,7 +156,7 @@ def assemble_rank(
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    user_backward, program = UserBackward(), request.program(model, plan.precision, device, comm)
+    user_backward, program = UserBackward(), with_context(request.program(model, plan.precision, device, comm), comm)
     encoder, (buckets, frozen) = _encoder(config, kernels), _parts(placed, plan, comm.grid)
     optimizer = _optimizer(plan, buckets, comm, request, device)
     reducer = _reducer(model, plan, comm, optimizer.copies, user_backward, kernels)
@@ -217,7 +218,7 @@ def _within_gathers(
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:
     """Puts fused operators into the model, on all ranks or on none."""
-    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight")]
+    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight") and comm.grid.cp == 1]
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, request.patches)
         make_heads_lazy(model, heads, axis, request.patches)

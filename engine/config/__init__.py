@@ -215,8 +215,13 @@ class Config:
 
     @cached_property
     def shards(self) -> int:
-        """Number of data ranks that share one copy of the state that ZeRO shards."""
-        return self.zero_optimization.shard_size or self.dp
+        """Number of ranks that share one copy of the state that ZeRO shards: data ranks times context ranks."""
+        return (self.zero_optimization.shard_size or self.dp) * self.cp
+
+    @cached_property
+    def cp(self) -> int:
+        """Size of the context axis."""
+        return self._settled("context")
 
     @cached_property
     def tp(self) -> int:
@@ -245,7 +250,8 @@ class Config:
 
     def grid(self, rank: int) -> Grid:
         """Returns the grid from the view of ``rank``."""
-        shards = self.shards if self.shards < self.dp else None
+        asked = self.zero_optimization.shard_size
+        shards = asked if asked is not None and asked < self.dp else None
         sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
         return Grid(rank=rank, order=self.parallel.order, shard_size=shards, experts=self.parallel.expert, **sizes)
 
@@ -380,7 +386,8 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
     ranks = data if isinstance(data, int) else None
     origin = "parallel.data"
     if axes["data"] == "auto":
-        origin = f"data ranks: world size {world_size} / tensor {axes['tensor']} / pipeline {axes['pipeline']}"
+        others = " / ".join(f"{axis} {axes[axis]}" for axis in axes if axis in AXES[1:] or axes[axis] not in (1, axes["data"]))
+        origin = f"data ranks: world size {world_size} / {others}"
     if not world_size and not any(getattr(config, key) for key in BATCH):
         return config  # without sizes, an absent batch is not a contradiction yet
     batch = _fit_batch({key: getattr(config, key) for key in BATCH}, ranks, origin, problems)
@@ -393,7 +400,7 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int | Literal["auto"]]:
     """Returns the size of each axis of the grid; an axis without a key of its own has the size in ``grid.AXES``."""
-    others = {axis.noun: axis.size for axis in grid.AXES if axis.noun not in AXES}
+    others = {axis.noun: getattr(parallel, axis.noun, axis.size) for axis in grid.AXES if axis.noun not in AXES}
     return {axis: getattr(parallel, axis) for axis in AXES} | others
 
 
@@ -411,10 +418,12 @@ def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> d
         return {axis: fixed.get(axis, world_size // product) for axis in axes}
     fits: list[str] = []
     for axis, size in fixed.items():
+        if axis not in AXES and size == 1:
+            continue
         share, left = divmod(world_size, product // size)
         if not left:
             fits.append(f"parallel.{axis} {either(divisors(share)) if automatic else share}")
-    given = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
+    given = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if axis in AXES or size > 1)
     if world_size == 1:  # usually a script that was started without its launcher
         problems.add(
             "parallel",

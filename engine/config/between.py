@@ -199,7 +199,7 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
 
 def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
     """Notes settings of the axes that need others."""
-    automatic = [axis for axis in ("data", "tensor", "pipeline") if getattr(parallel, axis) == "auto"]
+    automatic = [axis for axis in ("data", "tensor", "pipeline", "context") if getattr(parallel, axis) == "auto"]
     if len(automatic) > 1:
         named = " and ".join(automatic)
         problems.add(

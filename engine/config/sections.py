@@ -48,6 +48,8 @@ class ParallelConfig:
     """Size of the tensor axis: ranks that shard every layer."""
     pipeline: int | Literal["auto"] = setting(1, AXIS)
     """Size of the pipeline axis: ranks that each compute consecutive layers."""
+    context: int | Literal["auto"] = setting(1, AXIS)
+    """Size of the context axis: ranks that each compute a part of the positions of every sequence."""
     expert: int = setting(1, SIZE)
     """Data ranks that share the experts of every layer of a mixture; tokens are sent to the ranks of their experts."""
     order: Order = setting("tp-dp-pp", one_of("tp-dp-pp", "tp-pp-dp", noun="an order of the axes"))

@@ -16,6 +16,7 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.comm.encoded_collectives import ActivationFormat, EncodedCollectives
 from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 from engine.parallel.comm.traffic import Op
+from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
@@ -72,9 +73,11 @@ class TensorAxis:
     measured: OverlapChoices | None = None
     """Measured shapes on which the communicating kernels are faster and run; None: they run wherever they fit."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.index = comm.grid.index("tp")
-        self.size = comm.grid.tp
+    name: Axis = "tp"
+    """Axis of the grid over which the collectives run."""
+
+    def __init__(self, comm: Comm, name: Axis = "tp") -> None:
+        self.name, self.index, self.size = name, comm.grid.index(name), comm.grid.size(name)
         self.dry = False
         self.listener: Listener | None = None
         self._comm = comm
@@ -123,7 +126,7 @@ class TensorAxis:
         """Returns the collectives that send ``whole`` in fewer bits; None: the collective is exact."""
         if self.wire is None or not self.wire.encodes(label, whole.dtype, whole.numel(), self.size):
             return None
-        return EncodedCollectives(self._comm, "tp", self.wire, self.kernels)
+        return EncodedCollectives(self._comm, self.name, self.wire, self.kernels)
 
     def all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> None:
         """Reduces ``tensor`` (any shape, contiguous) over the axis in place: sum or maximum."""
@@ -170,7 +173,7 @@ class TensorAxis:
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
         """Counts and returns a collective over a tensor like ``full`` that the kernel launched by ``call`` performs."""
-        return self._comm.in_kernel(op, full, "tp", label, call)
+        return self._comm.in_kernel(op, full, self.name, label, call)
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
         pending = start() if self.repeats is None else self.repeats.collective(given, result, start)
@@ -182,17 +185,17 @@ class TensorAxis:
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         encoded = self._encoded(label, tensor) if op == "sum" else None
-        return encoded.all_reduce(tensor, label) if encoded else self._comm.all_reduce(tensor, "tp", label, op)
+        return encoded.all_reduce(tensor, label) if encoded else self._comm.all_reduce(tensor, self.name, label, op)
 
     def _all_gather(self, full: Tensor, part: Tensor, label: str) -> Pending:
         if (encoded := self._encoded(label, full)) is not None:
             return encoded.all_gather(full.view(-1), part.view(-1), label)
-        return self._comm.all_gather(full.view(-1), part.view(-1), "tp", label)
+        return self._comm.all_gather(full.view(-1), part.view(-1), self.name, label)
 
     def _reduce_scatter(self, part: Tensor, full: Tensor, label: str) -> Pending:
         if (encoded := self._encoded(label, full)) is not None:
             return encoded.reduce_scatter(part.view(-1), full.view(-1), label)
-        return self._comm.reduce_scatter(part.view(-1), full.view(-1), "tp", label)
+        return self._comm.reduce_scatter(part.view(-1), full.view(-1), self.name, label)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorAxis":
         """Returns ``self``: a copied model communicates through the same processes."""

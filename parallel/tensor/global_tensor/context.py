@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 import torch
@@ -30,12 +31,24 @@ class Rules:
         return self
 
 
+class PlainGradient(Enum):
+    """Gradient of a plain tensor, which is equal on all ranks of the axis."""
+
+    EQUAL = auto()
+    """The gradient is equal on all ranks too: a sum follows where the tensor meets a shard (tensor parallelism)."""
+    PARTIAL = auto()
+    """Each rank has a part of the gradient: ZeRO sums those of parameters (context parallelism)."""
+
+
 class GlobalTensorContext:
     """Context of all global tensors of a sharded model, or of one unit.
 
     ``sequence``: sums of products stay sharded along the dim before the last one (sequence parallelism). ``regather``:
     inputs that column layers gather are gathered again in backward.
     """
+
+    plain = PlainGradient.EQUAL
+    """Gradient of the plain tensors that meet global tensors of this context."""
 
     def __init__(self, axis: TensorAxis, rules: Rules, sequence: bool = False, regather: bool = False) -> None:
         self.axis, self.sequence, self.regather = axis, sequence, regather

@@ -31,11 +31,14 @@ from engine.parallel.tensor.collectives import (
     reduce_from,
     scatter_from,
     slice_of,
+    sum_parts,
 )
+from engine.parallel.tensor.global_tensor.context import PlainGradient
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, replaced
 from engine.parallel.tensor.global_tensor.layout import Layout, reshaped
 from engine.parallel.tensor.global_tensor.operands import on_device
+from engine.parallel.tensor.tp_axis import TensorAxis
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -53,16 +56,19 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
     context = x.views
     context.note_gather(reason)
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
+    partial = context.plain is PlainGradient.PARTIAL
+    if not dims and partial:
+        return x.local
     if not dims:
         # every rank has all elements and a complete gradient of the result, but gradients of ``x`` are partial and will
         # be summed: only one rank may pass the gradient on
-        owner: Tensor = _Owner.apply(x.local, context.axis.index == 0)  # type: ignore[no-untyped-call]
-        return owner
+        return gradient_to_owner(x.local, context.axis)
     index = x.sets[dims[0]]
     if len(dims) == 1 and index is not None and index.even:
         # collectives have no bool; one byte each has the same bits
         as_bytes = x.local.view(torch.uint8) if x.local.dtype is torch.bool else x.local
-        joined = in_order(context, gather_whole(as_bytes, context.axis, dims[0]), dims[0], index)
+        gather = gather_to if partial else gather_whole
+        joined = in_order(context, gather(as_bytes, context.axis, dims[0], ROW_OUTPUTS), dims[0], index)
         return joined.view(x.local.dtype) if joined.dtype != x.local.dtype else joined
     return _sum_of_owned(x)
 
@@ -77,6 +83,8 @@ def gather_global(x: GlobalTensor) -> GlobalTensor:
         if index is not None and index.even:
             joined = gather_to(local, context.axis, dims[0], COLUMN_INPUTS, passed=passed)
             return in_order(context, joined, dims[0], index)
+        if context.plain is PlainGradient.PARTIAL:
+            return _sum_of_owned(x)
         return copy_to(_sum_of_owned(x), context.axis, passed=passed)
 
     # entered once: a second gather of the same shard would send its bytes, and sum its gradient, twice
@@ -87,7 +95,9 @@ def gather_global(x: GlobalTensor) -> GlobalTensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """All-reduces ``local`` over the tensor ranks, in place: no other code may read ``local``."""
+    """All-reduces ``local`` over the ranks of the axis, in place: no other code may read ``local``."""
+    if context.plain is PlainGradient.PARTIAL:
+        return sum_parts(local, context.axis, label)
     return reduce_from(local, context.axis, label)
 
 
@@ -166,7 +176,7 @@ def _sum_of_owned(x: GlobalTensor) -> Tensor:
             places = on_device(context, ("held", index, local.device), index.ranks[context.axis.index], local.device)
             shape = replaced(local.shape, dim, index.size)
             local = local.new_zeros(shape).index_copy(dim, places, local)
-    return reduce_from(local, context.axis, ROW_OUTPUTS).to(dtype)
+    return add(context, local, ROW_OUTPUTS).to(dtype)
 
 
 def _owned_mask(sets: Sets, rank: int) -> Any:
@@ -182,6 +192,12 @@ def _owned_mask(sets: Sets, rank: int) -> Any:
 def _aligned(sets: Sets, shape: tuple[int, ...]) -> tuple[int, ...]:
     sizes = iter(shape)
     return tuple(1 if index is None else next(sizes) for index in sets)
+
+
+def gradient_to_owner(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Returns ``x``; backward passes the gradient on the first rank of the axis only, and zeros on the others."""
+    owner: Tensor = _Owner.apply(x, axis.index == 0)  # type: ignore[no-untyped-call]
+    return owner
 
 
 class _Owner(torch.autograd.Function):

@@ -1,0 +1,70 @@
+"""Program of a rank that computes a part of the positions of every sequence (context parallelism)."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+from engine.parallel.context.entry import SequenceEntry
+from engine.parallel.context.rules import ContextOfSequences
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_owner
+from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.torch_function import map_leaves
+from engine.program.batch import Batch, tensors_by_path
+from engine.program.program import ForwardResult, Program
+
+
+@dataclass(frozen=True, slots=True)
+class ContextProgram(Program):
+    """Model and loss over sequences that are sharded over the axis "cp"."""
+
+    sequences: ContextOfSequences | None = field(default=None, compare=False)
+
+    def forward(self, microbatch: Batch) -> ForwardResult:
+        """Returns output and loss of one microbatch, equal on all context ranks; the first one starts the backward."""
+        done = Program.forward(self, microbatch)
+        total = _plain(done.loss.sum)
+        if total.requires_grad:
+            total = gradient_to_owner(total, self._sequences.axis)
+        metrics = tuple(_plain(each) for each in done.loss.metrics)
+        return ForwardResult(done.output, done.loss._replace(sum=total, weight=_plain(done.loss.weight), metrics=metrics))
+
+    def output(self, microbatch: Batch) -> Any:
+        """Returns the output of one microbatch, gathered over the axis "cp"."""
+        return gather_sequences(Program.output(self, microbatch))
+
+    @property
+    def _sequences(self) -> ContextOfSequences:
+        assert self.sequences is not None, "set by with_context"
+        return self.sequences
+
+    def _run(self, moved: Batch) -> Any:
+        with SequenceEntry(self._sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
+            made = Program._run(self, moved)
+        self._sequences.clear()
+        if not entry.found:
+            raise EngineError(
+                "parallel.context needs a model whose embedding reads token ids of the batch, or whose first linear "
+                "layer reads rows [B, S, H] of it, but this forward reads neither; set parallel.context to 1."
+            )
+        return made
+
+
+def with_context(program: Program, comm: Comm) -> Program:
+    """Returns ``program`` over sequences that are sharded over the axis "cp"; itself without context ranks."""
+    if comm.grid.cp == 1:
+        return program
+    own = {each.name: getattr(program, each.name) for each in fields(Program)}
+    return ContextProgram(**own, sequences=ContextOfSequences(TensorAxis(comm, "cp")))
+
+
+def gather_sequences(output: Any) -> Any:
+    """Returns ``output`` with plain tensors in place of those that are sharded along positions."""
+    return map_leaves(_plain, output)
+
+
+def _plain(value: Any) -> Any:
+    return full(value, "output") if type(value) is GlobalTensor else value
