@@ -33,14 +33,17 @@ from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.tensor.layers.planned_traffic import (
+    CollectiveRecorder,
     LogitUse,
     TrafficRecorder,
     find_logit_use,
     loss_traffic,
     traffic_by_call,
+    traffic_over,
 )
 from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
+from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import shards_parameters, tensor_format
@@ -51,6 +54,7 @@ from engine.planning.profile_calls import Costs, flop_costs_only, needs_profilin
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import SearchedProgram
 from engine.program.batch import Batch
+from engine.program.context_program import ContextProgram, with_context
 from engine.program.program import Program
 
 
@@ -81,9 +85,9 @@ class PlanRequest:
 
 
 def needs_example(config: Config) -> bool:
-    """Returns True if planning needs a microbatch: for tensor and pipeline parallelism, not for data parallelism
-    alone."""
-    return config.tp > 1 or config.pp > 1
+    """Returns True if planning needs a microbatch: for tensor, pipeline and context parallelism, not for data
+    parallelism alone."""
+    return config.tp > 1 or config.pp > 1 or config.cp > 1
 
 
 def needs_search(config: Config) -> bool:
@@ -130,6 +134,8 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     """
     if not needs_example(config):
         return _order_of_calls(config, request)
+    if config.cp > 1:
+        return _of_sequences(config, request)
     # The tensor plan comes first, because the trace below runs with sharded layers: its values must have the
     # shapes that a tensor rank sends. Without tensor parallelism the trace sees the full layers.
     tensor = _tensor_plan(config, request)
@@ -166,6 +172,20 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     use = find_logit_use(tensor, trace, config.tp)
     traffic = _by_stage(trace, partition, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
     return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
+
+
+def _of_sequences(config: Config, request: PlanRequest) -> Analysis:
+    """Traces the example as a context rank runs it, and counts the bytes that the rank sends over cp."""
+    axis, model = DryAxis(config.cp), request.program.model
+    watch = CollectiveRecorder(model, recomputed_blocks(model, config.activation_checkpointing), axis)
+    program = with_context(request.program, axis)
+    try:
+        trace = trace_example(program, request.example, 1, watch)
+    except PlanError as problem:
+        return Analysis(notes=(f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}",))
+    assert isinstance(program, ContextProgram)
+    notes = (*program.notes, *_ran_on_zeros(trace))
+    return Analysis(trace=trace, traffic={0: traffic_over("cp", watch.sent, config.cp)}, notes=notes)
 
 
 def _on_one_stage(error: Exception) -> str:

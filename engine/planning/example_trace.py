@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import placeholder
 from engine.parallel.pipeline.partition.partition import Split, units_for_split
-from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder
+from engine.parallel.tensor.layers.planned_traffic import CollectiveRecorder
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.precision.dtypes import Precision
@@ -27,7 +27,7 @@ def trace_example(
     program: Program,
     example: Batch,
     stages: int,
-    watch: TrafficRecorder | None = None,
+    watch: CollectiveRecorder | None = None,
     material: Material | None = None,
     split: Split = "auto",
 ) -> ModelTrace:

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.comm.comm import Comm
 from engine.parallel.context.entry import SequenceEntry
 from engine.parallel.context.rules import ContextOfSequences
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
@@ -14,6 +13,7 @@ from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.torch_function import map_leaves
 from engine.program.batch import Batch, tensors_by_path
+from engine.program.loss import WeightedLoss
 from engine.program.program import ForwardResult, Program
 
 
@@ -32,9 +32,23 @@ class ContextProgram(Program):
         metrics = tuple(_plain(each) for each in done.loss.metrics)
         return ForwardResult(done.output, done.loss._replace(sum=total, weight=_plain(done.loss.weight), metrics=metrics))
 
+    def planned_loss(self, microbatch: Batch) -> WeightedLoss:
+        """Returns the loss of an example as a plain tensor; see :meth:`Program.planned_loss`."""
+        loss = Program.planned_loss(self, microbatch)
+        return WeightedLoss(_plain(loss.sum), _plain(loss.weight))
+
     def output(self, microbatch: Batch) -> Any:
         """Returns the output of one microbatch, gathered over the axis "cp"."""
         return gather_sequences(Program.output(self, microbatch))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line for the banner about functions without a rule, which gather sequences; empty without such ones."""
+        gathers = self._sequences.gathers
+        if not gathers:
+            return ()
+        shown = ", ".join(f"{name} ({times})" for name, times in sorted(gathers.items(), key=lambda one: -one[1])[:4])
+        return (f"parallel.context: sequences are gathered in each forward by {shown}",)
 
     @property
     def _sequences(self) -> ContextOfSequences:
@@ -53,12 +67,12 @@ class ContextProgram(Program):
         return made
 
 
-def with_context(program: Program, comm: Comm) -> Program:
-    """Returns ``program`` over sequences that are sharded over the axis "cp"; itself without context ranks."""
-    if comm.grid.cp == 1:
+def with_context(program: Program, axis: TensorAxis) -> Program:
+    """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank."""
+    if axis.size == 1:
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
-    return ContextProgram(**own, sequences=ContextOfSequences(TensorAxis(comm, "cp")))
+    return ContextProgram(**own, sequences=ContextOfSequences(axis))
 
 
 def gather_sequences(output: Any) -> Any:

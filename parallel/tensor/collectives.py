@@ -159,6 +159,8 @@ def sum_parts(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
     if axis.size == 1:
         return x
     summed: Tensor = _SumParts.apply(x, axis, label)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and x.requires_grad:
+        axis.expect("all_reduce", label, x, summed)
     return summed
 
 

@@ -8,8 +8,8 @@ logits    the glue operations after the head run once more on meta tensors, unde
           so that the traffic of the loss is counted by the code that causes it.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from engine.errors import first_line
 from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
+from engine.parallel.grid import Axis
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import call_user_code, is_own_mistake
@@ -48,74 +49,36 @@ class Sent:
     """True if recomputation of the module's block repeats it."""
 
 
-class TrafficRecorder:
-    """Recorder of the collectives of a model that ``plan`` shards, in runs on shapes.
+class CollectiveRecorder:
+    """Recorder of the collectives of ``axis``, which is dry, in runs of a model on shapes.
 
     ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops at the last tensor that
     backward needs, so a collective is repeated only if a tensor is saved after it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: TensorPlan,
-        recomputed: Mapping[str, nn.Module],
-        tp: int,
-        wire: ActivationFormat | None = None,
-    ) -> None:
-        self._model, self._plan, self._recomputed = model, plan, recomputed
-        self._axis = DryAxis(tp, self._note)
-        self._axis.wire = wire
+    def __init__(self, model: nn.Module, recomputed: Mapping[str, nn.Module], axis: DryAxis) -> None:
+        self._model, self._recomputed, self._axis = model, recomputed, axis
+        axis.listener = self._note
         self._sent: list[Sent] = []
         self._nodes: list[Node | None] = []
         """The autograd node of each collective of backward; None for a collective of forward."""
-        self._reads = OutsideReads(model, plan)
         self._running: list[str] = []
         self._last = ""
         self._saved = 0
         self._pending: list[tuple[int, int]] = []
         """(index of a collective, number of tensors saved before it) in the running recomputed module."""
-        self._partial: set[int] = set()
 
     @property
     def sent(self) -> tuple[Sent, ...]:
         """The collectives of the last run, in order."""
         return tuple(self._sent)
 
-    @property
-    def read_outside(self) -> tuple[str, ...]:
-        """Names of sharded parameters that code outside the owning modules reads."""
-        return tuple(self._reads.names)
+    def cut(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model has the shapes of one rank."""
+        return nullcontext()
 
-    @property
-    def partial(self) -> frozenset[str]:
-        """Names of replicated parameters that met sharded activations, so that each rank has a partial gradient."""
-        return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
-
-    @property
-    def used_both_ways(self) -> frozenset[str]:
-        """Names of replicated parameters that met sharded and full activations, in code that no style covers."""
-        both = self._partial & self._reads.plain
-        names = (name for name, p in self._model.named_parameters() if id(p) in both)
-        return frozenset(names) - self._plan.partial
-
-    @property
-    def used_one_way(self) -> frozenset[str]:
-        """Names of replicated parameters that met sharded activations only."""
-        one = self._partial - self._reads.plain
-        return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
-
-    @contextmanager
-    def cut(self) -> Iterator[None]:
-        """Gives the model the shapes of one tensor rank's shards inside the context."""
-        patches, sizes = ForwardPatches(), WholeSizeAnswers(self._model, self._plan)
-        context = apply_shapes(self._model, self._plan, self._axis, patches)
-        sizes.install(self._model, patches)
-        try:
-            yield
-        finally:
-            self._partial = {id(parameter) for parameter in context.partial}
-            patches.remove()
+    def _watching(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -131,7 +94,7 @@ class TrafficRecorder:
                 for handle in handles:
                     stack.callback(handle.remove)
             stack.enter_context(saved_tensors_hooks(self._pack, lambda saved: saved))
-            stack.enter_context(self._reads.watching())
+            stack.enter_context(self._watching())
             try:
                 yield
             finally:
@@ -174,6 +137,61 @@ class TrafficRecorder:
         self._pending.clear()
 
 
+class TrafficRecorder(CollectiveRecorder):
+    """Recorder of the collectives of a model that ``plan`` shards over ``tp`` ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        recomputed: Mapping[str, nn.Module],
+        tp: int,
+        wire: ActivationFormat | None = None,
+    ) -> None:
+        super().__init__(model, recomputed, DryAxis(tp))
+        self._plan, self._axis.wire = plan, wire
+        self._reads = OutsideReads(model, plan)
+        self._partial: set[int] = set()
+
+    @property
+    def read_outside(self) -> tuple[str, ...]:
+        """Names of sharded parameters that code outside the owning modules reads."""
+        return tuple(self._reads.names)
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """Names of replicated parameters that met sharded activations, so that each rank has a partial gradient."""
+        return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
+
+    @property
+    def used_both_ways(self) -> frozenset[str]:
+        """Names of replicated parameters that met sharded and full activations, in code that no style covers."""
+        both = self._partial & self._reads.plain
+        names = (name for name, p in self._model.named_parameters() if id(p) in both)
+        return frozenset(names) - self._plan.partial
+
+    @property
+    def used_one_way(self) -> frozenset[str]:
+        """Names of replicated parameters that met sharded activations only."""
+        one = self._partial - self._reads.plain
+        return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Gives the model the shapes of one tensor rank's shards inside the context."""
+        patches, sizes = ForwardPatches(), WholeSizeAnswers(self._model, self._plan)
+        context = apply_shapes(self._model, self._plan, self._axis, patches)
+        sizes.install(self._model, patches)
+        try:
+            yield
+        finally:
+            self._partial = {id(parameter) for parameter in context.partial}
+            patches.remove()
+
+    def _watching(self) -> AbstractContextManager[object]:
+        return self._reads.watching()
+
+
 def _nodes_before(last: Node | None) -> set[Node]:
     """Returns ``last`` and all autograd nodes that its backward reaches."""
     found: set[Node] = set()
@@ -202,6 +220,12 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
             for _ in range(1 + item.repeated):
                 tally.add(_traffic(item.what.label, item.what.op, item.what.bytes, tp))
     return tallies
+
+
+def traffic_over(axis: Axis, sent: Sequence[Sent], ranks: int) -> Tally:
+    """Returns one rank's traffic over ``axis`` for one microbatch, forward and backward."""
+    again = [item for item in sent for _ in range(1 + item.repeated)]
+    return Tally([Traffic(axis, one.what.label, 1, sent_bytes(one.what.op, one.what.bytes, ranks)) for one in again])
 
 
 @dataclass(frozen=True, slots=True)
