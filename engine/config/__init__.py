@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from engine.config.between import (
     check_average,
+    check_context,
     check_copies,
     check_integrity,
     check_nodes,
@@ -358,6 +359,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)
     check_parallel(config.parallel, problems)
+    check_context(config.parallel, problems)
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)

@@ -220,6 +220,19 @@ def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
         )
 
 
+def check_context(parallel: ParallelConfig, problems: Problems) -> None:
+    """Notes axes that sequences are not sharded together with."""
+    if parallel.context == 1:
+        return
+    for axis in ("tensor", "pipeline", "expert"):
+        if (size := getattr(parallel, axis)) != 1:
+            problems.add(
+                "parallel.context",
+                f"{shown_value(parallel.context)} with parallel.{axis} {shown_value(size)}: sequences are sharded in "
+                f"layers that each rank computes whole; set parallel.{axis} to 1, or leave parallel.context out.",
+            )
+
+
 def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
     """Notes settings of checks that are never made."""
     if integrity.every:
