@@ -156,7 +156,10 @@ def assemble_rank(
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    user_backward, program = UserBackward(), with_context(request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"))
+    user_backward, program = (
+        UserBackward(),
+        with_context(request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp")),
+    )
     encoder, (buckets, frozen) = _encoder(config, kernels), _parts(placed, plan, comm.grid)
     optimizer = _optimizer(plan, buckets, comm, request, device)
     reducer = _reducer(model, plan, comm, optimizer.copies, user_backward, kernels)

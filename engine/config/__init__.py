@@ -388,7 +388,9 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
     ranks = data if isinstance(data, int) else None
     origin = "parallel.data"
     if axes["data"] == "auto":
-        others = " / ".join(f"{axis} {axes[axis]}" for axis in axes if axis in AXES[1:] or axes[axis] not in (1, axes["data"]))
+        others = " / ".join(
+            f"{axis} {axes[axis]}" for axis in axes if axis in AXES[1:] or axes[axis] not in (1, axes["data"])
+        )
         origin = f"data ranks: world size {world_size} / {others}"
     if not world_size and not any(getattr(config, key) for key in BATCH):
         return config  # without sizes, an absent batch is not a contradiction yet

@@ -3,11 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch import Tensor
-
 from engine.errors import EngineError
-from engine.parallel.context.entry import SequenceEntry
-from engine.parallel.context.rules import ContextOfSequences
+from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_owner
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -30,7 +27,9 @@ class ContextProgram(Program):
         if total.requires_grad:
             total = gradient_to_owner(total, self._sequences.axis)
         metrics = tuple(_plain(each) for each in done.loss.metrics)
-        return ForwardResult(done.output, done.loss._replace(sum=total, weight=_plain(done.loss.weight), metrics=metrics))
+        return ForwardResult(
+            done.output, done.loss._replace(sum=total, weight=_plain(done.loss.weight), metrics=metrics)
+        )
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
         """Returns the loss of an example as a plain tensor; see :meth:`Program.planned_loss`."""

@@ -10,8 +10,6 @@ global tensors.
 The files:
 
     cuts         positions of each rank: zig-zag or contiguous; no torch
-    entry        the place where a batch tensor becomes a global tensor
-    attention    scaled dot product attention of the queries of this rank and the gathered keys
-    losses       cross-entropy over the positions of all ranks
-    rules        the table of rules: the rules of tensor parallelism with those of this folder
+    rules        attention over the keys of all ranks, and cross-entropy over their positions
+    sequences    the table of rules, and the place where a batch tensor becomes a global tensor
 """

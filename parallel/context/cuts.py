@@ -1,7 +1,7 @@
 """Positions of a sequence on each context rank. Pure arithmetic.
 
-    zigzag        0 0 1 1 2 2 | 2 2 1 1 0 0    chunks r and 2n-1-r of 2n: equal work under a causal mask
-    contiguous    0 0 0 1 1 1 2 2 2            blocks in rank order
+zigzag        0 0 1 1 2 2 | 2 2 1 1 0 0    chunks r and 2n-1-r of 2n: equal work under a causal mask
+contiguous    0 0 0 1 1 1 2 2 2            blocks in rank order
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ def contiguous(length: int, ranks: int) -> Index:
     return Index(np.array_split(np.arange(length), ranks), length)
 
 
-def runs(positions: np.ndarray) -> list[tuple[int, int]]:
+def position_runs(positions: np.ndarray) -> list[tuple[int, int]]:
     """Lists the runs of neighbouring positions as (first index, last index + 1) into ``positions``, ascending."""
     borders = np.flatnonzero(np.diff(positions) != 1) + 1
     ends = [*borders.tolist(), len(positions)]

@@ -81,7 +81,9 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
     """Returns the shard of a plain tensor; its first dims become sharded as ``wanted``."""
-    if plain.requires_grad and context.plain is PlainGradient.EQUAL:  # the gradient is complete only after a sum or a gather: once a step, or here
+    if (
+        plain.requires_grad and context.plain is PlainGradient.EQUAL
+    ):  # the gradient is complete only after a sum or a gather: once a step, or here
         if isinstance(plain, nn.Parameter) and plain not in context.equal and context.sums_once(plain):
             context.partial.add(plain)
         elif torch.is_grad_enabled() and context.axis.size > 1:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.parallel.context.cuts import contiguous, runs, zigzag
+from engine.parallel.context.cuts import contiguous, position_runs, zigzag
 
 
 @pytest.mark.parametrize("length", [4, 8, 13, 37, 64])
@@ -21,5 +21,5 @@ def test_causal_work_of_a_zigzag_is_balanced(length: int, ranks: int) -> None:
 
 
 def test_runs_are_neighbouring_positions() -> None:
-    assert runs(np.array([0, 1, 2, 7, 8, 11])) == [(0, 3), (3, 5), (5, 6)]
-    assert runs(np.array([], dtype=np.int64)) == []
+    assert position_runs(np.array([0, 1, 2, 7, 8, 11])) == [(0, 3), (3, 5), (5, 6)]
+    assert position_runs(np.array([], dtype=np.int64)) == []

@@ -103,9 +103,11 @@ def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor], produ
     if context.plain is PlainGradient.PARTIAL:
         places.sort(key=lambda place: (not _allows(tensors, place, product), tensors[place].numel(), -place))
     for place in places:
+        chosen = tensors[place]
+        assert type(chosen) is GlobalTensor
         if not context.sequence:
             context.note_gather("matrix product")
-        return [*tensors[:place], gather_global(tensors[place]), *tensors[place + 1 :]]
+        return [*tensors[:place], gather_global(chosen), *tensors[place + 1 :]]
     raise NoRuleError("the parameters are sharded along dims that do not match, and are not gathered.")
 
 

@@ -1,6 +1,10 @@
-"""Entry of sequences: batch tensors become global tensors at the first table or product that reads them."""
+"""Sequences of a model's forward: the rules of their global tensors, and the place where batch tensors become some.
+
+A batch tensor is sharded at the first table or product that reads it, so masks, labels and position ids stay plain.
+"""
 
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,9 +14,30 @@ from torch.overrides import TorchFunctionMode
 
 from engine.errors import EngineError
 from engine.parallel.context.cuts import zigzag
-from engine.parallel.context.rules import ContextOfSequences
+from engine.parallel.context.rules import context_attention, context_cross_entropy
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
+from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+CONTEXT_RULES = Rules(
+    by_function=MappingProxyType({
+        **TENSOR_RULES.by_function,
+        functional.scaled_dot_product_attention: context_attention,
+        functional.cross_entropy: context_cross_entropy,
+    }),
+    fallback=TENSOR_RULES.fallback,
+)  # fmt: skip
+
+
+class ContextOfSequences(GlobalTensorContext):
+    """Context of the global tensors that are sharded along positions over the axis "cp"."""
+
+    plain = PlainGradient.PARTIAL
+
+    def __init__(self, axis: TensorAxis) -> None:
+        super().__init__(axis, CONTEXT_RULES)
 
 
 class SequenceEntry(TorchFunctionMode):
@@ -41,8 +66,8 @@ class SequenceEntry(TorchFunctionMode):
         ranks, length = self._context.axis.size, tensor.shape[dim]
         if length < 2 * ranks:
             raise EngineError(
-                f"a sequence of {length} positions is shorter than 2 x {ranks}, the least for parallel.context "
-                f"{ranks}; give sequences of at least {2 * ranks} positions, or a smaller parallel.context."
+                f"dim {dim} of a batch tensor of shape {list(tensor.shape)} is to be sharded over {ranks} context ranks, "
+                f"but has fewer than 2 x {ranks} positions; give longer sequences, or a smaller parallel.context."
             )
         index = self._context.find(("positions", length), lambda: zigzag(length, ranks))
         sets = tuple(index if place == dim else None for place in range(tensor.ndim))
