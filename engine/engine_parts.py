@@ -217,7 +217,9 @@ class EngineParts:
         return self.built
 
     def completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
-        """Returns ``batch`` itself; the first batch builds the engine and is returned as an iterator of microbatches."""
+        """Returns ``batch`` itself; the first batch builds the engine and is returned as an iterator of
+        microbatches.
+        """
         if self.built is not None:
             return batch
         take = partial(self.rows.take_microbatches, batch, self.config.micro, self.config.accumulation)
@@ -232,7 +234,9 @@ class EngineParts:
             self.loop.leave(call)
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Returns a context for evaluation, inside which a schedule-free optimizer's averaged weights are in the model."""
+        """Returns a context for evaluation, inside which a schedule-free optimizer's averaged weights are in the
+        model.
+        """
         averaged = self.built.averaged if self.built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside
         return self.runtime.averaging() if taken else nullcontext()

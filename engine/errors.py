@@ -35,11 +35,15 @@ class CheckpointError(EngineError):
 
 
 class LaunchError(EngineError):
-    """Error about a job that cannot be started on the requested hosts; the message lists every problem with its host."""
+    """Error about a job that cannot be started on the requested hosts; the message lists every problem with its
+    host.
+    """
 
 
 class CorruptionError(EngineError):
-    """Error about silent corruption: bits of weights or optimizer state have changed, or copies differ between ranks."""
+    """Error about silent corruption: bits of weights or optimizer state have changed, or copies differ between
+    ranks.
+    """
 
 
 def first_line(error: BaseException) -> str:

@@ -153,7 +153,9 @@ def utilisation(
 
 
 def line_parts(report: StepReport) -> list[str]:
-    """Returns the words of a step's progress line after number and loss: lr, norm, metrics, speed, memory, loss scale."""
+    """Returns the words of a step's progress line after number and loss: lr, norm, metrics, speed, memory, loss
+    scale.
+    """
     parts = [
         f"lr {report.lr:.1e}",
         f"norm {report.grad_norm:.2f}",
