@@ -3,7 +3,7 @@
 import re
 
 COPY_AGAIN = "copy it again, or load another checkpoint."
-"""Last words of messages about a damaged checkpoint."""
+"""End of messages about a damaged checkpoint."""
 
 
 class EngineError(Exception):

@@ -131,8 +131,9 @@ class OffloadParamConfig:
 
 
 HOST_BUCKET, GPU_BUCKET = 4_000_000, 64_000_000
-"""Elements of a bucket, in fp32 16 and 256 MB: links between GPUs carry large messages at full speed, and each bucket
-takes a launch of every kernel of the update."""
+"""Default elements of a bucket on CPUs and GPUs (16 and 256 MB in fp32). Links of GPUs need large messages, and each
+bucket costs a launch of every update kernel.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,9 @@ class Sampler:
         return rows
 
     def stream(self, start: int, count: int) -> Indices:
-        """Returns the window indices at positions [start, start + count) of the stream, without moving the position."""
+        """Returns the window indices at positions [start, start + count) of the stream; the sampler's position is
+        unchanged.
+        """
         parts = [np.empty(0, dtype=np.int64)]
         while count:
             epoch, offset = divmod(start, self.windows)
@@ -134,7 +136,7 @@ class Sampler:
         return {"position": self.position, "seed": self.seed, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position of ``state``, under any batch size and number of data ranks.
+        """Continues at the position in ``state``, with any batch size and number of data ranks.
 
         Raises:
             EngineError: ``state`` is not a sampler's, or its seed or number of windows differs.
@@ -262,13 +264,13 @@ _FLOATS = (6, 7)
 
 @runtime_checkable
 class Documents(Protocol):
-    """Documents with lengths that are known before reading."""
+    """Token file of documents with known lengths."""
 
     lengths: NDArray[np.int64]
-    """Tokens of each document."""
+    """Number of tokens of each document."""
 
     def tokens(self, index: int) -> NDArray[Any]:
-        """Returns the tokens of a document, a view of the file."""
+        """Returns the tokens of document ``index``, a view of the file."""
 
 
 class _TokenFile:
@@ -295,13 +297,13 @@ class _TokenFile:
 
 
 class IndexedTokens(_TokenFile):
-    """Documents of a ``.bin`` and an ``.idx``, as Megatron's preprocessing writes them.
+    """Documents in Megatron's token files ``.bin`` and ``.idx``.
 
     Args:
-        prefix: the path without the ending; the path of either file works too.
+        prefix: path without suffix, or of either file.
 
     Raises:
-        EngineError: a file is missing, is no index, is cut off, or does not match the other.
+        EngineError: a file is missing, malformed or truncated, or the files do not match.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -342,11 +344,12 @@ class IndexedTokens(_TokenFile):
 
 
 class NpyTokens(_TokenFile):
-    """Documents of a ``.npy`` of integers: one a row of two dims, or slices of one dim that end at each token ``end``.
+    """Documents in a ``.npy`` file of integers: the rows of a 2-D array, or slices of a 1-D array after each token
+    ``end``.
 
     Args:
         path: the file.
-        end: the last token of a document, which stays part of it; None: one dim is one document.
+        end: last token of each document; None: a 1-D array is one document.
 
     Raises:
         EngineError: the file is missing, is no ``.npy``, or does not hold integers in one or two dims.
@@ -374,7 +377,7 @@ class NpyTokens(_TokenFile):
 
 
 def token_file(path: str | Path) -> IndexedTokens | NpyTokens:
-    """Opens a file of tokens; its ending decides the format."""
+    """Opens a token file; ``.npy`` as NpyTokens, any other as IndexedTokens."""
     return NpyTokens(path) if Path(path).suffix == ".npy" else IndexedTokens(path)
 
 

@@ -1,4 +1,4 @@
-"""GPU attention for shapes that claim the CPU, whose kernels write all scores in cases where a GPU's do not."""
+"""Attention in a dry run: FakeTensors that claim the CPU store the tensors that GPU kernels store, not all scores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +12,15 @@ from torch.nn import functional
 from engine.parallel.model.placeholders import is_plain
 
 MOST_WIDTH = 256
-"""Largest width of a head in kernels of a GPU."""
+"""Largest head width of GPU attention kernels."""
 WIDTHS = 8
-"""Divisor of the width of a head in kernels of a GPU."""
+"""Head widths of GPU attention kernels are multiples of this."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @contextmanager
 def attention_of_gpu() -> Iterator[None]:
-    """Makes ``scaled_dot_product_attention`` retain the tensors of a GPU's kernel: inputs, output, and a sum per row.
+    """Makes ``scaled_dot_product_attention`` save the tensors of a GPU kernel for backward: inputs, output, row sums.
 
         dropout                     the flash kernel of the CPU, which refuses dropout, represents the kernels of a GPU;
                                     they retain only a seed of the mask

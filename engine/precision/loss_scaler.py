@@ -12,7 +12,7 @@ from engine.config.sections import Fp16Config
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Loss scale of one step and the counters that decide the next; ``after`` returns the scale of the next step."""
+    """Loss scale of one step and its counters; ``after`` returns the scale of the next step."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -22,9 +22,9 @@ class LossScale:
     consecutive: bool = False
     """True: every good step resets ``forgiven``; False: only a full window of good steps does."""
     forgiven: int = 0
-    """Overflows forgiven since the scale last grew."""
+    """Number of overflows that did not halve the scale since it last changed."""
     good: int = 0
-    """Good steps since the last overflow or growth."""
+    """Number of steps without overflow since the last overflow or doubling."""
 
     @property
     def can_fall(self) -> bool:
@@ -32,7 +32,7 @@ class LossScale:
         return self.dynamic and self.value > self.smallest
 
     def after(self, overflow: bool) -> "LossScale":
-        """Returns the scale of the next step."""
+        """Returns the loss scale of the next step; ``overflow``: this step had non-finite gradients."""
         if not self.dynamic:
             return self
         if overflow:

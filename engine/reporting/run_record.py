@@ -185,12 +185,11 @@ def profiled_steps(text: str) -> tuple[int, int]:
 
 
 class StepProfile:
-    """Writer of ``trace-N.json``, the events of a rank in the profiled steps. One all-reduce of 4 bytes over the world,
-    label "profile clock".
+    """Writer of ``trace-N.json``, the events of a rank in the profiled steps A to B (``monitor.profile``).
 
     step A - 1   stores the position in the flight recorder
-    step A       aligns the clocks by an all-reduce over the world: its end is time 0 of every rank A .. B       reads
-    the recorder after each step, and replaces the file of this rank
+    step A       aligns clocks by an all-reduce of 4 bytes over the world, label "profile clock"; its end is time 0
+    A .. B       reads the recorder after each step, and replaces the file of this rank
 
     The recorder stores 512 events; events that a longer step has overwritten are counted as lost.
 

@@ -1,8 +1,6 @@
 """Batch check: verifies, before any computation, that all ranks of a replica were passed the same batch.
 
-All tensor and pipeline ranks of one data coordinate work on the same rows. A rank with other rows would train silently
-wrong if the shapes fit, or leave another rank waiting in a receive.
-
+The tensor and pipeline ranks of a replica work on the same rows; different rows would train silently wrong, or hang.
 The same exchange shows that attributes of the model have changed on a rank. The ranks of a pipeline then compare their
 traced paths, because a forward that counts its calls would take a different path on each rank.
 

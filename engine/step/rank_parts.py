@@ -300,7 +300,7 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def undo_step(self) -> None:
-        """Restores the buffers that the step's forwards have written."""
+        """Restores the buffers that forwards of the step have written."""
         seen = list(self._seen)
         self.after_update()
         for each in seen:
@@ -309,7 +309,7 @@ class WrittenBuffers(StepPart):
                 each.module._buffers[each.leaf] = each.buffer
 
     def after_skip(self) -> None:
-        """Restores the buffers that the step's forwards have written."""
+        """Restores the buffers that forwards of the step have written."""
         self.undo_step()
 
     def after_update(self) -> None:

@@ -9,8 +9,8 @@ An error waits until all ranks can learn of it, see :meth:`StepRunner._run_sched
 
 Rank 0 logs each of these likely mistakes of a script once:
 
-the model is in eval mode        dropout is off, running statistics do not change every step has the same batch    a new
-iterator in each call returns its first batch again
+the model is in eval mode        dropout is off, running statistics do not change
+every step has the same batch    a new iterator in each call returns its first batch again
 """
 
 import logging

@@ -39,15 +39,15 @@ _GATED = re.compile(r".*\b(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
 
 
 def is_megatron(names: Sequence[str]) -> bool:
-    """Returns True if a folder with these names is an iteration in the ``torch`` format."""
+    """Returns True if a folder with these file names is an iteration in Megatron's ``torch`` format."""
     return any(_RANK.fullmatch(name) for name in names)
 
 
 def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Returns the weights and counters in ``folder``.
+    """Returns weights and counters of the Megatron checkpoint in ``folder``.
 
     Raises:
-        CheckpointError: ``optimizer`` is wanted; a rank is missing; parts do not match each other.
+        CheckpointError: ``optimizer`` is True; a rank's file is missing; the shards of a weight do not fit together.
     """
     if optimizer:
         raise CheckpointError(

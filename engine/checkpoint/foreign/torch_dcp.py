@@ -64,13 +64,14 @@ class _Parts:
 
 
 def read_dcp(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Returns the checkpoint in ``folder``, and the paths of other values without a JSON form, which are left out.
+    """Returns the torch.distributed.checkpoint in ``folder``, and the paths of values that JSON cannot express, which
+    are left out.
 
     Args:
-        optimizer: True if the optimizer's state is wanted.
+        optimizer: True to read optimizer state too.
 
     Raises:
-        CheckpointError: damage; compressed chunks; a Megatron optimizer with a state without names.
+        CheckpointError: the files are damaged or compressed, or have Megatron optimizer state without parameter names.
     """
     what = str(folder / METADATA)
     metadata = read_pickle(bytes(read_all(files, folder, METADATA, _LIMIT)), what, call_of_torch)
