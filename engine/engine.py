@@ -75,7 +75,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def batch_rows(self) -> BatchRows:
-        """Division of a batch into microbatches: the tensors that are split by rows, and the others, passed whole."""
+        """Division of a batch into microbatches: tensors that are split by rows, and others."""
         return self._parts.rows
 
     @property
@@ -303,8 +303,8 @@ class Engine(TrainingLoop, NamedState):
     # ------------------------------------------------------------------ state
 
     def register_for_checkpointing(self, **things: Any) -> None:
-        """Adds objects with ``state_dict`` and ``load_state_dict`` to checkpoints, by name, such as ``data=sampler``.
-        Each ``state_dict`` is JSON and equal on all ranks.
+        """Adds objects with a ``state_dict`` to checkpoints, by name, such as ``data=sampler``. Each state is JSON,
+        equal on all ranks.
         """
         self._parts.resources.refuse_closed("register_for_checkpointing")
         self._parts.checkpoints.register(things)

@@ -35,8 +35,7 @@ class TrainingLoop:
         ``train_batch``, which sends none.
 
         Args:
-            rows: rows of each part of a batch that runs through the stages; outputs are joined at the end. None: all
-            rows at once.
+            rows: rows of each part of a batch that runs through the stages, joined at the end; None: one part.
         """
         self._parts.resources.refuse_closed("open_pipeline")
         self._parts.control.piped, self._parts.control.rows = True, rows

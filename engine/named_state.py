@@ -47,8 +47,7 @@ class NamedState:
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
 
         Raises:
-            EngineError: inside ``full_parameters`` with sharded parameters, because changes there take effect when the
-            block ends.
+            EngineError: inside ``full_parameters`` with sharded parameters, which changes them at its end.
         """
         self._parts.resources.refuse_closed("full_state_dict")
         if self._parts.runtime.gatherer is not None:

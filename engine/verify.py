@@ -158,7 +158,7 @@ class VerifyOptions:
 
     @property
     def rows(self) -> BatchRows:
-        """Rule by which tensors of a global batch are divided among data ranks and microbatches."""
+        """Rule that divides a global batch by rows."""
         return BatchRows.of(self.whole, None, 0)
 
 

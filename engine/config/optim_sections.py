@@ -318,7 +318,7 @@ class WarmupDecayLRParams(WarmupLRParams):
     """Learning rate that rises and then falls linearly to its minimum."""
 
     total_num_steps: int = setting(1, SIZE, required=True)
-    """Number of steps of the whole training, after which the rate is at its minimum."""
+    """Step number at which the learning rate is at its minimum."""
     warmup_max_lr: float | tuple[float, ...] | None = setting(0.001, RATES_OR_NULL)
     """Learning rate after the warmup; a list has one for each parameter group; null: the optimizer's."""
 
@@ -328,7 +328,7 @@ class WarmupCosineLRParams:
     """Learning rate that rises and then falls along a cosine; all ratios multiply the optimizer's learning rate."""
 
     total_num_steps: int = setting(1, SIZE, required=True)
-    """Number of steps of the whole training, after which the rate is at its minimum."""
+    """Step number at which the learning rate is at its minimum."""
     warmup_min_ratio: float = setting(0.0, RATIO)
     """Fraction of the learning rate at the start."""
     warmup_num_steps: int = setting(1000, COUNT)

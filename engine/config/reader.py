@@ -153,10 +153,10 @@ def stored(params: Any, everything: bool = False) -> FrozenMap:
 
 
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
-    """Returns dataclass ``cls`` read from the JSON object at path ``at``; a wrong or missing key gets its default, and
-    mistakes become problems.
+    """Returns dataclass ``cls`` read from a JSON object; a wrong or missing key gets its default, and mistakes become
+    problems.
 
-    ``beside`` lists valid keys of the object that the caller reads, for spelling suggestions.
+    ``at``: JSON path of the object. ``beside``: valid keys that the caller reads.
     """
     known = settings(cls)
     if not isinstance(raw, Mapping):

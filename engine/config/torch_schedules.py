@@ -15,7 +15,7 @@ _FACTOR = Real(low=0, high=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantLRParams:
-    """Learning rate multiplied by ``factor`` for ``total_iters`` steps, then at its full value."""
+    """Learning rate multiplied by ``factor`` for ``total_iters`` steps."""
 
     factor: float = setting(1 / 3, _FACTOR)
     """Fraction of the learning rate at the start."""

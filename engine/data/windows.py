@@ -1,7 +1,6 @@
-"""Batches from a corpus: windows, a resumable order that is independent of the grid, and tensors.
+"""Batches from a corpus: windows of tokens, in a resumable order that is independent of the grid.
 
-The corpus is cut into windows of ``context + 1`` tokens at stride ``context``: adjacent windows share one token, which
-is the last target of one and the first input of the next, so every target is predicted exactly once. Fewer than
+Windows have ``context + 1`` tokens at stride ``context``, so that every target is predicted exactly once. Fewer than
 ``context`` tokens at the end stay unused.
 
     tokens    0 1 2 3 4 5 6 7 8 9          context = 3
@@ -16,23 +15,22 @@ The training stream is an endless sequence of windows, one permutation per epoch
     step 0    [4 0 2 5]                            4 rows: data rank 0 of 2 takes 4 0, rank 1 takes 2 5
     step 1            [1 3   2 4]                  a batch may span epochs: nothing dropped, nothing repeated
 
-A stream is identified by (seed, number of windows), and a position in it by one integer, ``position``. Batch size and
-number of data ranks may change at any step.
+The stream follows from (seed, number of windows), and a position in it is one integer. Batch size and number of data
+ranks may change at any step.
 
-Files of tokens, memory-mapped: Megatron's ``.bin`` with its index ``.idx``, and NumPy's ``.npy``. Imports no torch.
-
-The index, all numbers little-endian:
+Token files are memory-mapped: Megatron's ``.bin`` with its index ``.idx``, and NumPy's ``.npy``. Imports no torch. The
+index, little-endian:
 
     9 bytes   MMIDIDX 0 0
     u64       version, 1
     u8        type of the tokens: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16
     u64, u64  number of sequences s; number of document borders d, one more than documents
     i32 [s]   tokens of each sequence
-    i64 [s]   byte in the ``.bin`` at which each begins
+    i64 [s]   offset in the ``.bin`` at which each begins, in bytes
     i64 [d]   the sequence at which each document begins, and s at the end
     i8  [s]   modes of the sequences, in multimodal files; not read
 
-A dataset with ``lengths``, the tokens of each document, is packed without reading it: each rank reads its own rows.
+With known document lengths, a dataset is packed without reading it: each rank reads only its own rows.
 """
 
 from collections.abc import Iterator, Mapping

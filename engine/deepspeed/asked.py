@@ -38,12 +38,12 @@ class Timers:
 
 
 class DeepSpeedMonitor:
-    """DeepSpeed's ``monitor``; does nothing, because the section ``monitor`` of the configuration configures logs."""
+    """DeepSpeed's ``monitor``; does nothing, because section ``monitor`` configures logs."""
 
     enabled = False
 
     def write_events(self, events: list[Any], flush: bool = True) -> None:
-        """Does nothing; the section ``monitor`` of the configuration configures logs."""
+        """Does nothing; section ``monitor`` configures logs."""
 
 
 class AskedSettings:

@@ -1,16 +1,15 @@
-"""Digests of the bits of tensors, and findings of a check: one sentence, which all ranks raise.
+"""Bit digests of tensors, and findings of a check: one sentence, which all ranks raise.
 
-Digests are wrapping integer sums: no host synchronization, equal in any order of addition. The bytes of a tensor are
-64-bit words in runs of ``RUN``. Their digest is the sum of each column, modulo 2^64, and the digest of the sums of the
-runs, which are words again; a short tensor is its own digest:
+Digests are wrapping integer sums, without host synchronization. A tensor's bytes are 64-bit words in runs of ``RUN``.
+Its digest is the sum of each column, modulo 2^64, and the digest of the sums of the runs; a short tensor is its own:
 
-    w0  w1  .. w15 | s0          One changed word changes its column by its own change, which is not 0.
-    w16 w17 .. w31 | s1          Two changed words are in two columns, which both change, or in two runs, and their
-    ---------------              sums are two changed words of the next level.
-    c0  c1  .. c15               So any flipped bit is found, any two are, and any three words.
+    w0  w1  .. w15 | s0          One changed word changes its column.
+    w16 w17 .. w31 | s1          Two changed words are in two columns, or in two runs, whose sums are two changed
+    ---------------              words of the next level.
+    c0  c1  .. c15               So any one, two or three changed words are detected.
 
-Only four or more words that form the corners of a rectangle on all levels can cancel out and stay undetected. Columns
-and runs identify the word, and the difference of one flipped bit is a power of two that identifies the bit.
+Only four or more words at the corners of a rectangle on all levels can cancel out. Columns and runs identify the word,
+and the difference of one flipped bit is a power of two that identifies the bit.
 """
 
 from collections.abc import Mapping, Sequence

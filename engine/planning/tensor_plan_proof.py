@@ -35,12 +35,12 @@ _Styles = Mapping[str, Style]
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
-    """Proves a configured tensor plan block by block; returns a sentence for each part that cannot be proven.
+    """Proves a configured tensor plan block by block.
 
     ``low_rank``: large matrices are low-rank random products.
 
     Returns:
-        One sentence for each part of the plan that is not proven.
+        One sentence for each part of the plan that cannot be proven.
 
     Raises:
         PlanError: a sharded block differs from the full one; names it, the difference, and its styles.

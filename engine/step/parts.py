@@ -1,17 +1,16 @@
 """Hooks by which optional features act in a step: one object per feature, with methods for each phase.
 
-    begin_step       before the first forward of a step that trains
+    begin_step       before the first forward of a training step
     counts           returns zeros to which forwards add
     forward          around each forward
     before_update    gradients are reduced, and ranks have not agreed on the step
-    agreed           all ranks know the totals of the step, and none has raised
-    after_update     the optimizer has made the update             | one of these,
+    agreed           all ranks have the totals of the step, and none has raised
+    after_update     the optimizer has updated the weights         | one of these,
     after_skip       there is no update: the norm was not finite   | or undo_step
     undo_step        the step has failed
     end_step         the step is over, with an update or without
 
 A phase calls the parts that override its method, in the order of :class:`PartOrder`; a feature that is off has no part.
-``engine.build.step_parts`` has the table that makes them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

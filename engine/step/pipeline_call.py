@@ -4,15 +4,11 @@
     loss        every rank computes it, from the same outputs
     backward    the last stage has the output gradients already, so none is sent; the stages run their backwards
 
-In between, all activations are live, as in GPipe (Huang et al. 2019). Calls are independent: several may wait for a
-backward, which runs the latest first; a call whose outputs are dropped is dropped on every rank.
-
-The autograd graph is cut at the outputs, and resumed there by another backward:
+In between, all activations are live, as in GPipe (Huang et al. 2019). Several calls may wait for a backward, which runs
+the latest first. The autograd graph is cut at the outputs, and resumed there by another backward:
 
 loss -> ... -> outputs | cut         the first backward stores the gradients of the outputs
                outputs | root -> ... the second backward starts with them, on the last stage
-
-Arguments may be split by rows into parts, and their outputs are joined.
 """
 
 from collections import Counter

@@ -1,13 +1,11 @@
 """Views of every tensor on this rank, to save or to load, and ownership: which elements each rank saves.
 
-Ownership follows from the plan, so every rank knows it for all ranks without communication.
+Ownership follows from the plan, without communication. At every ZeRO stage, a data rank of the first shard group saves
+its 1/N of every bucket. Of ranks with replicated elements (tied stages, rows on several tensor ranks) the first one
+saves them. Data rank 0 saves parameters outside buckets (frozen and not sharded).
 
-At every ZeRO stage, a data rank saves its 1/N of every bucket. With several shard groups, the first one saves. Of ranks
-with replicated elements (tied stages, rows on several tensor ranks) the first one saves them. Data rank 0 saves
-parameters outside buckets (frozen and not sharded).
-
-For the model folder, weights are then sent to their tensor's owner, which writes the full tensor. The tensors of a
-stage are divided among its ranks by bytes.
+For the folder ``model/``, weights are then sent to the rank that writes the full tensor. The tensors of a stage are
+divided among its ranks by bytes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,15 +5,15 @@ ZeRO 1, 2   each optimizer group is one flat tensor, split into one partition a 
     group 0     | embed.weight .......... | hidden.weight ....... | padding |
     partition   |         rank 0          |         rank 1        |
 
-ZeRO 3      each parameter is sharded over the data ranks, and a rank stores its shares in sequence, in flat tensors
+ZeRO 3      each parameter is sharded over the data ranks, and a rank stores its shards in flat tensors
 
     rank 0      | embed.weight 0 | hidden.weight 0 | ...
-    rank 1      | embed.weight 1 | hidden.weight 1 | ...     the last share of a parameter ends in padding
+    rank 1      | embed.weight 1 | hidden.weight 1 | ...     the last shard of a parameter ends in padding
 
-A universal DeepSpeed folder: one file a tensor, in full.
+universal   one file a tensor, in full
 
 zero/NAME/fp32.pt, exp_avg.pt, ...    {"param": tensor}
-zero/NAME/step.pt                     updates of that parameter; ZeRO 3 does not write it
+zero/NAME/step.pt                     number of updates of that parameter; not written by ZeRO 3
 zero/optimizer_state.pt               loss scaler, options of the groups
 """
 

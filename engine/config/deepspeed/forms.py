@@ -1,16 +1,14 @@
-"""Forms of DeepSpeed's configuration that are rewritten before its keys are read.
+"""Forms of DeepSpeed's configuration that are rewritten before its keys are read, each with a note "acts as".
 
     zero_optimization: true         the first form of ``stage: 1``
     bfloat16                        the older name of bf16
     amp                             mixed precision by Apex: torch.autocast
-    sequence_parallel_size          ranks that share a sequence: parallel.tensor with sequence_parallel
+    sequence_parallel_size          parallel.tensor with sequence_parallel
     wandb                           its project: monitor.wandb
-    elasticity                      a batch that suits many numbers of GPUs (``elasticity``)
+    elasticity                      a batch size for many numbers of GPUs (``elasticity``)
     OneBitAdam, ZeroOneAdam         Adam without bias correction; zero_quantized_gradients compresses messages
     OneBitLamb                      LAMB without bias correction, in the same way
     a file of ``accelerate config`` with deepspeed_config in it
-
-A note names what is rewritten, with the words "acts as".
 
 ``read_keywords``: keywords that ``engine.deepspeed`` passes to the model's forward, as functions of the update number:
 

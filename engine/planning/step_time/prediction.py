@@ -1,22 +1,17 @@
 """Prediction of a step's time from a plan, the compute seconds of one rank, and link speeds. Pure arithmetic.
 
-The parts of a step that count:
-
-    pipeline   the schedule's actions. A stage computes its share of the model's FLOPs, which tensor ranks divide except
-               a fixed part (norms, residuals, launches, Python). Tensor-parallel sums are waited for, except those of
-               column inputs in the backward, which overlap with the weight gradients (half of a backward).
-               ZeRO 3 gathers parameters one group ahead, so a pass waits for the first group, or for all groups minus
+    pipeline   actions of the schedule. Tensor ranks divide the compute time of a stage, except a fixed part (norms,
+               launches, Python). Tensor-parallel sums are waited for, except sums of column inputs in the backward,
+               which overlap with weight gradients.
+               ZeRO 3 gathers parameters one group ahead: a pass waits for the first group, or for all groups minus
                its compute time, whichever is longer.
-               Messages between stages leave a pipeline rank one by one while it computes; a stage waits for its inputs.
-    reduce     a bucket of gradients is reduced once the last backward has completed it, one bucket after another,
-               during the rest of that backward; deferred buckets (tied, partial over tp) come last, with their sums
-               over pp or tp. The rest after the last action is waited for. With "reduce": "microbatch" the same
-               happens in every microbatch, overlapped with the next one.
+               Messages leave a pipeline rank one by one while it computes; a stage waits for its inputs.
+    reduce     a bucket is reduced once the last backward has completed it, during the rest of that backward; deferred
+               buckets (tied, partial over tp) come last. The rest after the last action is waited for.
     control    batch check and control sum: the latency of their axes.
     update     every rank updates its shard; ZeRO 1 and 2 then gather parameters without overlap.
 
-Not predicted: time of quantization, axes that send over one link at the same time, tied stages on one rank, and the
-first steps, which do not overlap reductions.
+Not predicted: quantization, axes that share a link, tied stages on one rank, and the first steps.
 
 Speed of the axes of a grid, from the hosts of its ranks and their links:
 
@@ -184,8 +179,7 @@ def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> Step
 def play_schedule(
     schedule: Schedule, seconds: Mapping[tuple[Op, int], float], hop: Hop = lambda action, target: (0.0, 0.0)
 ) -> StepTimeline:
-    """Returns the timeline of a schedule with message times: an action starts once its rank is free and its inputs have
-    arrived.
+    """Returns the timeline of a schedule: an action starts once its rank is free and its inputs have arrived.
 
     Messages leave a rank one by one; with zero times this equals
     :func:`~engine.parallel.pipeline.schedule.simulate.simulate`.
