@@ -83,7 +83,7 @@ class TrainingLoop:
         """Returns the 0-dim loss times the loss scale of fp16 (else 1), for ``scale(loss).backward()``.
 
         Raises:
-            EngineError: the loss is not a scalar, or depends on no parameter; a pipeline, also after ``open_pipeline``.
+            EngineError: the loss is not a scalar, or depends on no parameter; the model is on a pipeline.
         """
         if (stages := self._parts.config.pp) > 1 and self._parts.control.piped:
             raise EngineError(

@@ -113,9 +113,7 @@ class StopSignal:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Restores the previous SIGTERM handler; if a later handler is above this one, that one calls the previous
-        handler.
-        """
+        """Removes this handler: restores the previous one, or makes a later handler call the previous one."""
         if not self._active:
             return
         self._active = False

@@ -72,12 +72,12 @@ class Report:
     """Temporary folder of the save on this rank."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
-        """Adds a written file with its size in bytes and block hashes."""
+        """Adds a written file to the report, with its size in bytes and block hashes."""
         self.files[name] = size
         self.hashes[name] = hashes
 
     def piece(self, tensor: str, kind: TensorKind, stored: StoredPiece) -> None:
-        """Adds a written piece of a tensor."""
+        """Adds a written piece of a tensor to the report."""
         entry = {"dtype": kind.dtype, "shape": list(kind.shape), **piece_to_json(stored, stored.file)}
         self.pieces.setdefault(tensor, []).append(entry)
 

@@ -113,15 +113,15 @@ class Config:
     gradient_accumulation_steps: int | None = setting(None, _BATCH_PART)
     """Microbatches per data rank and step."""
     parallel: ParallelConfig = setting(ParallelConfig(), Section(cls=ParallelConfig))
-    """The grid of processes."""
+    """Grid of ranks: sizes of the data, tensor and pipeline axes."""
     zero_optimization: ZeroConfig = setting(ZeroConfig(), Section(cls=ZeroConfig))
     """ZeRO: optimizer state, gradients and parameters sharded over data ranks."""
     wire: WireConfig = setting(WireConfig(), Section(cls=WireConfig))
     """Activations and their gradients sent in fewer bits between pipeline and tensor ranks."""
     bf16: Bf16Config = setting(Bf16Config(), Section(cls=Bf16Config))
-    """Training in bfloat16."""
+    """Training with bfloat16 parameters."""
     fp16: Fp16Config = setting(Fp16Config(), Section(cls=Fp16Config))
-    """Training in float16."""
+    """Training with float16 parameters and a loss scale."""
     torch_autocast: TorchAutocastConfig = setting(TorchAutocastConfig(), Section(cls=TorchAutocastConfig))
     """Forwards inside torch.autocast."""
     communication: CommunicationConfig = setting(CommunicationConfig(), Section(cls=CommunicationConfig))
@@ -176,7 +176,7 @@ class Config:
     compile: bool = setting(False, Flag())
     """Compile the model's blocks with torch.compile."""
     seed: int = setting(1234, COUNT)
-    """Seed of all randomness."""
+    """Seed of all random numbers."""
     initial_weights: Literal["equal", "rank0"] = setting(
         "equal", Choice(options=("equal", "rank0"), noun="a source of the initial weights")
     )

@@ -44,13 +44,13 @@ class AdamWParams:
     """Parameters of AdamW, with torch's defaults."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     betas: tuple[float, float] = setting((0.9, 0.999), BETAS)
     """Decay rates of the running averages of the gradient and of its square."""
     eps: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator."""
+    """Term added to the root of the second moment."""
     weight_decay: float = setting(0.01, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
     bias_correction: bool = setting(True, Flag())
     """Divide both averages by 1 - beta^t, t the update number; false, as in BERT's Adam, does not."""
 
@@ -79,15 +79,15 @@ class SgdParams:
     """Parameters of stochastic gradient descent, with torch's defaults."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     momentum: float = setting(0.0, NOT_NEGATIVE)
-    """Momentum factor."""
+    """Decay rate of the momentum; 0: no momentum."""
     dampening: float = setting(0.0, Real())
-    """Dampening of the momentum."""
+    """Fraction of each gradient that is left out of the momentum."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Weight decay, added to the gradient."""
     nesterov: bool = setting(False, Flag())
-    """Nesterov momentum."""
+    """true uses Nesterov momentum, false plain momentum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +95,11 @@ class LionParams:
     """Parameters of Lion, which steps by the sign of an interpolated momentum."""
 
     lr: float = setting(1e-4, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     betas: tuple[float, float] = setting((0.9, 0.99), BETAS)
     """Interpolation weight of the update, and decay rate of the momentum."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,9 @@ class LARSParams:
     """Parameters of LARS, as published: momentum of steps scaled by the norm of the weights."""
 
     lr: float = setting(1e-1, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     momentum: float = setting(0.9, FACTOR)
-    """Momentum factor."""
+    """Decay rate of the momentum."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Weight decay, added to the gradient."""
     trust_coefficient: float = setting(1e-3, Real(above=0))
@@ -137,18 +137,18 @@ class MuonParams:
     """Parameters of Muon, with torch's defaults: momentum orthogonalized by Newton-Schulz steps."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     weight_decay: float = setting(0.1, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
     momentum: float = setting(0.95, FACTOR)
     """Decay rate of the momentum."""
     nesterov: bool = setting(True, Flag())
-    """Nesterov momentum."""
+    """true uses Nesterov momentum, false plain momentum."""
     ns_coefficients: tuple[float, float, float] = setting((3.4445, -4.775, 2.0315), ListOf(
         each=Real(), length=3, noun="a list of three numbers"))  # fmt: skip
     """Coefficients of the Newton-Schulz polynomial, of x, x^3 and x^5."""
     eps: float = setting(1e-7, NOT_NEGATIVE)
-    """Lower bound of the norm by which a matrix is divided."""
+    """Lower bound of the Frobenius norm by which a momentum matrix is divided."""
     ns_steps: int = setting(5, Int(low=1, below=100))
     """Number of Newton-Schulz steps."""
     ns_dtype: Literal["bf16", "fp32"] = setting("bf16", one_of("bf16", "fp32", noun="a dtype of Newton-Schulz steps"))
@@ -165,15 +165,15 @@ class SOAPParams:
     """Parameters of SOAP, with the authors' names and defaults: Adam in the eigenbasis of Shampoo's preconditioners."""
 
     lr: float = setting(3e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     betas: tuple[float, float] = setting((0.95, 0.95), BETAS)
     """Decay rates of the running averages of the gradient and of its square, in the eigenbasis."""
     shampoo_beta: float | None = setting(None, Real(low=0, below=1, null=True))
     """Decay rate of the preconditioners, the averages of G G' and G' G; null takes the second of betas."""
     eps: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator."""
+    """Term added to the root of the second moment."""
     weight_decay: float = setting(0.01, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
     precondition_frequency: int = setting(10, SIZE)
     """Number of updates between two refreshes of the eigenbases."""
     max_precond_dim: int = setting(10000, COUNT)
@@ -189,14 +189,14 @@ class ShampooParams:
     """Parameters of Shampoo, with the names of Distributed Shampoo."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     betas: tuple[float, float] = setting((0.9, 0.999), ListOf(
         each=Real(low=0, high=1), length=2, noun="a list of two numbers from 0 to 1"))  # fmt: skip
     """Decay rates of the momentum, below 1, and of the preconditioners; 1 sums them, as published in 2018."""
     epsilon: float = setting(1e-12, Real(above=0))
     """Term added to the eigenvalues of the preconditioners."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
     precondition_frequency: int = setting(10, SIZE)
     """Number of updates between two eigendecompositions of the preconditioners."""
     start_preconditioning_step: int | None = setting(None, Int(low=1, null=True))
@@ -230,7 +230,7 @@ class AdafactorParams:
     d: float = setting(1.0, Real(low=1))
     """Clipping threshold: upper bound of the RMS of an update."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,7 @@ class ScheduleFreeAdamWParams:
     gradients.
     """
     eps: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator."""
+    """Term added to the root of the second moment."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Weight decay, applied at the point at which gradients are computed."""
     warmup_steps: int = setting(0, COUNT)

@@ -168,7 +168,7 @@ class ZeroConfig:
     shard_size: int | None = setting(None, Int(low=2, null=True))
     """Number of adjacent data ranks over which one copy of the state is sharded (MiCS, HSDP); null: all data ranks."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
-    """Placement of the optimizer state."""
+    """Placement of optimizer state on GPU, host or disk."""
     offload_param: OffloadParamConfig = setting(OffloadParamConfig(), Section(cls=OffloadParamConfig))
     """Placement of parameter shards, at stage 3."""
 
@@ -225,10 +225,10 @@ class TorchAutocastConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bf16Config:
-    """Training in bfloat16."""
+    """Training with bfloat16 parameters."""
 
     enabled: bool = setting(False, Flag())
-    """Store the model in bfloat16."""
+    """Store parameters in bfloat16."""
     bf16_master_weights_and_grads: bool = setting(False, Flag())
     """Store no fp32 copies of weights and gradients: updates are computed in fp32 and rounded stochastically to
     bf16.
@@ -241,10 +241,10 @@ class Bf16Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp16Config:
-    """Training in float16 with a loss scale."""
+    """Training with float16 parameters and a loss scale."""
 
     enabled: bool = setting(False, Flag())
-    """Store the model in float16."""
+    """Store parameters in float16."""
     loss_scale: float = setting(0.0, Real(low=0, remedy="give a number, 0 means a dynamic scale"))
     """Fixed loss scale; 0 makes it dynamic."""
     initial_scale_power: int = setting(16, Int(low=0, high=127))

@@ -84,7 +84,7 @@ class AskedSettings:
         return float(2**self.engine.config.fp16.initial_scale_power)
 
     def managed_gradient_accumulation(self) -> bool:
-        """Returns True if the engine counts microbatches to the next update."""
+        """Returns True if ``step`` updates only every ``gradient_accumulation_steps`` calls."""
         return self.engine.config.managed_gradient_accumulation
 
     def torch_autocast_enabled(self) -> bool:

@@ -158,11 +158,11 @@ class EngineState:
         return self.zero_optimization_stage() > 0
 
     def fp16_enabled(self) -> bool:
-        """Returns True if the run is fp16."""
+        """Returns True if parameters are in fp16."""
         return self.engine.config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        """Returns True if the run is bf16."""
+        """Returns True if parameters are in bf16."""
         return self.engine.config.bf16.enabled
 
     def gradient_clipping(self) -> float:

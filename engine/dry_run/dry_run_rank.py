@@ -226,7 +226,7 @@ class DryRunStep:
     actions: dict[tuple[Op, int, int], ActionMemory]
     """Bytes by operation, stage and microbatch: FIRST, SECOND, MIDDLE or LAST."""
     base: int
-    """Live bytes between steps."""
+    """Live bytes of the rank between steps."""
     end_rise: int
     """Peak bytes of the final gradient reduction minus live bytes between steps."""
 

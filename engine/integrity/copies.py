@@ -271,7 +271,7 @@ class AtRest:
         return [finding.of(rank) for finding in found]
 
     def forget(self) -> None:
-        """Drops all digests and differences."""
+        """Drops all digests and recorded differences."""
         self.held, self._writes, self._found = [], None, []
         self._update.fill_(-1)
 

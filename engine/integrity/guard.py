@@ -102,7 +102,7 @@ class Integrity(StepPart):
         return self.computed if (self._steps + 1) % self._config.every == 0 else None
 
     def refuse_own_loop(self) -> None:
-        """Raises for reruns in a user's own loop.
+        """Raises if ``integrity.rerun`` is on, because only ``train_batch`` can run a step twice.
 
         Raises:
             EngineError: ``integrity.rerun`` is on.

@@ -38,9 +38,9 @@ class GroupState:
     """Size and form of optimizer state for the parameters of a group."""
 
     values: int = 0
-    """State values per element, in the dtype of moments."""
+    """Number of state values per element, in the dtype of moments."""
     codes: int = 0
-    """8-bit state values per element."""
+    """Number of 8-bit state values per element."""
     block: int = 1
     """Number of 8-bit values per scale."""
     factored: bool = False
@@ -51,7 +51,7 @@ class GroupState:
     """Rule for matrices that are updated as a whole (Muon, SOAP, Shampoo); it defines their state."""
 
     def bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of state for ``elements``; ``itemsize``: bytes of a moment."""
+        """Returns the bytes of optimizer state for ``elements``; ``itemsize``: bytes of a moment."""
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
@@ -190,7 +190,7 @@ class MatrixOwners:
 
     config: Config
     rows: Sequence[ShardRow]
-    """All rows of the shard table."""
+    """All rows of the shard table, one per parameter."""
     rules: Mapping[int, MatrixRule]
     """Rules of optimizer groups that update whole matrices."""
     layouts: Mapping[ShardHolder, FlatLayout]

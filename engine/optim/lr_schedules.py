@@ -169,7 +169,7 @@ class LearningRate:
 
     optimizer: torch.optim.Optimizer
     base: tuple[float, ...]
-    """Configured rate of each group."""
+    """Configured learning rate of each parameter group."""
     schedules: tuple[LrSchedule, ...] = ()
     """Schedule of each group; () if rates are constant, or set by the user or a torch scheduler."""
     momenta: tuple[Momentum, ...] = ()

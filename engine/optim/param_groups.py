@@ -43,7 +43,7 @@ def read_optimizer(
     """Returns class, groups and options of an optimizer over the parameters of ``model``.
 
     Raises:
-        ConfigError: it has parameters that are not the model's, has made steps or cannot be rebuilt; or the
+        ConfigError: the optimizer has parameters outside the model, has made steps or cannot be rebuilt; or the
             configuration has groups too.
     """
     kind = type(optimizer).__name__

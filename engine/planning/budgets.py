@@ -58,7 +58,7 @@ class GatherPlan:
     pinned: frozenset[int]
     """Indices of buckets that stay gathered for the whole step."""
     sizes: tuple[int, ...]
-    """Bytes of each full bucket."""
+    """Full size of each bucket, in bytes."""
     wire: tuple[int, ...]
     """Bytes of each full bucket in its message format."""
     within: SecondaryLayout = NO_SHARDS

@@ -1,4 +1,4 @@
-"""A block with random content in float64, for the search and the proof of tensor plans.
+"""Float64 blocks with random weights, for the search and the proof of tensor plans.
 
 Matrices of at least LARGE entries become low-rank products, so that time and memory grow with the widths of a block,
 not with its parameters. A weight that code reads in another way is drawn in full.
@@ -71,7 +71,7 @@ class MaterializedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaterializedUnit:
-    """Module of the model from which materialized blocks are drawn."""
+    """Module of the model, from which float64 blocks are made."""
 
     model: nn.Module
     name: str

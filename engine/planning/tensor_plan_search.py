@@ -209,7 +209,7 @@ class DistinctUnits:
 
     units: tuple[Unit, ...]
     trace: ModelTrace
-    """Trace of the example."""
+    """Trace of the example batch."""
     notes: tuple[str, ...]
     """One sentence if the modules are known for one text length only."""
     choice: str = ""

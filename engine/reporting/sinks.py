@@ -43,7 +43,7 @@ class AppendedFile:
         self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the log file."""
         self._file.close()
 
 

@@ -197,7 +197,7 @@ class ProgressSink:
             self._console.print(line, markup=False, style="red" if report.skipped else None)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing, because nothing is buffered."""
 
 
 def _console() -> Any:

@@ -24,7 +24,7 @@ _REFUSED = -1
 _GLIMPSE = 4096
 """Bytes of each tensor that a glimpse reads."""
 _MOVED, _TRAINS = 61, 62
-"""Bits above the digest of a batch."""
+"""Positions of two flag bits above the 61-bit hash of a batch."""
 
 
 def take_batch(

@@ -155,9 +155,7 @@ class RankRuntime:
         return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
-        """Returns ``run()``, a forward of ``given``; under a tensor plan, checks the first use of each parameter in
-        it.
-        """
+        """Returns ``run()``, a forward of ``given``; under a tensor plan, checks that it uses parameters as planned."""
         first_use = self.first_use
         return first_use.watch(given, run) if first_use is not None and first_use.needed else run()
 

@@ -36,7 +36,7 @@ class RunControl:
 
     @property
     def stop_asked(self) -> bool:
-        """True if a signal has asked this rank to stop after the current step."""
+        """True if this rank has received SIGTERM, so that the run ends after the step."""
         return self.stop is not None and self.stop.asked
 
     def refuse_spoiled(self) -> None:
@@ -155,7 +155,7 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     problems: Scalar
     """Number of ranks that failed in this step."""
     stops: Scalar
-    """Number of ranks that a signal has asked to stop."""
+    """Number of ranks that have received SIGTERM."""
     digest: Scalar
     """Sum of the batch hashes of all data ranks."""
     digest_squared: Scalar

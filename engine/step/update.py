@@ -47,7 +47,7 @@ class UpdateOutcome:
     norm: float
     lr: float
     scale: float
-    """Loss scale of this step."""
+    """Loss scale that this step used."""
     nonfinite: NonFiniteSource | None
     """Non-finite values of a skipped step and their ranks; None in any other step."""
 

@@ -49,7 +49,7 @@ class LoopState(Enum):
     LEFT = auto()
     """No call has come since the engine's last ``train_batch``, load or save."""
     ENTERED = auto()
-    """Calls have come, and no forward waits for its backward; an accumulation may be unfinished."""
+    """Forwards and backwards have run, and no forward waits for its backward; an accumulation may be unfinished."""
     FORWARDED = auto()
     """A forward that records gradients has run after the last backward."""
     RUNNING = auto()

@@ -81,7 +81,7 @@ class Line:
                 yield message
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the TCP connection."""
         self.open = False
         self.link.close()
 
@@ -140,7 +140,7 @@ class Hub:
                 line.send(message)
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes the connections to all hosts."""
         for line in self.lines:
             line.close()
         self.listener.close()

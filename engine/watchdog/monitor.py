@@ -74,7 +74,7 @@ class Orders:
 
 @dataclass(slots=True)
 class Monitor:
-    """Monitor process of one host."""
+    """Process of one host that reads flight files and ends a hung job."""
 
     orders: Orders
     local: LocalRanks = field(init=False)

@@ -180,7 +180,7 @@ class Stragglers:
     steps: int
     links: SlowLinks = field(init=False)
     window: Window | None = None
-    """Most recent measurement."""
+    """Most recent measurement of all ranks."""
     _began: dict[int, RankView] = field(default_factory=dict)
     _named: set[int] = field(default_factory=set)
 

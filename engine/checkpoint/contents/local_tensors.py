@@ -53,9 +53,7 @@ def local_region(row: ShardRow, part: int) -> Part:
 
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
-    """Returns the rows of a parameter that a rank saves: those of which it is the first holder; None if there are
-    none.
-    """
+    """Returns the rows of a parameter that a rank saves, as the first of their owners; None if there are none."""
     first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == row.part(holder))
     if not first or (row.axis == "ep" and holder.tp):
         return None
@@ -166,7 +164,7 @@ class Held:
     row: ShardRow
     """Shard-table row of the parameter to which the tensor belongs."""
     kind: TensorKind
-    """Shape of the full tensor, and the dtype of ``values``."""
+    """Shape of the full tensor, and dtype of ``values``."""
     own: Piece
     """Elements of the full tensor that ``values`` contains."""
     values: Tensor

@@ -25,7 +25,7 @@ METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Fields of the manifest that are not about tensors; those of rank 0 are written."""
+    """Fields of the manifest that are not about tensors; only rank 0's are written."""
 
     step: int
     aliases: Mapping[str, str]

@@ -147,9 +147,9 @@ class HashSlice:
     """Position of one file's block hashes in ``checksums.safetensors``."""
 
     start: int
-    """Offset of the first byte."""
+    """Offset of the hashes in that file, in bytes."""
     sha256: str
-    """sha256 of these bytes."""
+    """sha256 of the file's hashes."""
 
 
 def hash_slices(hashes: Mapping[str, Hashes]) -> dict[str, HashSlice]:

@@ -64,7 +64,7 @@ class Checksum:
     sha256: str
     """sha256 of ``checksums.safetensors``."""
     bytes: int
-    """Size of ``checksums.safetensors``."""
+    """Size of ``checksums.safetensors`` in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

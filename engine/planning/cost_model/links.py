@@ -122,7 +122,7 @@ class BlockSeconds:
 
     @property
     def forward(self) -> float:
-        """Seconds of the forward."""
+        """Forward seconds of one block and microbatch."""
         return self.products + self.attention + self.passes
 
     @property

@@ -1,6 +1,6 @@
 """Search over all layouts of a number of ranks: closed-form estimates for each, then whole plans for the best.
 
-1,024 ranks: grids x ZeRO 0 to 3 x schedules x microbatches x recomputation are some thousands
+1,024 ranks have some thousands: grids x ZeRO 0 to 3 x schedules x microbatches x recomputation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
