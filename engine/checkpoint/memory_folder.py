@@ -1,10 +1,9 @@
 """Folder of a run in host memory (tmpfs), and reads of checkpoint files from other hosts' memory.
 
-A token file next to the checkpoints on disk is part of the folder's name, so that copies of a removed run are not
-found.
+A token file next to the checkpoints on disk is part of its name, so that copies of a removed run are not found.
 
-    rank --- open("optim/optim-00003.safetensors") ---> here? the file itself
-                                                        elsewhere: 20 bytes of request, the wanted bytes as answer
+    rank --- open("optim/optim-00003.safetensors") ---> on this host: the file
+                                                        elsewhere: 20 bytes of request, the bytes as answer
 
 During a load, one rank of each host serves its files; requests need a secret that the ranks exchange.
 """

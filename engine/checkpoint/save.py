@@ -1,4 +1,4 @@
-"""Collective phases of a save, which run in a background thread.
+"""Collective phases of a save, which run in a background thread, over the host group.
 
     rank 0     create a folder for this attempt                 announced
     all        send weights to their owners
@@ -7,8 +7,7 @@
     rank 0     check that every tensor is covered once; manifest, COMMIT, rename, retention
                announce success or failure                      announced
 
-All messages go over the host group. A failure on any rank fails the save on all ranks with the same sentence and leaves
-older checkpoints untouched.
+A failure on any rank raises the same sentence on all ranks, and older checkpoints are unchanged.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Configuration: reads a file into typed frozen dataclasses and reports all mistakes at once. Imports no torch.
 
-``load_config`` works in four steps: the file, DeepSpeed's own keys (``deepspeed``), the typed sections (``sections``,
-read by ``reader`` with the ``rules`` of their fields), and the rules between keys (``between``, and the sizes here).
+``load_config`` reads the file, converts DeepSpeed's keys (``deepspeed``), reads typed sections (``sections``, by
+``reader`` with the ``rules`` of their fields), and checks rules between keys (``between``) and sizes.
 """
 
 import math

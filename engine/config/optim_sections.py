@@ -50,7 +50,7 @@ class AdamWParams:
     eps: float = setting(1e-8, NOT_NEGATIVE)
     """Term added to the root of the second moment."""
     weight_decay: float = setting(0.01, NOT_NEGATIVE)
-    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
+    """Decoupled weight decay, multiplied by lr."""
     bias_correction: bool = setting(True, Flag())
     """Divide both averages by 1 - beta^t, t the update number; false, as in BERT's Adam, does not."""
 
@@ -99,7 +99,7 @@ class LionParams:
     betas: tuple[float, float] = setting((0.9, 0.99), BETAS)
     """Interpolation weight of the update, and decay rate of the momentum."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
+    """Decoupled weight decay, multiplied by lr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class MuonParams:
     lr: float = setting(1e-3, NOT_NEGATIVE)
     """Learning rate, which a schedule may change."""
     weight_decay: float = setting(0.1, NOT_NEGATIVE)
-    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
+    """Decoupled weight decay, multiplied by lr."""
     momentum: float = setting(0.95, FACTOR)
     """Decay rate of the momentum."""
     nesterov: bool = setting(True, Flag())
@@ -173,7 +173,7 @@ class SOAPParams:
     eps: float = setting(1e-8, NOT_NEGATIVE)
     """Term added to the root of the second moment."""
     weight_decay: float = setting(0.01, NOT_NEGATIVE)
-    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
+    """Decoupled weight decay, multiplied by lr."""
     precondition_frequency: int = setting(10, SIZE)
     """Number of updates between two refreshes of the eigenbases."""
     max_precond_dim: int = setting(10000, COUNT)
@@ -196,7 +196,7 @@ class ShampooParams:
     epsilon: float = setting(1e-12, Real(above=0))
     """Term added to the eigenvalues of the preconditioners."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
+    """Decoupled weight decay, multiplied by lr."""
     precondition_frequency: int = setting(10, SIZE)
     """Number of updates between two eigendecompositions of the preconditioners."""
     start_preconditioning_step: int | None = setting(None, Int(low=1, null=True))
@@ -230,7 +230,7 @@ class AdafactorParams:
     d: float = setting(1.0, Real(low=1))
     """Clipping threshold: upper bound of the RMS of an update."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay: weights shrink by lr x weight_decay per update."""
+    """Decoupled weight decay, multiplied by lr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,13 +22,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def attention_of_gpu() -> Iterator[None]:
     """Makes ``scaled_dot_product_attention`` save the tensors of a GPU kernel for backward: inputs, output, row sums.
 
-        dropout                     the flash kernel of the CPU, which refuses dropout, represents the kernels of a GPU;
-                                    they retain only a seed of the mask
-        values of another width     the memory-efficient kernel of the GPU (DeepSeek: keys of 192, values of 128)
+        dropout                     the CPU's flash kernel represents GPU kernels, which save only a seed of the mask
+        values of another width     the GPU's memory-efficient kernel (DeepSeek: keys of 192, values of 128)
         all else                    torch's choice on a CPU: flash attention, or all scores
 
-    A model that writes its scores in its own code ("eager") never calls it. The function replaces torch's, since a
-    dispatch mode would change the code paths of products and heads, which check for active modes.
+    Models that compute scores in their own code ("eager") are not affected. torch's function is replaced, because
+    products
+    and heads check for active dispatch modes.
     """
     own, module = functional.scaled_dot_product_attention, cast(Any, functional)
 

@@ -1,13 +1,13 @@
 """Live bytes of a long model from short ones: each further period of equal blocks adds the same bytes.
 
-    blocks    | first | A A | last      run dry with 2, 3 and 4 periods
+    blocks    | first | A A | last      dry run with 2, 3 and 4 periods
               | first | A A A | last
               | first | A A A A | last
     model     | first | A A A A A A .. A | last      extrapolated, if the three are on a line
 
 Live bytes after an action are linear in the number of periods. Its peak is the maximum of a constant and a line with
-the same slope, so once the peak grows by that slope (or is constant, if bytes are freed), the extrapolation is exact.
-The peak of the final reductions is extrapolated linearly. Buckets have to repeat as blocks do.
+the same slope, so the extrapolation is exact once the peak grows by that slope or is constant. Buckets have to repeat
+as blocks do.
 """
 
 from collections import Counter

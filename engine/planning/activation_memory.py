@@ -1,5 +1,4 @@
-"""Peak of a rank's live bytes over a step, from the bytes that each pipeline action allocates and frees. Pure
-arithmetic.
+"""Peak of a rank's live bytes over a step, from the bytes that each pipeline action allocates and frees.
 
     level    |            .-- rise --.
              |            |          |  left
@@ -9,13 +8,8 @@ arithmetic.
 A receive is posted one action ahead, into a reusable buffer; a sent tensor stays until its send has completed. Buffers
 stay allocated between steps, so the second of two steps counts.
 
-``LiveStorages`` counts the bytes of storages that operators allocate, each once:
-
-    operator     its new storages are added; views share storages
-    release      a storage is subtracted when its last reference ends
-
-Real tensors and FakeTensors count. Storages that existed before (parameters, buffers, optimizer state) and workspaces
-inside an operator do not.
+``LiveStorages`` counts the bytes of storages that operators allocate, real or FakeTensors, until their last reference
+ends. Storages that existed before, and workspaces inside an operator, do not count.
 """
 
 import weakref

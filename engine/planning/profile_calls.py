@@ -1,12 +1,12 @@
 """Profiling before the run: seconds of each distinct module call, in isolation, on the device of the run.
 
-    trace     record the arguments of each call of a unit
-    group     calls of equal units with equal argument shapes share one measurement
+    trace     record the arguments of each module call
+    group     calls of equal modules with equal argument shapes share one measurement
     isolate   copy the module with random weights
-    time      forward, backward without the weight gradients that can be deferred, and those weight gradients
+    time      forward, backward without deferrable weight gradients, and those weight gradients
 
-Profiling takes about LIMIT_SECONDS: groups with the most FLOPs come first. Each has a warm-up and up to 5 repeats, of
-which the median counts. A call that was not measured costs its FLOPs times the mean seconds per FLOP.
+Profiling takes about LIMIT_SECONDS, groups with the most FLOPs first: a warm-up and the median of up to 5 repeats.
+Calls that were not measured cost their FLOPs times the mean seconds per FLOP.
 """
 
 import json

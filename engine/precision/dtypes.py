@@ -1,16 +1,15 @@
 """Dtypes of a run: forward, gradient accumulation, masters, moments, messages.
 
-fp32            parameters as passed (fp32 or fp64), gradients and moments likewise, no second copy; a parameter that
-                was passed in 16 bits stays so in forward, and has fp32 sums, master and moments as below
+fp32            parameters as passed (fp32 or fp64), gradients and moments likewise, no masters; a parameter passed in
+                16 bits stays so in forward, with fp32 gradients, master and moments as below
 bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and moments (Kalamkar et al. 2019,
                 Micikevicius et al. 2018)
-bf16 alone      parameters are their own master, gradients are summed in bf16, moments in fp32 or bf16; updates are
-                computed in fp32 and rounded stochastically (Zamirai et al. 2020)
-keep_fp32       modules that stay in fp32 under any of these, in addition to tensors that the model marks as fp32
-torch_autocast  fp32 or bf16 as above, and every forward inside torch.autocast, which casts inputs of matrix products
-                and computes softmax, norms and losses in fp32
+bf16 alone      parameters without masters, gradients summed in bf16, moments in fp32 or bf16; updates are computed in
+                fp32 and rounded stochastically (Zamirai et al. 2020)
+keep_fp32       modules that stay in fp32, in addition to tensors that the model marks as fp32
+torch_autocast  fp32 or bf16 as above, with every forward inside torch.autocast
 
-Inputs and buffers keep their dtype in all of them, unless ``cast_forward_inputs`` or ``buffer_dtype`` is set.
+Inputs and buffers keep their dtype, unless ``cast_forward_inputs`` or ``buffer_dtype`` is set.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,7 +1,7 @@
 """Traces of the model's forward and their partitions, by input signature; a new signature is traced on arrival.
 
-The user's module hooks are part of the signature: a new hook changes the trace. A full backward hook needs the
-gradients of a module's output and inputs; it is refused if the output is sent to another stage, where no rank has both.
+The user's module hooks are part of the signature. A full backward hook needs the gradients of a module's output and
+inputs; it is refused if the output is sent to another stage, where no rank has both.
 """
 
 import zlib

@@ -9,7 +9,7 @@ With ``gradient_accumulation_steps`` above 1, a backward after a further forward
 may also call ``step`` once, after all microbatches. The step averages over microbatches and data ranks.
 
 The previous step predicts which backward is the last one, in which gradients are reduced as soon as they are complete.
-If more backwards follow, all gradients are reduced a second time (``Backward.further``).
+If more backwards follow, all gradients are reduced again (``Backward.further``).
 """
 
 import math

@@ -1,14 +1,11 @@
-"""Folder of a ``PeftModel``: its adapters alone, as ``PeftModel.from_pretrained`` loads them.
+"""Folder of a ``PeftModel``: only its adapters, for ``PeftModel.from_pretrained``.
 
     rank 0     asks PEFT which keys of the state dict it would save     label "start"
     all        gather those weights, not the base's                     label "full state"
-    rank 0     lets PEFT write a temporary folder, and moves its files to their place
+    rank 0     lets PEFT write a temporary folder, and moves its files
 
-PEFT chooses, slices and renames tensors by adapter type; here it receives tensors that remember their key through any
-operation. PEFT runs a prompt encoder to compute prompts; a copy of it, made before the engine changed its modules, runs
-with the full weights.
-
-PEFT is imported only for a ``PeftModel``.
+PEFT chooses, slices and renames tensors by adapter type, so it receives tensors that remember their key. PEFT runs
+prompt encoders; copies of them, made before the engine changed their modules, run with the full weights.
 """
 
 import json

@@ -73,12 +73,13 @@ def arranged(
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Returns the tensors and scalars of a save: scalars by group, and by parameter if they differ in a group.
 
-    For a parameter of one element, the shape of a state does not decide between moment and number. So a rank saves it
-    as a moment and reports it as a scalar; it is a scalar if it is one for other parameters of the group.
+    State of a one-element parameter is saved as a moment and reported as a scalar; it is a scalar if it is one for
+    other
+    parameters of the group.
 
     Args:
-        groups: the optimizer's groups, as ``describe_optimizer`` returns them.
-        numbers: the scalars of all ranks, by parameter.
+        groups: parameter groups from ``describe_optimizer``.
+        numbers: scalars of all ranks, by parameter.
 
     Raises:
         CheckpointError: a state is a moment for some parameters of a group, and a number for others.

@@ -1,16 +1,16 @@
-"""Megatron's ``torch`` format: one file for each tensor rank and pipeline stage, with local names and local parts.
+"""Megatron's ``torch`` format: one file for each tensor rank and pipeline stage, with local names and shards.
 
     latest_checkpointed_iteration.txt         "10"
     iter_0000010/mp_rank_TT/model_optim_rng.pt            a file for each tensor rank
     iter_0000010/mp_rank_TT_PPP/model_optim_rng.pt        the same, with pipeline stages
 
-The parts of a parameter are joined by the layer that it belongs to, as Megatron-core and its older GPT shard them:
+Shards are joined by layer type, as in Megatron-core and its older GPT:
 
-    sharded along dim 0    embeddings, output layer, query_key_value, first layer of the MLP (gate and up part each)
+    sharded along dim 0    embeddings, output layer, query_key_value, first layer of the MLP (gate and up each)
     sharded along dim 1    projection of the attention, second layer of the MLP
     replicated             norms, and biases of the layers that are sharded along dim 1
 
-Layer numbers continue from stage to stage. The optimizer's state in these files has no names and is not read.
+Layer numbers continue from stage to stage. Optimizer state in these files has no names and is not read.
 """
 
 import re

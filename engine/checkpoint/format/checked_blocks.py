@@ -1,9 +1,6 @@
-"""Block hashes of a file, and reads that check every block.
+"""Block hashes of a file, and reads that check every block, so that no flipped bit is loaded.
 
-Each block of a file has a 64-bit hash, which is checked on every read, so that no flipped bit is loaded.
-
-Long reads are split into chunks that fit the processor's cache, and two threads alternate, because reading and hashing
-release the GIL:
+Two threads read long files in chunks that fit the processor's cache, because reading and hashing release the GIL:
 
     thread 0    read chunk 0 | check | copy      read chunk 2 | check | copy
     thread 1           read chunk 1 | check | copy      read chunk 3 ...

@@ -1,14 +1,9 @@
 """Files of a checkpoint built in page-aligned host memory, and their write with O_DIRECT.
 
-A save is then one copy into the image and one long write. The memory is reused by the next save, because allocating
-fresh pages costs more than the copy.
-
-``write_file`` writes large chunks and forces them to disk while another thread hashes the blocks:
+The memory is reused by the next save. ``write_file`` writes and calls fsync while another thread hashes the blocks:
 
     this thread      | write chunk 0 | write chunk 1 | ... | truncate, sync |
     hashing thread   | hash chunk 0 | hash chunk 1 | ...
-
-Both release the GIL, and the memory does not change meanwhile.
 """
 
 import mmap

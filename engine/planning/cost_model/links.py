@@ -3,11 +3,10 @@
 ring     a rank sends to the next one; adjacent groups leave a node once, and share its network
 hop      a stage sends to the next one, for all data and tensor coordinates at once
 
-Tensor ranks are adjacent, then data ranks and stages in either order. Seconds of each class of operators are the
-longer of its FLOPs and its bytes:
+Tensor ranks are adjacent, then data ranks and stages in either order. Seconds of operators are the longer of FLOPs and
+bytes:
 
-    product     FLOPs / (peak x product fraction x w / (w + half)), w the narrower side of a rank's product, or its
-    bytes
+    product     FLOPs / (peak x product fraction x w / (w + half)), w the narrower side of a rank's product
     attention   executed FLOPs / (peak x attention fraction)
     pass        bytes / (memory rate x memory fraction)
 

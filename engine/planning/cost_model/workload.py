@@ -4,10 +4,7 @@
     pass       elementwise operators and norms: memory bytes moved per token
     kept       activation bytes per token, by recomputation mode
 
-Bytes are for a 16-bit model with fp32 logits. Attention counts all token pairs, as torch does; causal attention
-computes half.
-
-A workload follows from the sizes of a decoder, passed or read from a Hugging Face configuration.
+Bytes are for a 16-bit model with fp32 logits. Attention counts all token pairs, as torch does.
 """
 
 from collections.abc import Mapping
