@@ -72,15 +72,13 @@ def initialize(
     Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. Freezes parameters without an optimizer.
 
     Args:
-        model: a module, or a callable that builds one, the same on all ranks. Wrappers (DDP, torch.compile) are
-            removed.
+        model: a module, or a callable that builds one, equal on all ranks. DDP and torch.compile are unwrapped.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), optionally with metrics; or a loss module of
-            torch. None: the loss that the model returns.
+        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics; or a torch loss. None: the model's
+            loss.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
-        optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or an optimizer over the model's
-            parameters.
+        optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or one over the model's parameters.
         lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or a scheduler over the passed ``optimizer``.
         inputs: arguments of forward from a batch: keys or positions, or ``microbatch -> arguments``. None: the whole
             batch; with ``loss_fn``, the entries that are parameters of forward.

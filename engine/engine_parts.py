@@ -106,10 +106,8 @@ class RankBuilder:
 class EngineResources:
     """Stack of callbacks that release an engine's patches, logs, signal handlers, process groups and shared memory.
 
-    The callbacks run in ``close``, or when Python collects the engine, since only its parts refer to this object.
-
-    The resources refer to the user's model, and the model may refer to the engine. ``weakref.finalize``, whose callback
-    is referenced outside of the engine, would keep both alive; with ``__del__`` the garbage collector finds the cycle.
+    The callbacks run in ``close``, or when Python collects the engine. ``weakref.finalize`` would keep a model alive
+    that refers to its engine; with ``__del__`` the garbage collector finds the cycle.
     """
 
     def __init__(self) -> None:

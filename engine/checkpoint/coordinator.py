@@ -62,11 +62,10 @@ receives it too, forwards it to its own processes."""
 class StopSignal:
     """SIGTERM handler that records the first signal; a second one ends the process as without a handler.
 
-    Several engines may stack their handlers; each of them receives the signal. ``remove`` takes a handler out of the
-    stack. Only the main thread can set handlers: a handler removed by another thread stays in place and passes signals
-    on until the one above it is removed.
+    Several engines may stack their handlers, and each receives the signal. Only the main thread can set handlers: one
+    removed by another thread stays installed and passes signals on until the one above it is removed.
 
-    A handler that the user has set before is called for the first signal. If it exits, the run first saves.
+    An earlier handler of the user is called for the first signal. If it exits, the run first saves.
     """
 
     def __init__(self) -> None:

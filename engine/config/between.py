@@ -45,9 +45,7 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
 
 
 def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
-    """Adds a problem if checkpoints in memory are configured without ``checkpoint.folder``, which stores the run's
-    identity.
-    """
+    """Adds a problem if checkpoints in memory lack ``checkpoint.folder``, which stores the run's identity."""
     if checkpoint.memory_every and checkpoint.folder is None:
         problems.add(
             "checkpoint.memory_every",
@@ -57,9 +55,7 @@ def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
 
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    """Adds problems for activation-checkpointing keys that the chosen mode does not read, or that contradict each
-    other.
-    """
+    """Adds problems for activation-checkpointing keys that the mode does not read, or that contradict each other."""
     takes = {
         "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
         "every": given.mode in ("selective", "offload"),
@@ -172,9 +168,7 @@ def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
-    """Adds problems for quantized ZeRO traffic that the stage does not send, and for settings of traffic that is not
-    quantized.
-    """
+    """Adds problems for quantized ZeRO traffic that the stage does not send, and settings of unquantized traffic."""
     for key, what in (("zero_quantized_weights", "gather parameters"), ("zero_quantized_gradients", "reduce shards")):
         if getattr(zero, key) and zero.stage == 0:
             problems.add(
@@ -240,9 +234,7 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 
 
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Adds problems if data ranks do not divide evenly into nodes, shard groups or expert groups. Sizes must be
-    known.
-    """
+    """Adds problems if data ranks do not divide evenly into nodes, shard or expert groups. Sizes must be known."""
     asked, ranks, shared = zero.zero_hpz_partition_size, parallel.data, zero.shard_size
     fits = shared is None or (isinstance(ranks, int) and ranks % shared == 0)
     if fits and isinstance(ranks, int) and (problem := expert_problem(parallel.expert, ranks, shared)) is not None:
@@ -310,9 +302,7 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Adds problems for ``wire`` settings that the chosen format ignores, and for overlaps that cannot encode
-    messages.
-    """
+    """Adds problems for ``wire`` settings that the format ignores, and for overlaps that cannot encode messages."""
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
     if wire.block_size != 256 and not blocks:
         problems.add(

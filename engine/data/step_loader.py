@@ -1,7 +1,7 @@
 """``engine.data.loader``: microbatches of any dataset for ``train_batch``, at a position that every grid can resume.
 
-dataset  ->  step_source     packed or padded microbatches of this rank's rows
-         ->  StepLoader      yields them; its position advances after the last microbatch of a step
+dataset -> step_source     packed or padded microbatches of this rank's rows
+        -> StepLoader      yields them; its position advances after the last microbatch of a step
 """
 
 import json

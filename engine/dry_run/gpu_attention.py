@@ -26,9 +26,7 @@ def attention_of_gpu() -> Iterator[None]:
         values of another width     the GPU's memory-efficient kernel (DeepSeek: keys of 192, values of 128)
         all else                    torch's choice on a CPU: flash attention, or all scores
 
-    Models that compute scores in their own code ("eager") are not affected. torch's function is replaced, because
-    products
-    and heads check for active dispatch modes.
+    Models that compute scores in their own code ("eager") are not affected.
     """
     own, module = functional.scaled_dot_product_attention, cast(Any, functional)
 

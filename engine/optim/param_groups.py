@@ -1,8 +1,7 @@
 """Parameter groups of the optimizer: from the script's optimizer, or by name patterns of the configuration.
 
-The engine moves parameters into flat buckets, shards them, or leaves them to other stages, so the user's optimizer
-cannot be used itself: its class, groups and options rebuild it over flat tensors. While the engine lives, the user's
-optimizer exposes the groups and the state of the engine's, and rates set there, also by a scheduler, take effect.
+The script's optimizer is rebuilt over flat buckets from its class, groups and options. While the engine exists, it
+exposes the engine's groups and state, and rates set there, also by a scheduler, take effect.
 """
 
 import inspect

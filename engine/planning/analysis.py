@@ -1,8 +1,8 @@
-"""Analysis of an example batch: tensor plan, trace, partition, schedule, and the traffic of tensor ranks.
+"""Analysis of an example batch: tensor plan, trace, partition, schedule, and tensor-parallel traffic.
 
 The model is traced on shapes, in the dtypes of the run: first with full layers, to find the tensor plan, then with the
-layers of one tensor rank, for its values and its traffic over tp. The costs of the traced calls then determine the
-pipeline stages and, with ``parallel.schedule: "auto"``, the schedule.
+layers of one tensor rank. The costs of the traced calls then determine the pipeline stages and, with
+``parallel.schedule: "auto"``, the schedule.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,8 @@
 """Quantized frozen weights: by ``quantize_frozen``, as in QLoRA (Dettmers et al. 2023), or by bitsandbytes.
 
-``quantize_frozen`` quantizes the weights of linear layers and stacks of experts. It leaves out heads, whose logits a
-loss reads, embeddings and weights tied to one, and adapters, which may be frozen for a while and trained again.
-
-Weights quantized by bitsandbytes can be read only by its layers, so they must be full on every rank: data parallelism
-up to ZeRO 2.
+``quantize_frozen`` quantizes linear layers and stacks of experts, but no heads, embeddings, weights tied to one, and
+adapters. Weights quantized by bitsandbytes can be read only by its layers, so they must be full on every rank: data
+parallelism up to ZeRO 2.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,8 @@
-"""Loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), pure Python; DeepSpeed's rules and names.
+"""Loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), with DeepSpeed's rules and names. Pure Python.
 
-Small gradients vanish in fp16, so backward runs on a loss times a scale, and the update divides by the scale. A dynamic
-scale doubles after a window of good steps and halves when gradients overflow, except that the first ``hysteresis`` - 1
-overflows are forgiven. A step with an overflow is skipped in both cases.
+Backward runs on the loss times a scale, because small gradients vanish in fp16, and the update divides by it. A dynamic
+scale doubles after a window of steps without overflow, and halves after ``hysteresis`` overflows. A step with an
+overflow is skipped.
 """
 
 from dataclasses import dataclass, replace

@@ -23,12 +23,11 @@ class OtherRankError(EngineError):
 def problem_of_any(
     problem: BaseException | None, comm: Comm, device: torch.device, gathers: bool
 ) -> BaseException | None:
-    """Returns this rank's error before a step, or an error that stands for another data rank's; None if no rank has
-    one.
+    """Returns this rank's error before a step, or one that stands for another data rank's; None if no rank has one.
 
-    Forwards that gather parameters (``gathers``, ZeRO 3) or send rows to experts must not begin where another data rank
-    has no batch. Ranks that gather together exchange one byte between hosts, so that no GPU is synchronized; ranks that
-    share experts all-reduce 8 bytes over the axis "ep".
+    Ranks that gather parameters (``gathers``, ZeRO 3) or dispatch tokens must not begin if one of them has no batch.
+    Ranks that gather exchange one byte between hosts, without GPU synchronization; ranks that share experts all-reduce
+    8 bytes over the axis "ep".
     """
     failed = problem is not None
     if gathers:

@@ -270,10 +270,7 @@ class WrittenBuffers(StepPart):
     """Step part that copies module buffers before a step, and restores them if there is no update.
 
     The first step in each combination of train and eval modes copies all buffers to find the written ones; later steps
-    copy only these, and new buffers. Between steps no copy is stored.
-
-    A forward may register a buffer in any step, so a model that begins without one is watched too; a new buffer is not
-    removed.
+    copy only these, and new buffers. A buffer that a step registers is not removed.
     """
 
     order = PartOrder.BUFFERS

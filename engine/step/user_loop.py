@@ -61,8 +61,8 @@ class LoopControl:
     """User's settings for later steps of the loop; they may be set before the model is sharded."""
 
     boundary: bool | None = None
-    """True if the next ``step`` updates the weights, False if not; None: every ``gradient_accumulation_steps``
-    microbatches.
+    """True if the next ``step`` updates the weights, False if not; None: after ``gradient_accumulation_steps``
+    calls.
     """
     held: int = 0
     """Number of open ``no_sync`` blocks."""
@@ -251,9 +251,7 @@ class UserLoop:
         return float(weight) * step.divides * to_come
 
     def clip(self, max_norm: float) -> float:
-        """Clips the averaged gradient in the next ``step``; returns its norm. See
-        :meth:`engine.Engine.clip_gradients`.
-        """
+        """Clips the averaged gradient in the next ``step``; see :meth:`engine.Engine.clip_gradients`."""
         if not max_norm > 0:
             raise EngineError(
                 f"clip_gradients was given max_norm {max_norm:g}, but max_norm must be above 0; pass math.inf to get "
@@ -272,9 +270,7 @@ class UserLoop:
         return gradient_norm(float(squared), divisor)
 
     def leave(self, call: str) -> None:
-        """Raises if the engine method ``call`` comes inside an accumulation; otherwise drops forwards without a
-        backward.
-        """
+        """Raises if ``call``, an engine method, comes inside an accumulation; drops forwards without a backward."""
         self._recover()
         if self.unfinished:
             raise EngineError(

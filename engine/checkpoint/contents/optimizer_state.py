@@ -73,16 +73,14 @@ def arranged(
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Returns the tensors and scalars of a save: scalars by group, and by parameter if they differ in a group.
 
-    State of a one-element parameter is saved as a moment and reported as a scalar; it is a scalar if it is one for
-    other
-    parameters of the group.
+    State of a one-element parameter is saved as a moment, unless it is a scalar for other parameters of its group.
 
     Args:
         groups: parameter groups from ``describe_optimizer``.
         numbers: scalars of all ranks, by parameter.
 
     Raises:
-        CheckpointError: a state is a moment for some parameters of a group, and a number for others.
+        CheckpointError: a state is a moment for some parameters of a group, and a scalar for others.
     """
     kept, common, own, fresh = dict(tensors), dict[str, Any](), dict[str, Any](), list[str]()
     for index, group in enumerate(groups):
@@ -208,9 +206,8 @@ class Families:
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
     """Replaces the optimizer's state by zeros in the shapes of the stored moments; the load then fills them.
 
-    Moments in another form (8-bit) are read into host memory, and ``keep_state`` encodes them afterwards. Tensors that
-    hold only padding get the moments of their group too: ``restore`` sets the group's numbers there, and an optimizer
-    treats a partly filled state as complete and would skip its initialization.
+    8-bit moments are read into host memory, and ``keep_state`` encodes them afterwards. Tensors with only padding get
+    the moments of their group too, because an optimizer treats a partly filled state as complete.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}

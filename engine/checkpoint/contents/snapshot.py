@@ -1,9 +1,9 @@
 """Snapshot: copy of this rank's state into host memory, the part of a save during which training waits.
 
-weights    -> messages, one for each other rank that writes some of these tensors
-           -> the image of the model file, for tensors that this rank writes itself
-buffers    -> the image of the model file, on the rank that owns them masters, moments -> the image of the optimizer
-file generators -> the image of the state file
+weights                 messages to the ranks that write full tensors; own tensors go to the image of the model file
+buffers                 image of the model file, on the rank that owns them
+masters, moments        image of the optimizer file
+random generators       image of the state file
 """
 
 from collections.abc import Iterator, Mapping, Sequence

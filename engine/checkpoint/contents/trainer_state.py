@@ -1,9 +1,9 @@
 """Training state without the model: counters, registered objects, random generators, learning-rate scheduler.
 
-tracked      the state of every registered object, as JSON, equal on all ranks
-generators   the random generators of torch, Python and NumPy that user code such as a shuffling data loader draws
-             from, as bytes, for each rank; the engine's own randomness is keyed by seed and step and needs no state
-scheduler    counters and rates of a torch scheduler, and of the schedulers nested in it, as JSON
+tracked      state of every registered object, as JSON, equal on all ranks
+generators   random generators of torch, Python and NumPy, of each rank, which user code draws from; the engine's own
+             random numbers are keyed by seed and step
+scheduler    counters and rates of a torch scheduler, and of schedulers nested in it, as JSON
 """
 
 import json

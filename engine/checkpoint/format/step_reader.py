@@ -1,11 +1,8 @@
 """Reader of tensor pieces from a committed checkpoint; reads only the needed blocks, and checks the hash of each.
 
-    wanted runs     ....[=======]....[==]...........[=============================]....
-    blocks          |       |       |       |       |       |       |       |       |
-    extents            read, check, copy out of it     | straight into the target |
-
-Runs in the same or adjacent blocks are read together; the whole blocks of a long run are read straight into the target
-memory.
+wanted runs     ....[=======]....[==]...........[=============================]....
+blocks          |       |       |       |       |       |       |       |       |
+reads              read, check, copy out of it     | directly into the target |
 """
 
 import hashlib

@@ -215,9 +215,8 @@ class ElasticBatch(NamedTuple):
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
     """Returns the batch sizes of an ``elasticity`` section; None if a value is wrong, which becomes a problem.
 
-    Candidates are multiples of each microbatch, and of their common multiple, by a number with many divisors. The best
-    candidate divides into whole microbatches for the most numbers of GPUs. The smallest microbatch size is taken, which
-    divides the batch for all of these.
+    Candidates are multiples of the microbatch sizes, and of their common multiple, by numbers with many divisors. The
+    best one divides into whole microbatches for the most numbers of GPUs.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)

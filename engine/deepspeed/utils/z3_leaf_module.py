@@ -1,6 +1,7 @@
 """Marks of ZeRO 3 leaf modules, under the names of ``deepspeed.utils``.
 
-The marks have no effect, because the engine gathers whole blocks; they exist for code that reads them.
+The marks have no effect, because the engine gathers whole blocks, with any submodules in any order of calls. They exist
+for code that reads them.
 """
 
 from collections.abc import Sequence
