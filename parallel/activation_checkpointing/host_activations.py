@@ -64,11 +64,11 @@ class _BlockRun:
 
 
 class HostActivations:
-    """The activations of one engine that are kept on the host.
+    """Store of the activations of one engine in host memory.
 
     Attributes:
-        bytes_out: bytes that were copied to the host since the engine was built.
-        observer: is shown every new run of memory of the host; None: nobody is.
+        bytes_out: bytes copied to the host since the engine was built.
+        observer: called with each new tensor of host memory; None: no call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class HostActivations:
         """The call in backward."""
 
     def keeping(self, block: nn.Module) -> Any:
-        """Returns a forward for ``block`` that stores its saved tensors on the host."""
+        """Returns a forward of ``block`` that offloads the tensors that autograd saves in it."""
         inner = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

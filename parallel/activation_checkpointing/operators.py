@@ -1,4 +1,4 @@
-"""The operators that a configuration can name, whose outputs are kept while the rest is recomputed. No torch.
+"""Operators with outputs that selective checkpointing saves, by names for configurations. No torch.
 
 A name stands for a kind ("matmul"), or is one of torch's own: "aten.mm", "aten.mm.default".
 """
@@ -37,5 +37,5 @@ OPERATOR_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dropout": ("aten.native_dropout",),
     }
 )
-"""The operators of each kind; those that the installed torch lacks are skipped."""
+"""Names of torch operators by kind, such as "matmul"; names that the installed torch lacks are skipped."""
 DEFAULT = ("matmul", "attention")

@@ -39,7 +39,7 @@ _NOTHING = object()
 
 
 class BlockState:
-    """State that the forwards of one block read and write, without their parameters."""
+    """Python attributes and buffers, without parameters, that the forwards of one block read and write."""
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
@@ -51,7 +51,9 @@ class BlockState:
         """State that the forward before has found in the modules: most of it, or all, is found again."""
 
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` for one call of the block: later calls run in the state that the first one has found."""
+        """Returns a wrapper of ``forward`` for one call of the block; recomputations run from the state before the
+        first run.
+        """
         found: list[_Found] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -73,9 +75,9 @@ class BlockState:
         return run
 
     def run_twice(self, first: Callable[[], Any], second: Callable[[], Result], arguments: tuple[Any, ...]) -> Result:
-        """Runs ``first`` in the present state, which it leaves as it was, and then ``second``, which changes it.
+        """Runs ``first`` and restores the state of the block before it; then runs ``second``, and retains the changes.
 
-        ``arguments``: those of the block, which may hold state too.
+        ``arguments``: arguments of the block; objects among them may contain state too.
         """
         state = self._begin(arguments)
         before = state.enter()

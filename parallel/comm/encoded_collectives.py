@@ -40,37 +40,37 @@ from engine.parallel.comm.traffic import Op
 from engine.parallel.grid import Axis
 
 Exchange = Callable[[Tensor, Tensor], Pending]
-"""(received, given) -> the all-to-all of their rows."""
+"""Function (received, given) that starts an all-to-all of the rows of both, [ranks, bytes]."""
 
 
 def sum_messages(given_Rm: Tensor, out_s: Tensor, codec: Codec, exchange: Exchange) -> Pending:
-    """Send each row to its owner; the wait leaves the sum of the rows that have come in ``out_s``."""
+    """Sends row r of ``given_Rm`` to rank r; after the wait, ``out_s`` is the sum of the decoded received rows."""
     received_Rm = torch.empty_like(given_Rm)
     return exchange(received_Rm, given_Rm).then(partial(codec.add, received_Rm, out_s))
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """The format of the activations of one axis and of their gradients."""
+    """Codec of the activations and activation gradients that are communicated over one axis."""
 
     wire: NumberFormat
     labels: frozenset[str] = frozenset()
-    """Labels of the collectives that are encoded; all others are exact."""
+    """Labels of encoded collectives; all others are sent unencoded."""
 
     def message_bytes(self, elements: int) -> int:
-        """Bytes of ``elements`` numbers in whole blocks."""
+        """Returns the bytes of an encoded message of ``elements`` numbers, padded to whole blocks."""
         return self.wire.message_bytes(self.wire.padded(elements))
 
     def shortens(self, dtype: torch.dtype, elements: int) -> bool:
-        """A message of so many numbers is shorter than they are."""
+        """Returns True if an encoded message of ``elements`` numbers of ``dtype`` is smaller than the numbers."""
         return dtype in ENCODED_DTYPES and self.message_bytes(elements) < elements * dtype.itemsize
 
     def encodes(self, label: str, dtype: torch.dtype, elements: int, ranks: int) -> bool:
-        """Returns True if a collective with a full tensor of ``elements`` is encoded."""
+        """Returns True if a collective with this label and a full tensor of ``elements`` numbers is encoded."""
         return label in self.labels and self.shortens(dtype, -(-elements // ranks))
 
     def collectives(self, op: Op, elements: int, ranks: int) -> tuple[tuple[Op, int], ...]:
-        """The collectives that take the place of ``op``, each with the bytes of its full tensor."""
+        """Returns the collectives that replace ``op`` when encoded, each with the bytes of its full tensor."""
         size = ranks * self.message_bytes(-(-elements // ranks))
         if op == "all_reduce":
             return ("all_to_all", size), ("all_gather", size)
@@ -78,9 +78,9 @@ class ActivationFormat:
 
 
 class EncodedCollectives:
-    """The collectives of one axis; tensors are contiguous, in fp32, bf16 or fp16.
+    """Collectives of one axis with encoded messages, for contiguous tensors in fp32, bf16 or fp16.
 
-    Ranks wait for sums in one order, since the wait of an all-reduce's exchange sends its gather.
+    All ranks wait for their sums in one order, because the wait of an all-reduce issues its all-gather.
     """
 
     def __init__(self, comm: Comm, axis: Axis, form: ActivationFormat, kernels: Kernels) -> None:
@@ -89,7 +89,7 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, label: str) -> Pending:
-        """Sum ``tensor`` in place; one all-to-all and one all-gather with this label."""
+        """Sums ``tensor`` in place over the axis, by one all-to-all and one all-gather with this label."""
         size = self._form.wire.padded(-(-tensor.numel() // len(self._members)))
         values_Ts = _padded(tensor.view(1, -1), len(self._members) * size).view(-1, size)
         sum_s = torch.empty(size, dtype=torch.float32, device=tensor.device)
@@ -97,7 +97,7 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def reduce_scatter(self, part_p: Tensor, full: Tensor, label: str) -> Pending:
-        """Sum ``full`` [T p] and leave this rank's slice in ``part_p``; one all-to-all."""
+        """Sums ``full`` [T p] over the axis and writes this rank's slice to ``part_p``, by one all-to-all."""
         values_Ts = self._rows(full)
         if values_Ts.shape[1] == part_p.numel():
             return self._sum(values_Ts, part_p, label)
@@ -106,7 +106,7 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def all_gather(self, full: Tensor, part_p: Tensor, label: str) -> Pending:
-        """Every rank's ``part_p`` in ``full`` [T p]; one all-gather."""
+        """Concatenates every rank's ``part_p`` into ``full`` [T p], by one all-gather of encoded messages."""
         size = self._form.wire.padded(part_p.numel())
         own_m = self._codec.encode(_padded(part_p.view(1, -1), size)).view(-1)
         full_Tm = own_m.new_empty((len(self._members), own_m.numel()))

@@ -47,7 +47,7 @@ _NO_WAY = (
     "the model in memory."
 )
 Part = list[tuple[str, nn.Module]]
-"""Modules by name, children before their parents."""
+"""Modules by name, each child before its parent."""
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[str, Part]]:

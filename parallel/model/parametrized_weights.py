@@ -31,7 +31,7 @@ def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def adapted_modules(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules with parameters to which adapters add something during a call."""
+    """Returns the modules with parameters to which PEFT adapters add a term during a call."""
     adapters: Iterable[Any] = filter(_adapts, model.modules())
     return {adapter.get_base_layer() for adapter in adapters}
 

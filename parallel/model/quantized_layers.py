@@ -22,7 +22,7 @@ from engine.parallel.shard_table import ShardRow
 
 
 class QuantizedLayer(nn.Module):
-    """Layer that reads its weight from codes and scales."""
+    """Mixin of a layer class with a property ``weight`` that reads codes and scales."""
 
 
 _Held = tuple[QuantizedShape, torch.dtype]
@@ -49,7 +49,9 @@ def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Makes the layers of the ``held`` parameters, which have codes and scales in their memory, read matrices."""
+    """Patches the layers of the ``held`` parameters, stored as codes and scales, so that ``weight`` returns a
+    matrix.
+    """
     named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
     classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}
     for module in model.modules():

@@ -18,7 +18,7 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs ``function`` of torch or of the user; a refusal of its arguments is not a mistake of this package."""
+    """Calls ``function`` of torch or of the user; an error about its arguments does not count as an engine mistake."""
     return function(*args, **kwargs)
 
 

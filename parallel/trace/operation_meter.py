@@ -51,8 +51,9 @@ class _NoFormError(Exception):
 
 
 class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts floating point operations of matrix products, convolutions and attention by torch's own formulas, and
-    sets ``draws`` if a random operation runs. One mode for all: each mode costs as much as the operation itself."""
+    """Dispatch mode that counts FLOPs of matrix products, convolutions and attention by torch's formulas, and sets
+    ``draws`` if a random operation runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

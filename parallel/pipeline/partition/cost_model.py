@@ -28,7 +28,7 @@ def glue_flops(trace: ModelTrace) -> dict[int, int]:
 
 
 def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """Sums a number per glue operation by the index of the call before the operation."""
+    """Sums numbers ``of_glue``, one per glue operation, by the index of the call before the operation."""
     found: dict[int, int] = {}
     for glue, number in zip(trace.glue, of_glue, strict=True) if trace.calls else ():
         index = max(glue.calls_before - 1, 0)
@@ -37,8 +37,7 @@ def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
 
 
 def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
-    """Returns costs from shapes alone: FLOPs as seconds, and the bytes of values that a call reads and makes as
-    memory."""
+    """Estimates costs from shapes alone: FLOPs as seconds, and bytes of a call's inputs and outputs as memory."""
     made: dict[int, int] = {}
     for value in trace.values:
         if value.maker == "call":
@@ -51,7 +50,7 @@ def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
 
 
 def values_bytes(trace: ModelTrace, call: int) -> int:
-    """Returns the bytes of the values that a call reads."""
+    """Returns the bytes of the inputs of a call."""
     return sum(trace.values[number].bytes for number in trace.calls[call].inputs)
 
 

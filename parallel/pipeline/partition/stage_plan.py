@@ -37,20 +37,20 @@ class StagePlan:
 
     stage: int
     last: bool
-    """True if the stage reaches the end of the program and returns the result."""
+    """True if the stage runs the program to its end and returns the result."""
     calls: frozenset[int]
     receives: Mapping[int, int]
-    """Received value -> sending stage; ascending by value."""
+    """Sending stage of each received value, ascending by value number."""
     sends: Mapping[int, tuple[int, ...]]
-    """Sent value -> receiving stages, ascending; ascending by value."""
+    """Receiving stages of each sent value, ascending by value number."""
     glue: frozenset[int]
-    """Glue that must run on this stage with real content."""
+    """Numbers of the glue operations that must run on this stage with real data."""
     parameters: frozenset[str]
     tier: Literal[1, 2]
     """1: absent calls return received values or NaN, and all glue runs. 2: each glue operation is compared with the
     trace, then run, skipped, or replaced by a received value."""
     last_event: int
-    """The last event that the stage needs."""
+    """Number of the last event that the stage needs."""
 
 
 @dataclass
@@ -262,7 +262,7 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """Graph that is filled vertex by vertex, then cut."""
+    """Vertex-weighted graph for a minimum cut; vertices are added one by one."""
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))

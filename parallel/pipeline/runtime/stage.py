@@ -44,7 +44,7 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueForward(StageForward, TorchFunctionMode):
-    """Forward of tier 2, which decides on each operation between calls."""
+    """Type of the tier 2 forward, which decides on each operation between calls."""
 
     def _prepare(self) -> None:
         TorchFunctionMode.__init__(self)
@@ -200,7 +200,7 @@ class StageResult:
     """Result of the forward of one stage."""
 
     result: Any
-    """Result of the program; None if another stage reaches the end of the program."""
+    """Return value of the program; None unless this stage reaches its end."""
     sent: dict[int, Tensor]
     """Tensor of each value in the plan's ``sends``, attached to autograd.
 
@@ -209,7 +209,7 @@ class StageResult:
 
 
 class Stage:
-    """Model with forwards that run one stage at a time."""
+    """Model with a forward that runs one pipeline stage at a time."""
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
         self._model, self._placeholders = model, PlaceholderPool(device)

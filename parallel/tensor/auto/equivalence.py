@@ -46,32 +46,32 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 TOLERANCE = 1e-9
 ZERO = 1e-9
 PROOF = "proof"
-"""The recorded reason of the proof's own gathers of outputs."""
+"""Label of gathers that the proof itself makes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """Results of one forward and backward of a block."""
+    """Outputs and gradients of one forward and backward of a block."""
 
     outputs: tuple[Tensor, ...]
     inputs: tuple[Tensor | None, ...]
-    """Gradients of the inputs that require one."""
+    """Gradients of the inputs; None for inputs without gradient."""
     parameters: Mapping[str, tuple[Tensor | None, ...]]
-    """Gradients of parameters; for a low-rank weight two products of the gradient with vectors."""
+    """Gradients of parameters by name; a low-rank weight has two products of its gradient with vectors."""
     evaluated: tuple[Tensor, ...] = ()
-    """Outputs in eval mode, which may run other code."""
+    """Outputs in eval mode, in which a block may run other code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a proof."""
+    """Result of the comparison of a sharded block with the unsharded one."""
 
     problem: str = ""
-    """The first difference, or the error that the code raised; empty if the plan is correct."""
+    """First difference or error; empty if the plan is correct."""
     called: tuple[CollectiveCall, ...] = ()
-    """The collectives of one rank."""
+    """Collectives of one rank during the proof."""
     gathers: tuple[str, ...] = ()
-    """Functions that had to gather a global tensor."""
+    """Names of functions that gathered a global tensor."""
 
     @property
     def holds(self) -> bool:

@@ -30,8 +30,10 @@ class NoRuleError(Exception):
 
 
 class Index:
-    """Sharding of a dim of ``size`` indices; ``ranks[r]``: the sorted indices on rank r. Together they cover the
-    dim."""
+    """Sharding of a dim of ``size`` indices: ``ranks[r]`` are the sorted indices on rank r.
+
+    Together the ranks have every index.
+    """
 
     def __init__(self, ranks: Iterable[Indices], size: int) -> None:
         self.ranks = tuple(np.ascontiguousarray(held, dtype=np.int64) for held in ranks)
@@ -55,12 +57,12 @@ class Index:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """The number of indices on each rank."""
+        """Number of indices on each rank."""
         return tuple(map(len, self.ranks))
 
     @cached_property
     def holders(self) -> Indices:
-        """A bit mask of the holders of each index: bit r is set if rank r stores the index."""
+        """Bit mask of the ranks with each index: bit r is set if rank r stores it."""
         masks = np.zeros(self.size, dtype=np.int64)
         for rank, held in enumerate(self.ranks):
             masks[held] |= 1 << rank
@@ -83,7 +85,7 @@ class Index:
 
     @cached_property
     def order(self) -> Indices:
-        """The position of each index in the concatenation of all ranks' shards; only for an even Index."""
+        """Position of each index in the concatenation of all ranks' shards; only for an even Index."""
         return np.argsort(np.concatenate(self.ranks))
 
     @cached_property
@@ -105,7 +107,7 @@ class Index:
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """Returns the Index of a row of the shard table; ``ranges`` cover the dim."""
+        """Returns the Index of the ranges of a shard table's row; they cover the dim."""
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
@@ -145,7 +147,7 @@ def common(a: Index | None, b: Index | None) -> Index | None:
 
 
 def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry, ...]:
-    """Returns ``entries``, sizes or index sets by dim, with ``entry`` at ``place``."""
+    """Returns ``entries`` (sizes or index sets, by dim) with ``entry`` at ``place``."""
     return (*entries[:place], entry, *entries[place + 1 :])
 
 

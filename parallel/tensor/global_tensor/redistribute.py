@@ -45,7 +45,7 @@ STATISTICS = "statistics"
 
 
 class SequenceError(PlanError):
-    """Sequence length that the number of tensor ranks does not divide."""
+    """Error for a sequence length that the number of tensor ranks does not divide."""
 
 
 def full(x: GlobalTensor, reason: str) -> Tensor:

@@ -55,19 +55,19 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Path of a tensor to the column layers that share it; ``owned`` and ``passed`` as in :func:`copy_to`."""
+    """Settings of f, which brings a tensor to its column layers; ``owned`` and ``passed`` as in :func:`copy_to`."""
 
     axis: TensorAxis
     owned: bool
     passed: Callable[[], None] | None = None
     dim: int | None = None
-    """The sharded dim along which the tensor is gathered; None: the tensor is full on every rank."""
+    """Sharded dim along which f gathers the tensor; None: the tensor is full on every rank."""
     regather: bool = False
-    """True if the gathered tensor is freed after the forward and gathered once more for the weight gradients."""
+    """True if the gathered tensor is freed after forward and gathered again for the weight gradients."""
 
 
 class Shared:
-    """Copy of a tensor that several column layers multiply; :meth:`multiply` runs the product of one layer."""
+    """Copy of an input that several column layers share; :meth:`multiply` runs the product of one layer."""
 
     def __init__(self, copy: Tensor, products: "tuple[_LateProduct, ...]" = ()) -> None:
         self.copy = copy
@@ -84,7 +84,7 @@ class Shared:
 
 
 def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
-    """Returns f(``x``) for the plain products ``layers``; any number of them may use the copy."""
+    """Returns f(``x``) as a copy shared by the plain linear ``layers``."""
     axis = entrance.axis
     # regather needs the deferred products on every device: only they can restore x for the weight gradients
     again = _Again(entrance) if entrance.regather and entrance.dim is not None else None

@@ -46,7 +46,7 @@ class _Target(NamedTuple):
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """Makes the plan of ``styles``, keyed by the first name of each module.
+    """Makes the plan of ``styles`` (by first name of each module) for ``tp`` tensor ranks.
 
     Raises:
         PlanError: a style does not suit its module, or the model does not fit ``tp``.
