@@ -43,7 +43,7 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """Gather group in a stage; turns are ordered as a forward through all stages makes them."""
+    """Gather group of a pipeline stage; ordered as a forward through all stages uses them."""
 
     stage: int
     group: int
@@ -51,36 +51,36 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Parameter to lay out."""
+    """Parameter to place in a bucket: name, shape, dtype, optimizer group, axes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     group: int = 0
     counted: bool = True
-    """True on the one rank that counts the parameter in the gradient norm, of all ranks that hold a copy."""
+    """True on the one rank, of all with a copy, that counts the parameter in the gradient norm."""
     shared: bool = False
-    """True if several tensor ranks hold it, or a part of it."""
+    """True if several tensor ranks store the parameter, or part of it."""
     ties: tuple[int, ...] = ()
-    """Pipeline stages that own the parameter, if there are several; its gradient is summed over them."""
+    """Pipeline stages that own a tied parameter, over which its gradient is summed; otherwise empty."""
     partial: bool = False
-    """True if its gradient must be summed over tensor ranks."""
+    """True if the gradient must be summed over tensor ranks."""
     gathers: tuple[Turn, ...] = ()
-    """Turns that use the parameter, if parameters are sharded; otherwise empty."""
+    """Gather groups that use the parameter at ZeRO 3; otherwise empty."""
     trainable: bool = True
     stages: tuple[int, ...] = ()
     """Stages of this rank that use the parameter, if the rank has several; otherwise empty."""
     copies: tuple[tuple[int, int], ...] = ()
-    """Runs of its elements that another rank counts in the norm, while this rank counts the rest."""
+    """Ranges of flat elements that another rank counts in the norm, while this rank counts the rest."""
     exact: bool = False
-    """True if it is sent as it is where other parameters are encoded."""
+    """True if the parameter is sent unencoded where others are encoded."""
     spread: Spread | None = None
-    """Axes over which it is spread; None: the axes of the layout."""
+    """Axes of its shards and sums; None: the axes of the layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Place of one parameter in its bucket, in elements."""
+    """Position of one parameter in its bucket, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class Slot:
     group: int
     counted: bool = True
     copies: tuple[tuple[int, int], ...] = ()
-    """Runs of its elements, relative to its start, that another rank counts in the norm."""
+    """Ranges of elements, relative to ``start``, that another rank counts in the norm."""
 
     @property
     def stop(self) -> int:
@@ -107,29 +107,29 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One contiguous piece of the layout; one collective moves it."""
+    """Contiguous piece of the layout, communicated by one collective."""
 
     index: int
     dtype: str
     slots: tuple[Slot, ...]
     elements: int
-    """Padded size, a multiple of the number of shards."""
+    """Padded number of elements, a multiple of the number of shards."""
     spread: Spread
-    """Axes over which it is sharded, reduced and equal."""
+    """Axes over which the bucket is sharded, reduced and equal."""
     ties: tuple[int, ...] = ()
-    """Pipeline stages over which its gradients are summed."""
+    """Pipeline stages over which the bucket's gradients are summed."""
     partial: bool = False
-    """True if its gradients are summed over tensor ranks."""
+    """True if the bucket's gradients are summed over tensor ranks."""
     gathers: tuple[Turn, ...] = ()
-    """Turns that use it; empty where parameters are full on every rank."""
+    """Gather groups that use the bucket; empty if parameters are full on every rank."""
     stages: tuple[int, ...] = ()
-    """Stages of this rank with gradients for this bucket; empty: all of them."""
+    """Stages of this rank with gradients for the bucket; empty: all."""
     exact: bool = False
-    """True if it is sent as it is where other buckets are encoded."""
+    """True if the bucket is sent unencoded where others are encoded."""
 
     @property
     def late(self) -> bool:
-        """True if its reduction is deferred until every gradient of the step has arrived."""
+        """True if the reduction is deferred until all gradients of the step are accumulated."""
         return bool(self.ties) or self.partial
 
     def shard(self, index: int) -> slice:
@@ -138,15 +138,15 @@ class Bucket:
         return slice(index * size, (index + 1) * size)
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
-        """Returns the part of ``within`` that each optimizer group covers, with padding, in order."""
+        """Divides the slice ``within`` by optimizer group, including padding, in order."""
         return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
 
     def counted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the parts of ``within`` that this rank counts in the gradient norm; they may include padding."""
+        """Returns the slices of ``within`` that this rank counts in the gradient norm, possibly with padding."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the other parts of ``within``: copies of elements that another rank counts."""
+        """Returns the slices of ``within`` that another rank counts in the gradient norm."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
 
     def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:
@@ -175,7 +175,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """All buckets of one stage and tensor slice, for ``ranks`` data ranks."""
+    """Buckets of one pipeline stage and tensor rank, sharded over ``ranks`` data ranks."""
 
     ranks: int
     buckets: tuple[Bucket, ...]
@@ -185,7 +185,7 @@ class FlatLayout:
 
     @property
     def elements(self) -> int:
-        """Padded elements of all trained buckets (Psi)."""
+        """Padded number of elements of all trained buckets."""
         return sum(bucket.elements for bucket in self.buckets)
 
 

@@ -23,38 +23,38 @@ _ENDED, _EVERYWHERE = 1, 2
 
 
 ROUND = "gather round"
-"""Label of the rounds."""
+"""Label of the rounds' collectives."""
 
 
 def round_bytes(buckets: int) -> int:
-    """Returns the bytes that a rank sends in a round: flags, a digest of its calls, a bit for each bucket."""
+    """Returns the bytes of one rank's message in a round: flags, a digest of its calls, one bit per bucket."""
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Message of one rank in a round; ``wanted`` has indices of buckets."""
+    """Message of one rank in a round; ``wanted``: indices of requested buckets."""
 
     wanted: frozenset[int] = frozenset()
     everywhere: bool = False
-    """The wanted buckets stay gathered in every later pass."""
+    """True: the requested buckets stay gathered in every later pass."""
     ended: bool = False
-    """The forward has ended; nothing is wanted."""
+    """True: this rank's forward has ended; it requests nothing."""
     calls: bytes = bytes(_DIGEST_BYTES)
-    """Digest of the calls of a forward that has ended."""
+    """Digest of the module calls of an ended forward."""
 
 
 class GatherRounds:
-    """Rounds of the ranks that gather together, between their hosts; label "gather round".
+    """Exchange of messages between the hosts of the ranks that gather together; label "gather round".
 
-    ``buckets``: number of buckets, which is the same on all of them.
+    ``buckets``: number of buckets, equal on all of these ranks.
     """
 
     def __init__(self, comm: Comm, buckets: int) -> None:
         self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
-        """Returns the messages of all ranks in this round."""
+        """All-gathers ``said``; returns the messages of all ranks, in order."""
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
         return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]
@@ -77,7 +77,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class PassCalls:
-    """Calls of the forwards that one backward differentiates, as positions of the gather order."""
+    """Module calls of the forwards that one backward differentiates, as positions of the gather order."""
 
     def __init__(self) -> None:
         self._positions: list[int] = []
@@ -86,34 +86,32 @@ class PassCalls:
         """Data ranks have made different calls in one of the forwards."""
 
     def begin_forward(self) -> None:
-        """Forgets the calls that a backward has differentiated."""
+        """Starts a forward; discards calls that a backward has already differentiated."""
         if self._reached:
             self._positions.clear()
             self._reached = self.unequal = False
 
     def begin_backward(self) -> None:
-        """Makes the next forward begin with an empty record of calls."""
+        """Starts a backward, so that the next forward discards the recorded calls."""
         self._reached = True
 
     def note(self, position: int) -> None:
-        """Notes a call; successive calls of one position count once."""
+        """Records a call at ``position``; successive calls at one position count once."""
         if self._positions[-1:] != [position]:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Compares the calls of all ranks after their forward."""
+        """Sets ``unequal`` if the digests of the ranks' ``last`` messages differ."""
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property
     def digest(self) -> bytes:
-        """Equal for equal calls."""
+        """Digest of the recorded calls, equal on ranks with equal calls."""
         return blake2b(repr(self._positions).encode(), digest_size=_DIGEST_BYTES).digest()
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions that a backward, which goes through the calls from the last to the first, reaches after it has
-        passed them.
-        """
+        """Positions that the backward, which visits the calls from last to first, visits again after leaving them."""
         again, lowest = set(), None
         for position in reversed(self._positions):
             if lowest is not None and position >= lowest:
