@@ -33,7 +33,7 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 
 def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Returns the cores of one of ``ranks`` ranks.
+    """Returns the cores of the local rank ``rank`` of ``ranks``: a contiguous part of ``cores``.
 
     Raises:
         LaunchError: there are fewer cores than ranks.
@@ -48,10 +48,10 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Binds this process to its cores, and becomes the program.
+    """Binds this process to its cores, and executes the program.
 
     Raises:
-        LaunchError: there are too few cores, or the host does not have them.
+        LaunchError: there are too few cores, or the host lacks them.
     """
     allowed = sorted(os.sched_getaffinity(0))
     listed, words = (words[1], words[2:]) if words[0] == "--cores" else ("", words)

@@ -24,16 +24,16 @@ import time
 from typing import Any
 
 MARK = "\x1etrine-guard "
-"""Prefix of a line of the error stream that is only for the launcher."""
+"""Prefix of a line of stderr for the launcher only."""
 SILENCE_SECONDS = 30.0
 AFTER_SECONDS = 1.4
-"""Time for processes that outlive torchrun, such as the watchdog's monitor with its report."""
+"""Seconds for processes that outlive torchrun, such as the watchdog's monitor."""
 SET_CHILD_SUBREAPER = 36
 SET_PARENT_DEATH_SIGNAL = 1
 
 
 def watch_over_torchrun() -> None:
-    """Replaces an older guard of the same job and host, runs the requested command and ends with its status."""
+    """Replaces an older guard of the same job on this host, runs torchrun and exits with its status."""
     wish = json.loads(sys.stdin.readline())
     libc = ctypes.CDLL(None)
     libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)

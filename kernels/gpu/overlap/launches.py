@@ -96,11 +96,11 @@ def gather_product_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Pushes ``part`` [B, L, K] to all ranks; out [B, W, L, N] = rows of all ranks times ``matrix`` [K, N] + ``bias``.
+    """Sends ``part`` [B, L, K] to all ranks; out [B, W, L, N] = rows of all ranks times ``matrix`` [K, N] + ``bias``.
 
     Args:
         capacity: bytes of a slot.
-        most: signals of a rank for each other rank.
+        most: maximum signals from one rank to another.
     """
     if PUSHES:
         _push(part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K, RANKS, BM, BK)
@@ -132,10 +132,10 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ``whole`` [B, W, L, K] with ``matrix`` [K, N], adds ``plus``, and sends rows [B, w, L, N] to rank w.
+    """Computes ``whole`` [B, W, L, K] times ``matrix`` [K, N] plus ``plus``, and sends rows [B, w, L, N] to rank w.
 
     With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. With STAYS a tile stays in the memory of this
-    rank, and its owner reads it there. ``out`` defines the dtype of sent rows.
+    rank, and its owner reads it there. ``out`` determines the dtype of sent rows.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -171,7 +171,7 @@ def sum_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [B, L, N], the sum of the rows from all ranks."""
+    """Computes out [B, L, N], the sum of the received rows of all ranks."""
     each = tl.cdiv(L, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), B * each * columns, tl.num_programs(0)):
@@ -191,7 +191,7 @@ def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``part`` [L, N] into this rank's slot on every rank, the next rank first, itself last."""
+    """Copies ``part`` [L, N] to this rank's slot on every rank, starting at the next rank."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -210,7 +210,7 @@ def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the rows from all ranks to out [W, L, N]."""
+    """Copies the received rows of all ranks to out [W, L, N]."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -255,9 +255,9 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds all ranks' tiles [L, N] of this rank's rows, and sends the sums to all ranks in ``epoch`` + 1.
+    """Sums all ranks' tiles [L, N] of this rank's rows, and sends the sums to all ranks in ``epoch`` + 1.
 
-    A tile that some rank has not written is not sent. ``like`` defines the dtype, with BYTES per element; without
+    A tile that some rank has not written is not sent. ``like`` determines the dtype, with BYTES per element; without
     INSTRUCTIONS the switch is emulated.
     """
     columns = tl.cdiv(N, BN)
@@ -289,17 +289,17 @@ Half = Literal["push", "multiply", "both"]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Call of communicating kernels on all ranks."""
+    """Number (epoch) and settings of one call of communicating kernels, equal on all ranks."""
 
     mailbox: Mailbox
     epoch: int
     tile: Tile | None = None
-    """The tile of the products; None: the default tile of the dtype."""
+    """Tile of the products; None: the default tile of the dtype."""
     programs: int | None = None
-    """Programs of each kernel, which run at once; None: one per processor. Ranks on one GPU divide the processors."""
+    """Number of concurrent programs of a kernel; None: one per processor. Ranks on one GPU divide the processors."""
 
     def shape(self, dtype: torch.dtype) -> Tile:
-        """Returns the tile of a product in ``dtype``."""
+        """Returns the tile of products in ``dtype``."""
         return self.tile or tile_of(dtype)
 
     def grid(self, device: torch.device) -> tuple[int]:
@@ -391,7 +391,7 @@ def _add_and_give(dtype: torch.dtype) -> str:
 
 
 def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
-    """Sends ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
+    """Sends ``part_LN``, contiguous, to all ranks; :func:`launch_collect_slots` receives it."""
     rows, columns = part_LN.shape
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     forward_slots_kernel[call.grid(part_LN.device)](
@@ -413,14 +413,14 @@ def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
 
 
 def tile_of(dtype: torch.dtype) -> Tile:
-    """Returns the tile of a product in ``dtype``."""
+    """Returns the default tile of a product in ``dtype``."""
     if dtype.itemsize == 2:
         return HALF
     return TF32 if precision() == "tf32" else EXACT
 
 
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
-    """Returns the tiles of a product of a rank's rows: the most signals to another rank."""
+    """Returns the number of tiles of a rank's rows: the maximum number of signals to another rank."""
     return int(sequences * ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
 
 
