@@ -1,1 +1,1 @@
-"""What a checkpoint costs."""
+"""Time of saving and loading checkpoints."""

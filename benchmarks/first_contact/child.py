@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the part; what it finds is printed."""
+    """Runs the part in this process, and prints its findings."""
     task, names = command[0], command[1:]
     if task == "facts":
         from benchmarks.first_contact.facts import run_facts

@@ -26,22 +26,22 @@ from benchmarks.first_contact.parts import SLOWER_ON_CPU, Part, make_parts, sele
 from benchmarks.first_contact.processes import Running
 
 MANY_CASES = 8
-"""A part of more cases is several processes on a GPU."""
+"""Number of cases above which a part runs in several processes on a GPU."""
 AT_ONCE = {"cuda": 6, "cpu": 2}
-"""Processes beside each other."""
+"""Number of concurrent untimed processes by device."""
 LEAST_SECONDS = 8.0
-"""Below which nothing new is started."""
+"""Minimum seconds left for the start of another process."""
 
 
 class Schedule:
-    """The processes of a run: those that are not timed beside each other, then each alone."""
+    """Processes of a run: untimed ones concurrently, then timed ones alone."""
 
     def __init__(self, parts: Sequence[Part], findings: Findings, seconds: float, at_once: int) -> None:
         self._parts, self._findings, self._seconds, self._at_once = parts, findings, seconds, at_once
         self._environment = environment(findings.device)
 
     def run(self, scratch: Path) -> None:
-        """Run all parts in the time that there is; nothing runs when it returns or raises."""
+        """Runs all parts within the time budget; no process remains when it returns or raises."""
         beside = [part for part in self._parts if part.beside]
         begun = False
         for part in self._parts:
@@ -91,7 +91,7 @@ class Schedule:
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return the environment of all processes."""
+    """Returns the environment variables of all processes."""
     own = {
         "FIRST_CONTACT_DEVICE": device, "PYTHONUNBUFFERED": "1", "NCCL_DEBUG": "WARN", "TRINE_TIMEOUT_SECONDS": "60",
         "OMP_NUM_THREADS": "1" if device == "cpu" else "2", "TOKENIZERS_PARALLELISM": "false",
@@ -120,7 +120,7 @@ def _parse(command: Sequence[str]) -> argparse.Namespace:
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the parts that are asked for; 1 if one of them has failed."""
+    """Runs the selected parts; returns 1 if one failed."""
     arguments = _parse(command)
     if arguments.store is not None:
         from benchmarks.first_contact.stored import store  # not on the machine with the GPU

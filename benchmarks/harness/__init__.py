@@ -1,1 +1,1 @@
-"""What all benchmarks use: rounds of processes that take turns, counts of memory and traffic, tables, figures."""
+"""Shared parts of all benchmarks: rounds of processes in turns, memory and traffic counts, tables, figures."""

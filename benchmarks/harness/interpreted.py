@@ -4,7 +4,7 @@ import os
 
 
 def interpret() -> None:
-    """Has to come before any kernel is defined."""
+    """Enables Triton's interpreter with a bf16 fix; must run before any kernel is defined."""
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.kernels.interpreter import repair
 

@@ -20,7 +20,9 @@ TOP = 30
 
 
 def profile_steps(trainer: Trainer, batches: Sequence[Tensor]) -> str:
-    """Half of ``batches`` timed, the other half profiled: CPU seconds and the top functions by own time."""
+    """Times one half of ``batches`` and profiles the other: returns CPU seconds and the functions with most own
+    time.
+    """
     half = len(batches) // 2
     cpu, main = time.process_time(), time.thread_time()
     for rows in batches[:half]:

@@ -33,10 +33,9 @@ _SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
 
 
 class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """A context in which ``sent`` grows by the bytes this rank sends, by ring convention, and ``calls`` by one each.
+    """Context that counts this rank's sent bytes in ``sent``, by the ring convention, and its calls in ``calls``.
 
-    A message to one rank is a call where it is sent; a collective of one rank is none. An operation that it does
-    not know raises KeyError: no count is better than a wrong one.
+    A message counts on its sender; a collective over one rank does not count. An unknown operation raises KeyError.
     """
 
     def __init__(self) -> None:
@@ -87,10 +86,10 @@ class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
 
 def ring_bytes(operation: str, payload: int, ranks: int) -> int:
-    """Bytes that one of ``ranks`` sends for an operation of torch whose undivided tensor has ``payload`` bytes.
+    """Returns the bytes that one of ``ranks`` sends for a torch operation with a full tensor of ``payload`` bytes.
 
     Raises:
-        KeyError: the operation is not known here.
+        KeyError: the operation is unknown.
     """
     if operation in _SILENT:
         return 0

@@ -19,7 +19,7 @@ READY = "ready at"
 
 
 def launch(mode: Mode) -> float:
-    """Run torchrun once on the standard workload and return the seconds until its ranks were ready.
+    """Runs torchrun once on the standard workload; returns the seconds until its ranks were ready.
 
     Raises:
         subprocess.CalledProcessError: the job failed.

@@ -1,1 +1,1 @@
-"""Kernels on one GPU: right, how fast beside peers, and of what the device can do."""
+"""Correctness and speed of kernels on one GPU, compared with peers and with the device's limits."""

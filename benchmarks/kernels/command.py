@@ -29,24 +29,24 @@ from benchmarks.kernels.winners import propose_winners, speedups, winners_json
 from engine.kernels.dispatch import shipped_choices
 
 START_SECONDS = 90.0
-"""A process may take this long to import and to find the GPU."""
+"""Timeout in seconds of a process's imports and GPU start."""
 GRACE_SECONDS = 30.0
-"""Of it, beyond the time of the task that the process was started for."""
+"""Seconds of the start beyond the timeout of the first task."""
 SHARES = {"check": 0.35, "tune": 0.15}
-"""Of the time, at most; the measurements have the rest."""
+"""Maximum fraction of the time for checks and tuning; measurements use the rest."""
 PATIENCE = {"check": 90.0, "tune": 45.0, "measure": 90.0, "rates": 60.0}
-"""Seconds for one task."""
+"""Timeout in seconds of one task."""
 SAMPLING_SECONDS = 20.0
-"""For one case; one that is slower gives fewer samples."""
+"""Maximum seconds of samples per case; slow cases get fewer samples."""
 NO_TIME = "not measured: no time left"
 ATTEMPTS = 3
-"""For a case whose contenders break the device one after the other."""
+"""Maximum attempts at a case with contenders that break the device."""
 
 Ask = Callable[..., Any]
 
 
 class Desk:
-    """Asks the worker, and starts another when one is lost; problems are answers too."""
+    """Client of the device process, which restarts it after a loss; errors are answers too."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -67,14 +67,14 @@ class Desk:
         return answer
 
     def close(self) -> None:
-        """End the worker."""
+        """Ends the device process."""
         if self._worker is not None:
             self._worker.close()
         self._worker = None
 
 
 def check_all(operators: Sequence[str], ask: Ask, budget: Budget) -> list[dict[str, Any]]:
-    """Every operator in every dtype."""
+    """Checks every operator in every dtype."""
     rows = []
     for dtype in DTYPES:
         for operator in operators:
@@ -84,7 +84,7 @@ def check_all(operators: Sequence[str], ask: Ask, budget: Budget) -> list[dict[s
 
 
 def measure_all(cases: Sequence[Case], ask: Ask, budget: Budget) -> dict[str, Any]:
-    """Every case, by name."""
+    """Measures every case; returns the results by name."""
     return {case.name: _measure(case, ask, budget) for case in cases}
 
 
@@ -109,7 +109,7 @@ def _within(budget: Budget, ask: Ask, task: str, *arguments: Any) -> dict[str, A
 
 
 def run(order: Order, minutes: float, ask: Ask) -> dict[str, Any]:
-    """Everything, in plain data."""
+    """Checks, tunes and measures within ``minutes``; returns all results as a JSON object."""
     budget, cases = Budget(60 * minutes), measured(order)
     found: dict[str, Any] = {"about": ask("about", seconds=START_SECONDS)}
     checking = budget.part(SHARES["check"] * budget.seconds)
@@ -124,7 +124,7 @@ def run(order: Order, minutes: float, ask: Ask) -> dict[str, Any]:
 
 
 def conclude(order: Order, found: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
-    """(Markdown, JSON, the proposed table of winners)."""
+    """Returns (Markdown, JSON, proposed ``tuned.json``)."""
     cases, rates = measured(order), found["rates"]
     judged = [] if order.tiny else cases  # tiny shapes on a CPU reach nothing, and shall not
     verdicts = [verdict for case in judged for verdict in judge(case, found["cases"][case.name], rates)]
@@ -175,7 +175,7 @@ def _part(title: str, lines: Sequence[str]) -> str:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every check passed and every kernel ran."""
+    """Measures, prints and writes results; returns 0 if every check passed and every kernel ran."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description="Kernels beside their peers.")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/benchmarks"), help="folder for kernels.json, kernels.md, tuned.json"

@@ -42,7 +42,7 @@ BOUND = "its reads and writes alone"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks offload", description=__doc__)
     parser.add_argument("--elements", type=int, default=1 << 24, help="fp32 elements of an update")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every contender")
@@ -72,7 +72,7 @@ def _tables(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[tuple[st
 
 
 def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
-    """One update of each as a call, and the bytes that it has to move for an element."""
+    """Returns one update of each contender as a function, with its bytes moved per element."""
     arrays = _Arrays(elements)
     source, target = torch.ones(elements), torch.zeros(elements)
     found: dict[str, tuple[Work, int]] = {"a plain copy": (partial(target.copy_, source), 8)}

@@ -29,13 +29,13 @@ from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 BUCKETS = 8
 READ, WRITTEN = 8, 12
-"""Bytes of an element: two moments; those and the weights from before the update."""
+"""Bytes read and written per element: two moments; the same plus the old weights."""
 MIXED, APART, UPDATE = "the disk, reads among writes", "the disk, reads before writes", "an update"
 
 
 @contextmanager
 def disk_works(folder: str, elements: int) -> Iterator[dict[str, Callable[[], object]]]:
-    """The same transfers without and with an update, as calls; their files end with the context."""
+    """Yields functions with equal transfers, without and with an update; their files are deleted at the end."""
     scratch = ScratchFolder(folder, 0)
     optimizer = _optimizer(elements, folder)
     transfers = _Transfers(scratch.path, elements)
@@ -53,7 +53,7 @@ def disk_works(folder: str, elements: int) -> Iterator[dict[str, Callable[[], ob
 
 
 def disk_cells(seconds: Mapping[str, float], elements: int) -> dict[tuple[str, str], str]:
-    """Rates of each, from the seconds of a turn."""
+    """Formats rates of each transfer, from the seconds of a turn."""
     cells = {}
     for name, spent in seconds.items():
         cells[name, "ns an element"] = f"{1e9 * spent / elements:.1f}"

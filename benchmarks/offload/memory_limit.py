@@ -37,20 +37,20 @@ SECONDS = 20
 CORNER = "state"
 VOCABULARY, LENGTH = 2048, 16
 RETURNED = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072"}
-"""For the C library: what a tensor leaves goes back to the system, instead of waiting for another one of its size."""
+"""Environment of the C library that returns freed tensors' memory to the system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit on the memory of one process."""
+    """Memory limit of one process."""
 
     group: Path | None
-    """Its memory cgroup; None: its data segment is limited."""
+    """Folder of its memory cgroup; None: a limit of the data segment."""
     size: int
 
     @classmethod
     def of(cls, name: str, size: int) -> "Limit":
-        """A fresh cgroup of ``size`` bytes if this user may make one."""
+        """Makes a cgroup of ``size`` bytes, or a data segment limit if not permitted."""
         group = CGROUPS / name
         try:
             group.mkdir()
@@ -60,7 +60,7 @@ class Limit:
         return cls(group, size)
 
     def enter(self) -> None:
-        """Put this process under the limit."""
+        """Applies the limit to this process."""
         if self.group is None:
             resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))  # of a thread, whose stack counts as data
             resource.setrlimit(resource.RLIMIT_DATA, (self.size, self.size))
@@ -68,13 +68,13 @@ class Limit:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak(self) -> int | None:
-        """The most bytes that were used at once, page cache included; None if nobody has counted."""
+        """Returns the peak of used bytes, page cache included; None if unknown."""
         if self.group is None:
             return None
         return int((self.group / "memory.max_usage_in_bytes").read_text())
 
     def close(self) -> None:
-        """Remove the cgroup, as soon as what looks after its processes has ended like them."""
+        """Removes the cgroup once its processes have ended."""
         if self.group is None:
             return
         until = time.monotonic() + SECONDS
@@ -84,7 +84,7 @@ class Limit:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     asked = _parser().parse_args(arguments)
     if asked.child:
         return _train(asked)

@@ -9,7 +9,7 @@ from engine.parallel.comm.symmetric_memory import SharedBytes, SlotSizes, Symmet
 
 
 def virtual_ranks(sizes: SlotSizes, seconds: float, device: torch.device) -> tuple[SymmetricBuffer, ...]:
-    """The ends of the ranks, whose memory is an allocation for each of them."""
+    """Allocates symmetric memory for each virtual rank on ``device``; returns the ranks' buffers."""
     parts = tuple(torch.zeros(sizes.total, dtype=torch.uint8, device=device) for _ in range(sizes.ranks))
     memories = [SharedBytes(parts=parts, index=index, close=lambda: None) for index in range(sizes.ranks)]
     return tuple(SymmetricBuffer(memory, sizes, seconds, range(sizes.ranks)) for memory in memories)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 def make_cpu_adam(parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> Callable[[], object]:
-    """One update of ``parameter``, whose gradient is there, and of its ``moments`` by torch's names, as a call.
+    """Returns a function that updates ``parameter`` from its gradient and its ``moments`` (torch's names) once.
 
     Raises:
-        ImportError, RuntimeError: DeepSpeed is not installed, or its extension does not compile.
+        ImportError, RuntimeError: DeepSpeed is missing, or its extension does not compile.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with redirect_stdout(io.StringIO()):  # what it tells of its extension

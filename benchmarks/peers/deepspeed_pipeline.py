@@ -22,7 +22,7 @@ from engine.models.decoder import Block, Decoder, DecoderConfig, Projection
 
 
 class DeepSpeedPipeline:
-    """``PipelineModule`` of ``LayerSpec`` and ``train_batch``, as DeepSpeed's tutorial has them."""
+    """DeepSpeed's pipeline: ``PipelineModule`` of ``LayerSpec``, and ``train_batch``, as in its tutorial."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         announce(mode)
@@ -42,12 +42,12 @@ class DeepSpeedPipeline:
         self._accumulation = mode.accumulation
 
     def step(self, rows: Tensor) -> float:
-        """Loss of all sequences."""
+        """Trains one step; returns the loss of all sequences."""
         parts = ((part[:, :-1], part[:, 1:]) for part in rows.chunk(self._accumulation))
         return float(self._engine.train_batch(parts).item())
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of this rank's stage."""
+        """Returns the weights of this rank's stage by name."""
         return {name: parameter.detach() for name, parameter in self._names.items()}
 
 

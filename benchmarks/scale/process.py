@@ -12,19 +12,19 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a process took."""
+    """Resources that a process used."""
 
     seconds: float
-    """Of processors, user and system."""
+    """CPU seconds, user and system."""
     peak_bytes: int
     output: str
 
 
 def spend(arguments: Sequence[str]) -> Spent:
-    """Run ``python -m`` with ``arguments`` on one core, torch's import included.
+    """Runs ``python -m`` with ``arguments`` on one core; torch's import counts.
 
     Raises:
-        RuntimeError: the command has failed.
+        RuntimeError: the command failed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

@@ -26,7 +26,7 @@ from engine.parallel.grid import Grid
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure what the file lacks, or show what it has."""
+    """Measures results that the file lacks, or shows the file."""
     options = _parser().parse_args(command)
     if options.render:
         return _render([Path(name) for name in options.render], options.svg)

@@ -12,7 +12,7 @@ from benchmarks.scaling.record import ScalingRecord, ScalingRow, measured_rows
 from benchmarks.scaling.report import parts_of
 
 _WIDTH, _CHART, _BAR = 960, 200, 34
-"""Of the picture; height of a chart; distance of two grids."""
+"""Sizes in pixels: width of the picture, height of a chart, distance between bars."""
 _MARGIN, _HEAD = 60, 30
 _STYLE = """\
 text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}.title{font-size:12px}.end{text-anchor:end}
@@ -34,7 +34,7 @@ class _Point:
 
 
 def draw_record(record: ScalingRecord) -> str:
-    """The picture; a mode without a measured grid is left out."""
+    """Draws a record as SVG; modes without measured grids are omitted."""
     body, top = list[str](), 0.0
     for mode in dict.fromkeys(row.mode for row in record.rows):
         found = list(measured_rows(record, mode))

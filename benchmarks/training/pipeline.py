@@ -35,15 +35,15 @@ from benchmarks.training.lineups import AGAIN, SCHEDULES, Lineup, make_pipeline_
 
 MICROBATCHES = 8
 CLIP = 0.1
-"""Below every norm of the steps that are taken, which are 0.4 to 4."""
+"""Clipping norm below the norm of every step, which is 0.4 to 4."""
 EPSILON = 1e-5
 CLIPPED_STEPS = 5
 WEIGHT_TOLERANCE = 1e-5
-"""By which the order of sums may move a weight in ``CLIPPED_STEPS`` steps; a wrong norm moves it much further."""
+"""Maximum weight difference after ``CLIPPED_STEPS`` steps, due to the order of sums."""
 
 
 def measure_clipping(modes: Sequence[Mode], workload: Workload) -> dict[str, float]:
-    """By mode, the largest distance of any weight from that of the first mode after ``CLIPPED_STEPS`` steps."""
+    """Returns, by mode, the maximum weight difference to the first mode after ``CLIPPED_STEPS`` clipped steps."""
     start_server()
     right, found = None, {}
     for mode in modes:
@@ -59,7 +59,7 @@ def measure_clipping(modes: Sequence[Mode], workload: Workload) -> dict[str, flo
 
 
 def judge_clipping(apart: Mapping[str, float]) -> tuple[str, bool]:
-    """(who clips rightly and who does not, whether all of Trine do)."""
+    """Returns (text about correct and wrong clipping, True if all of Trine's modes are correct)."""
     right = [name for name, distance in apart.items() if distance <= WEIGHT_TOLERANCE]
     wrong = [name for name in apart if name not in right]  # also what is not a number
     passed = not any(name.startswith("Trine") for name in wrong)
@@ -70,10 +70,10 @@ def judge_clipping(apart: Mapping[str, float]) -> tuple[str, bool]:
 
 
 def that_starts(lineup: Lineup) -> Lineup:
-    """The rows that this torch can start; a line is printed of those that it cannot.
+    """Returns the rows that the installed torch can start; prints a line about others.
 
-    A V has neighbouring stages on its last rank. A torch whose stages do not vote tries their connection by a message
-    of the rank to itself, which gloo refuses.
+    In a V the last rank has neighbouring stages, which some versions of torch connect by a message to itself that gloo
+    refuses.
     """
     from torch.distributed.pipelining import PipelineStage  # seconds of imports, for this command alone
 
@@ -127,7 +127,7 @@ def _measure(arguments: argparse.Namespace, lineup: Lineup, workload: Workload) 
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every check passed."""
+    """Measures, prints and writes results; returns 0 if every check passed."""
     arguments = _parse(command)
     workload = replace(make_workload(arguments), clip=CLIP, epsilon=EPSILON)
     if arguments.profile:

@@ -28,11 +28,11 @@ RANKS = (2, 4)
 LAYERS = 4
 SEQUENCES = 4
 EPSILON = 1e-5
-"""Of AdamW, so large that rounding in gradients of nearly zero does not move losses."""
+"""Eps of AdamW, large enough that rounding in near-zero gradients does not change losses."""
 
 
 def workload_of(model: Name, arguments: argparse.Namespace) -> Workload:
-    """What all rows of ``model`` train."""
+    """Returns the workload of all rows of ``model``."""
     standard = make_workload(arguments)
     sizes = replace(standard.decoder, layers=LAYERS)
     return replace(standard, model=model, decoder=sizes, sequences=arguments.sequences, epsilon=EPSILON)
@@ -69,7 +69,7 @@ def _measure(model: Name, arguments: argparse.Namespace) -> tuple[str, bool]:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every check passed."""
+    """Measures, prints and writes results; returns 0 if every check passed."""
     arguments = _parse(command)
     if arguments.profile:
         for model in arguments.models:

@@ -38,7 +38,7 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every check passed."""
+    """Measures, prints and writes results; returns 0 if every check passed."""
     arguments = _parse(command)
     workload = make_workload(arguments)
     if arguments.profile:

@@ -15,7 +15,7 @@ BLOCK = 256
 
 
 def block_codecs(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """Encode and decode in both widths; whole blocks."""
+    """Yields cases of encoding and decoding whole blocks in both widths."""
     elements = -(-where.parameters // BLOCK) * BLOCK
     for bits in (8, 4):
         moved = 2 * dtype.itemsize * elements + 2 * BlockFormat(bits, BLOCK).message_bytes(elements)
