@@ -1,1 +1,1 @@
-"""Benchmarks. A package, so that no other installed ``benchmarks`` precedes it on the path."""
+"""Benchmarks. A package, so that no other installed ``benchmarks`` shadows it on ``sys.path``."""

@@ -1,11 +1,11 @@
-"""Benchmarks by one command.
+"""Runs benchmarks by name: ``python -m benchmarks NAME``.
 
     python -m benchmarks --list                          what there is
     python -m benchmarks zero --stages 2,3 --rounds 3    one benchmark with its own options, which zero -h lists
     python -m benchmarks step zero pipeline --rounds 3 --peers ddp,fsdp2 --out runs/benchmarks
     python -m benchmarks all                             each in turn, with its defaults
 
-Exit code 1 when any benchmark finds a limit exceeded or a loss that is not what it should be.
+Exit code 1 when a benchmark exceeds a limit or finds a wrong loss.
 """
 
 import argparse

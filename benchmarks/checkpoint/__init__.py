@@ -1,1 +1,1 @@
-"""Time of saving and loading checkpoints."""
+"""Seconds that saving and loading of checkpoints take."""

@@ -1,17 +1,17 @@
-"""What a checkpoint costs: Trine beside torch.save, torch's distributed checkpoint, safetensors and the bare disk.
+"""Seconds to save and load a checkpoint: Trine, torch.save, torch's DCP, safetensors and the bare disk.
 
     python -m benchmarks checkpoint [--rounds 5] [--gigabytes 1.3] [--folder F] [--write-figures] [--out FOLDER]
 
-One process writes and reads the same fp32 weights of a decoder (width 4096, inner width 11008) in every way, in a new
-order each round; every write ends with file and folder on the disk. *cold* means dropped from the page cache before.
+One process writes and reads the same fp32 weights of a decoder (width 4096, MLP width 11008) in every format, in a new
+order each round; every write ends with an fsync of file and folder. *cold*: dropped from the page cache before.
 
     stall        what training waits for; the rest goes on in the background and is waited for untimed
     write        from the call to the commit; for "Trine, image to disk" its writer alone, hashes included
     read         into tensors that exist; Trine checks every block on the way and the others check nothing
     rows cold    a quarter of the rows of every matrix, which is what a tensor rank of four wants
 
-CPU seconds are those of this process; what the kernel's own threads do for buffered writes is not in them. Exit code 1
-when a goal is missed. The disk and its neighbours decide the seconds, so ratios within a round are what counts.
+CPU seconds are of this process, without the kernel's writeback threads. Exit code 1 when a goal is missed. The disk's
+other users change the seconds, so compare ratios within a round.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Ways to bring the same tensors to the disk and back: Trine, torch.save, DCP, safetensors, and the bare disk.
+"""Writes and reads the same tensors by Trine, torch.save, DCP, safetensors and plain files.
 
-    tensors    a decoder's weights; what is written
-    landing    as many bytes of warm memory, page-aligned; what is read into, and what the bare disk writes
+    tensors    the weights of a decoder, which are written
+    landing    as many bytes of page-aligned memory, touched before: reads fill it, plain files are written from it
 
-A write ends when file and folder are forced to the disk. A read ends when the values lie in the landing (Trine: in the
-model), which is overwritten in place. A quarter of the rows, the second, is what a tensor rank of four wants.
+A write ends with an fsync of file and folder. A read ends when the values are in the landing (Trine: in the model),
+which is overwritten in place. Partial reads take the second quarter of the rows, as one of four tensor ranks does.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""From the samples of a benchmark of checkpoints to a table, goals and JSON."""
+"""Turns the samples of the checkpoint benchmark into a table, verdicts on its goals, and JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""A process of a part: ``python -m benchmarks.first_contact.child PART [CASE ..]``."""
+"""One process of a part of the first contact: ``python -m benchmarks.first_contact.child PART [CASE ..]``."""
 
 import sys
 from collections.abc import Sequence

@@ -1,16 +1,15 @@
-"""First contact with one GPU: everything that no CPU can tell, most worth first, in at most nine minutes.
+"""Checks and times the engine on one GPU in at most nine minutes, the most important parts first.
 
     python -m benchmarks first_contact [--minutes 9] [--out DIR] [--device auto|cuda|cpu] [--only NAME ..] [--list]
     python -m benchmarks first_contact --only correctness      the first of two runs
     python -m benchmarks first_contact --only speed            the second
     python -m benchmarks first_contact --store DIR ..          findings of both into docs/figures
 
-It needs torch, triton, transformers and pytest. Every part is a process with a limit of its own, so that a kernel that
-breaks the device, hangs or does not compile costs one line and not the run. ``--device cpu`` runs all of it on tiny
-sizes: that shows that the command works, and nothing about a GPU.
+Needs torch, triton, transformers and pytest. Every part is a process with a time limit, so that a kernel that breaks
+the device, hangs or does not compile fails its part alone. ``--device cpu`` runs tiny sizes, to test the command.
 
-Writes into DIR (without --out $OUT, else runs/first_contact) as soon as it is found: ``part-NAME.json``,
-``summary.md``, ``log.txt``, ``profile.txt``, and what the benchmarks of kernels and overlap write.
+Writes to DIR (default $OUT, else runs/first_contact) after each part: ``part-NAME.json``, ``summary.md``, ``log.txt``,
+``profile.txt``, and the files of the benchmarks kernels and overlap.
 """
 
 import argparse

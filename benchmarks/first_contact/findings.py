@@ -1,4 +1,4 @@
-"""What a first contact has found: one JSON file a part, the log of every process, and a summary."""
+"""Results of a first contact: one JSON file for each part, a log of all processes, and a summary."""
 
 import json
 import time

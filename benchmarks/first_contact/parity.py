@@ -1,4 +1,4 @@
-"""Modes of one rank and grids of several on this device, each beside one process of plain torch."""
+"""Compares losses of engine modes on one rank, and of grids of several ranks on one device, with plain torch."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The parts of a first contact, by worth. Pure data."""
+"""List of the parts of a first contact, the most important first."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A part as a process with a limit: what it tells is written at once, and its end costs the others nothing."""
+"""Runs a part in a process with a time limit; its results are written at once and survive its failure."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""One contender on one model: seconds, MFU, whether the host is ahead, what it waits for, the longest kernels."""
+"""Profiles one engine mode on one model: seconds, MFU, host lead over the device, host waits, longest kernels."""
 
 import time
 from collections.abc import Callable, Mapping

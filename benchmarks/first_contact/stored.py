@@ -1,4 +1,4 @@
-"""Findings of runs on a GPU as the figure ``first-contact`` of the documents: a row a part, a column a GPU."""
+"""Writes results of GPU runs as the figure ``first-contact`` of the documents: a row a part, a column a GPU."""
 
 import json
 from collections.abc import Mapping, Sequence

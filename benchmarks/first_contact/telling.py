@@ -1,4 +1,4 @@
-"""Cases of one process, in turn: each tells its finding at once, and one that fails costs the others nothing."""
+"""Runs test cases in one process and prints the result of each at once; one that raises does not stop the rest."""
 
 import json
 import os

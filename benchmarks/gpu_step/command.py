@@ -1,14 +1,13 @@
-"""A training step of models of about 1 B parameters on one GPU: the engine beside plain torch and DeepSpeed.
+"""Times a training step of models of about 1 B parameters on one GPU: the engine, plain torch and DeepSpeed.
 
     python -m benchmarks gpu_step --out DIR [--quick] [--minutes 8.5] [--peak-tflops N] [--device cpu]
 
-World size 1, no torchrun. The microbatch is the largest of which a contender fits. Contenders are processes of their
-own, one after the other, or at once if three of them fit ("wave"): they build and warm up together, then train a few
-steps in turn, in a new order each round, alone on the GPU, and profile one step in the end: the busy share of the GPU,
-launches, the longest kernels, and where the host waits. ``--models 8b-shape`` is a slice of Llama 8B. Writes
-DIR/gpu_step.json (every turn) and DIR/gpu_step.md (the table). A contender that fails is reported with its error,
-what there is no time for as not measured. ``--quick``: two contenders. ``--device cpu`` trains tiny models: that
-shows that the command works, and nothing about speed.
+World size 1, no torchrun. Each contender is a process with the largest microbatch that fits. They run one after
+another, or three at a time if those fit ("wave"): built and warmed up together, they train a few steps in turn, in a
+new order each round, and profile one step in the end: busy share of the GPU, launches, longest kernels, host waits.
+``--models 8b-shape`` is a slice of Llama 8B. Writes DIR/gpu_step.json (every turn) and DIR/gpu_step.md (the table),
+with the error of a contender that fails. ``--quick``: two contenders. ``--device cpu`` trains tiny models, to test the
+command.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Who takes a step in ``benchmarks.gpu_step``: the engine in its modes, plain torch, DeepSpeed; each in a process.
+"""Contenders of ``benchmarks.gpu_step``, each in a process: the engine in several modes, plain torch, DeepSpeed.
 
-All train bf16 weights with an fp32 master and fp32 sums of gradients, clipped at 1, by AdamW: what the engine keeps is
-emulated for plain torch below. No autocast anywhere.
+All train bf16 weights with fp32 master weights and fp32 gradient sums, clipped at norm 1, by AdamW without autocast;
+the plain torch loop emulates the engine's master weights and sums.
 """
 
 import os

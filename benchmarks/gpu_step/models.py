@@ -1,9 +1,9 @@
-"""The two models of ``benchmarks.gpu_step``, what a step of them computes, and what it takes of a GPU.
+"""Two models of ``benchmarks.gpu_step``, the operations of one step, and the GPU memory that it needs.
 
     decoder    engine.models.decoder: GPT-2's architecture, LayerNorm, GELU, biases; the loss is made outside
     llama      Hugging Face's LlamaForCausalLM unchanged, sizes of Llama 3.2 1B; the loss is its own
 
-Operations of a step, of forward and backward, recomputation not counted:
+Operations of a step (forward and backward, without recomputation):
 
     6 P T  +  6 L A S T      P weights that are multiplied: not embeddings, which are looked up, but for a tied head
                              T tokens, L layers, A width of all heads, S sequence length

@@ -1,4 +1,4 @@
-"""From the turns of all contenders to rows, verdicts and a table."""
+"""Turns the samples of all contenders into table rows and verdicts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

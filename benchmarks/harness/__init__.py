@@ -1,1 +1,1 @@
-"""Shared parts of all benchmarks: rounds of processes in turns, memory and traffic counts, tables, figures."""
+"""Shared code of all benchmarks: interleaved rounds of processes, memory and traffic counts, tables, figures."""

@@ -1,4 +1,4 @@
-"""Wall time that a command may take, in all and for each of its parts."""
+"""Wall-time budget of a command, split among its parts."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One step seen from the device: its busy share, launches, longest kernels, and what the host waits for."""
+"""Profile of one training step on the device: busy share, launches, longest kernels, and host waits."""
 
 import time
 import warnings

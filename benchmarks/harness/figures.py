@@ -1,11 +1,11 @@
-"""The figures of the documents: each is a JSON file, and marked sections of pages show it.
+"""Figures of the documents: JSON files that fill marked sections of pages.
 
     docs/figures/NAME.json                         the result, with its command, commit, date and machine
     <!-- NAME:begin --> .. <!-- NAME:end -->       the whole figure, in README.md or a page of docs/
     <!-- NAME:summary --> .. <!-- NAME:end -->     its summary in the repository, the whole figure on the site
 
-Measuring writes the file and fills the sections; a table keeps the cells that this measurement did not try. The line
-below a figure names its origin. ``python -m benchmarks.harness.figures`` fills all sections from the files, and
+A measurement writes the file and fills the sections; a table keeps the cells that were not measured anew. A line below
+each figure names its origin. ``python -m benchmarks.harness.figures`` fills all sections from the files, and
 ``tests/test_documents.py`` compares them.
 """
 

@@ -1,9 +1,8 @@
-"""What one rank keeps in memory and sends, found in steps that are not timed.
+"""Memory and sent bytes of one rank, counted in steps that are not timed.
 
-Counts of memory, all of tensors alone: between two steps, at the optimizer's update, and the most within a
-step, all of it and what of it is not training state. The step whose bytes are counted comes first: it shows Python
-the tensors that torch keeps in C++ and communicates, DDP's buckets, which are a further copy of the gradients; from
-then on they are found.
+Memory is the bytes of tensors: between two steps, at the optimizer's update, and at the peak of a step, with and
+without the training state. The step that counts sent bytes runs first: it finds tensors that only torch's C++ holds,
+such as DDP's buckets (a second copy of the gradients).
 """
 
 import gc

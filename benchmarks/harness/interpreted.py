@@ -1,4 +1,4 @@
-"""Kernels on a CPU: Triton's interpreter, with bf16 put right, in this process."""
+"""Runs Triton kernels on a CPU in this process: Triton's interpreter, with its bf16 handling fixed."""
 
 import os
 

@@ -1,9 +1,9 @@
-"""Where one rank spends its time, to explain what the table only shows.
+"""Profile of one rank: the Python functions that take its time.
 
     python -m benchmarks step --profile "Trine tp4"        in place of the table
 
-The interpreter's profiler sees the main thread alone and makes calls dearer than they are, so that the CPU
-seconds above its table come from steps before it, without a profiler. The threads of gloo are in them.
+Python's profiler covers the main thread only and slows calls down, so the CPU seconds above its table come from earlier
+steps without it; they include gloo's threads.
 """
 
 import cProfile

@@ -1,4 +1,4 @@
-"""The age of the figures of the documents, and the command that renews each.
+"""Age of each figure of the documents, and the command that measures it again.
 
 python -m benchmarks figures                         every figure, the oldest first, with its command
 python -m benchmarks figures --renew parity step     run the commands of these figures

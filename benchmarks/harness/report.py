@@ -1,4 +1,4 @@
-"""From the samples of all rounds to rows, verdicts, a table and JSON."""
+"""Turns the samples of all rounds into rows, verdicts, a table and JSON."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

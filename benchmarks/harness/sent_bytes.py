@@ -1,8 +1,8 @@
-"""Counts what a rank sends, in bytes and collectives, alike for every row of a table.
+"""Counts bytes and collectives that a rank sends, the same way for every framework.
 
-All that Python or torch's C++ asks of a process group passes torch's dispatcher as an operation of the namespace
-``c10d`` or ``_c10d_functional``, where it is seen with its tensors: DDP's buckets, FSDP2's hooks, DeepSpeed, Trine.
-What Trine's tensor ranks do through memory that they share is seen at its calls, and counts as if it were sent.
+Every call of a process group, from Python or C++, passes torch's dispatcher in the namespace ``c10d`` or
+``_c10d_functional``, where it is counted: DDP, FSDP2, DeepSpeed, Trine. Messages of Trine's tensor ranks through shared
+memory are counted at their calls, as if sent.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Hooks of ``mkdocs build``: pages of the repository's root on the site, whole figures, links to source files.
+"""Hooks for ``mkdocs build``: pages of the repository root, whole figures, links to source files.
 
 README.md, CHANGELOG.md, CONTRIBUTING.md    become pages of the site
 <!-- NAME:summary -->                       the whole figure replaces the summary that the repository keeps

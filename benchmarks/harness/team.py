@@ -1,4 +1,4 @@
-"""The ranks of one mode in processes of their own, driven step by step and measured.
+"""Runs the ranks of one mode in forked processes, step by step, and measures them.
 
     parent                      ranks
     Team(...)      ---------->  fork, join, build model and optimizer
@@ -6,8 +6,8 @@
     run(5)         ---------->  barrier | 5 steps | barrier
     Block          <----------  wall and CPU seconds, bytes, losses
 
-Between two calls the ranks of a team sleep in a pipe, so that several teams can stand side by side and
-take turns of a few steps: whatever else the machine does then hits all of them alike.
+Between two calls the ranks wait on a pipe without using CPU, so that several teams take turns of a few steps and other
+load on the machine affects all of them equally.
 """
 
 import multiprocessing

@@ -1,10 +1,10 @@
-"""A process that answers requests one at a time and may fail, hang or die without taking the command with it.
+"""A worker process that serves one request at a time; its errors, hangs and crashes leave the caller running.
 
     with Worker(make, arguments) as worker:         make(*arguments) runs in the process and gives what answers
         worker.ask(("measure", 3), seconds=90)
 
-An error inside comes back as ``WorkerError`` with its last line, and the process goes on; after one that it cannot
-go on from (``WorkerError.ended``) a new one has to be started.
+An error inside comes back as ``WorkerError`` with its last line, and the process goes on; after one that it cannot go
+on from (``WorkerError.ended``) a new one has to be started.
 """
 
 import multiprocessing

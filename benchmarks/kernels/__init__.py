@@ -1,1 +1,1 @@
-"""Correctness and speed of kernels on one GPU, compared with peers and with the device's limits."""
+"""Correctness and speed of single kernels on one GPU, compared with other libraries and the device's limits."""

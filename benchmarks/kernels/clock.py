@@ -1,4 +1,4 @@
-"""Seconds of a piece of work: events on a GPU, whose L2 is flushed before each; the wall clock on a CPU."""
+"""Seconds of a function: CUDA events on a GPU, with L2 flushed before each call; wall time on a CPU."""
 
 import math
 import time

@@ -1,12 +1,11 @@
-"""Every kernel on one GPU: is it right, how fast is it beside its peers, does it reach its targets.
+"""Checks and times every kernel on one GPU, against other libraries and its targets.
 
     python -m benchmarks kernels --out DIR [--quick] [--minutes 8.5] [--operators NAME..] [--device cpu]
 
-Needs a source checkout, torch and Triton; Liger and others are measured where they can be imported. Writes
-DIR/kernels.json (all figures), DIR/kernels.md (the table) and DIR/tuned.json, which may replace
-kernels/tuned.json. What fails is reported by name and the rest goes on, in a new process where the device
-is broken; what there is no time for is reported as not measured. ``--device cpu`` runs the same in Triton's
-interpreter on tiny shapes: that shows that the command works, and nothing about speed.
+Needs a source checkout, torch and Triton; Liger and others are measured if installed. Writes DIR/kernels.json (all
+figures), DIR/kernels.md (the table) and DIR/tuned.json, which may replace kernels/tuned.json. A case that fails is
+reported by name and the rest goes on, in a new process if the device is broken; cases beyond the time limit are
+reported as not measured. ``--device cpu`` interprets tiny shapes, to test the command.
 """
 
 import argparse

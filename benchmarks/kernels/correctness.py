@@ -1,4 +1,4 @@
-"""Whether an operator is right on a device: error against float64, and the same bits twice."""
+"""Checks an operator on a device: its error against float64, and equal bits in two runs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The process that works on the device for ``benchmarks.kernels``: one task after the other, answers in plain data."""
+"""Process that owns the device for ``benchmarks.kernels``: runs one task at a time and returns plain data."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

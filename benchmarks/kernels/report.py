@@ -1,4 +1,4 @@
-"""From what was measured to shares, verdicts, a table, and rows for the table of winners."""
+"""Turns kernel measurements into shares of the limits, verdicts, a table, and rows of ``kernels/tuned.json``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

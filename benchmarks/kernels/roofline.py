@@ -1,4 +1,4 @@
-"""What the device can do at best, measured: the denominators of all shares. And what it is."""
+"""Measured limits of the device (bandwidth, TFLOPS), which all shares are relative to, and its name."""
 
 import platform
 import shutil

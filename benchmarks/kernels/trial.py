@@ -1,6 +1,6 @@
-"""One case measured: all contenders in interleaved rounds, each direction apart, memory, and the error against float64.
+"""Measures one case: all contenders in interleaved rounds, forward and backward apart, memory, and error to float64.
 
-Every contender has inputs of its own, filled anew before each sample: some write gradients over their inputs.
+Each contender's inputs are filled anew before every sample, since some overwrite their inputs with gradients.
 """
 
 import random

@@ -1,6 +1,6 @@
-"""Which of the tiles that ``linear`` ships is fastest for a product, and how many warps suit a row kernel.
+"""Measures which launch tile of ``linear`` is fastest for a product, and how many warps suit a row kernel.
 
-Nothing is changed: what won stands beside what was chosen, for whoever edits ``kernels/gpu/launch_shapes.py``.
+Changes nothing: the result names the fastest and the current choice, for editing ``kernels/gpu/launch_shapes.py``.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Rows for the table of winners, from what was measured."""
+"""Rows of ``kernels/tuned.json``, from measurements."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence

@@ -1,14 +1,13 @@
-"""Updates on the host: bytes of memory moved in a second beside a plain copy, and what a step costs with an offload.
+"""Rate of optimizer updates on the host, in bytes of memory a second, and the seconds of a step with an offload.
 
     python -m benchmarks offload [--elements 16777216] [--rounds 7] [--threads 2] [--peers deepspeed] [--write-figures]
     python -m benchmarks offload --disk FOLDER           only updates whose moments are on that disk, beside its rate
 
-Every contender of the rule updates the same fp32 elements in the same memory with AdamW, since the rate of a machine
-depends on where arrays lie; in turns, a new order each round, of which the median counts. Bytes are those that the rule
-has to move: weights, gradient and two moments read, all but the gradient written. What memory gives to an update at
-most is the rate of these reads and writes with sums in place of the rule; a copy fetches what it overwrites too.
-The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host,
-beside the bound of such a step (``steps``) and DeepSpeed's ZeRO-Offload.
+Every contender updates the same fp32 elements in the same memory by AdamW, in a new order each round; the median
+counts. Bytes are the least that AdamW moves: weights, gradient and two moments read, all but the gradient written. The
+upper bound is the rate of these reads and writes with sums in place of AdamW. The last rows are whole steps of the
+engine with optimizer state on the "device" (also the CPU) and on the host, next to the lower bound of such a step
+(``steps``) and DeepSpeed's ZeRO-Offload.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""Updates whose moments are on disk, beside what the disk gives to the same reads and writes without an update.
+"""Optimizer updates with moments on disk, compared with the same reads and writes without an update.
 
-Both move the same bytes in blocks of the same size, as many at a time, past the page cache: two fp32 moments are read
-and written an element, and the weights from before the update written, so that a step that fails can be undone. The
-disk's own rows hash nothing and compute nothing: they have reads and writes mixed, or all reads before all writes, and
-the faster one is the rate of the disk.
+Both move the same bytes in blocks of the same size, equally many at a time, past the page cache: for each element two
+fp32 moments are read and written, and the old weight written, so that a failed step can be undone. The plain rows
+neither hash nor compute; one mixes reads and writes, one reads first, and the faster is the disk's rate.
 """
 
 from collections.abc import Callable, Iterator, Mapping

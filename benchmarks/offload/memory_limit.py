@@ -1,12 +1,11 @@
-"""Training under a limit on memory that the state of the model exceeds several times, from disk.
+"""Trains from disk under a memory limit that is a fraction of the model's state.
 
     python -m benchmarks memory_limit [--limit-mib 384] [--ranks 1] [--layers 28] [--steps 3] [--folder FOLDER]
     python -m benchmarks memory_limit --data-segment      limits the data segment, where cgroups could be made too
 
-The same steps are made twice, in processes of their own: with all state in memory and no limit, and with
-``offload_optimizer.device: nvme`` and ``map_memory`` under the limit. Losses have to be equal to the last bit. The
-limit is that of a memory cgroup for each rank, where this user may make one, and includes the page cache; else the data
-segment is limited (RLIMIT_DATA), which leaves the page cache out.
+Runs the same steps in two sets of processes: with all state in memory and no limit, and with
+``offload_optimizer.device: nvme`` and ``map_memory`` under the limit. Losses must be bitwise equal. The limit is a
+memory cgroup for each rank, page cache included, where this user may create one; else RLIMIT_DATA, page cache excluded.
 """
 
 import argparse

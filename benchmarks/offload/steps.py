@@ -1,6 +1,6 @@
-"""Whole steps with optimizer state on the device and on the host, beside what an update on the host takes at least.
+"""Seconds of whole steps with optimizer state on the device and on the host, next to a lower bound.
 
-bound    forward and backward without an update, and the bytes of the update at the rate of a plain copy
+bound    forward and backward without an update, plus the bytes of the update at the rate of a plain copy
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Contenders of a benchmark in turns."""
+"""Times contenders of a benchmark in interleaved rounds."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""What is measured: products of Llama layers that tensor ranks share, and tiny ones for interpreted kernels."""
+"""Cases of the overlap benchmark: matmuls of Llama layers on tensor ranks, and tiny ones for the interpreter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

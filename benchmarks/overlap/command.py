@@ -1,13 +1,12 @@
-"""Products of tensor ranks that communicate by themselves, beside chunks, collectives and torch's async-TP.
+"""Times matmuls that communicate inside the kernel, against chunked and plain collectives and torch's async-TP.
 
     python -m benchmarks overlap                        one GPU: virtual ranks; no GPU: tiny sizes, interpreted
     torchrun --nproc_per_node 8 -m benchmarks overlap   a rank on each GPU, on CPUs a process each
 
-Every operation, size and tile is checked before anything is timed. Then the tiles are tried, and all ways run in
-interleaved rounds. Virtual ranks share one GPU: each has its own memory and stream and a share of the processors, and
-what it sends goes through the memory of that GPU, not over a link. So their figures compare ways and show that waits
-cost nothing; rows for ``kernels/overlap.json`` come from several GPUs alone. Kernels that are interpreted are checked
-and not timed.
+Checks every operation, size and tile, then times the tiles and all implementations in interleaved rounds. Virtual ranks
+share one GPU: each has its own memory, stream and share of the SMs, and messages stay in that GPU's memory. So they
+only compare implementations; rows for ``kernels/overlap.json`` need several GPUs. Interpreted kernels are checked and
+not timed.
 
 Writes OUT/overlap.json (all figures), OUT/overlap.md (the table) and, between GPUs, OUT/overlap_winners.json.
 """

@@ -1,7 +1,7 @@
-"""One case from check to figures: is every tile right, which is the fastest, how long takes what.
+"""Checks and times one case: correctness of every tile, the fastest tile, seconds of every implementation.
 
-Times are medians of interleaved rounds; of several processes the longest. Nothing is timed where kernels are
-interpreted, and no check there or on a GPU allows a kernel any deviation: sums of whole numbers are exact.
+Times are medians of interleaved rounds, the slowest process counts; interpreted kernels are not timed. Checks require
+equal bits: inputs are whole numbers, whose sums are exact.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Where the ranks of a case are: parts of this process on one device, or processes with a device each."""
+"""Placement of a case's ranks: several in this process on one device, or one process for each device."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""From seconds to shares, verdicts and one table."""
+"""Turns seconds into shares, verdicts and one table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One case at one place: inputs, and every way in which the operation can be done."""
+"""One case on one set of ranks: its inputs, and every implementation of the operation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial

@@ -1,8 +1,8 @@
-"""Collectives between virtual ranks: copies and sums on streams of one device, for chunks and plain collectives.
+"""Collectives between virtual ranks of one process: copies and sums on streams of one device.
 
-A rank's transfers run on a side stream, as those of NCCL do, and begin when their tensors are ready at all ranks. The
-host gives the work of one rank after the other, so a reduce-scatter reads what the others have posted by the time it is
-waited for, and starts on the device as soon as that is computed.
+A rank's transfers run on a side stream, like NCCL's, and begin when the tensors of all ranks are ready. The host
+launches one rank after the other, so a reduce-scatter is launched when it is waited for, after all ranks have posted
+theirs.
 """
 
 from collections.abc import Sequence

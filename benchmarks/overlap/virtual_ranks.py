@@ -1,6 +1,6 @@
-"""Ranks that are parts of one process and share a device: one GPU runs the whole protocol of kernels that communicate.
+"""Several ranks in one process on one device: one GPU runs the whole protocol of kernels that communicate.
 
-Each rank has a stream of its own, and all programs of all ranks run at once; on a CPU the ranks take turns.
+Each rank has a stream, and the kernels of all ranks run at once; on a CPU the ranks take turns.
 """
 
 import torch

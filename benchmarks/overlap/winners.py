@@ -1,4 +1,4 @@
-"""Rows for ``kernels/overlap.json``, from what was measured between several GPUs."""
+"""Rows of ``kernels/overlap.json``, from measurements on several GPUs."""
 
 import json
 from collections.abc import Sequence

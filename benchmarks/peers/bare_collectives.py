@@ -1,7 +1,7 @@
-"""The collectives of a step of Trine and nothing else: equal calls and bytes, one after another, without a model.
+"""Replays the collectives of one Trine step without a model: equal calls and bytes, one after another.
 
-A step is recorded at the backend of its communication, and repeated from then on: it takes what gloo or shared memory
-takes, which no Python of the engine can lower.
+The collectives are recorded at Trine's communication backend in one real step. Their time is a lower bound, which
+faster Python in the engine cannot undercut.
 """
 
 from collections.abc import Callable

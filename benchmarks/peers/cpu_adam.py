@@ -1,4 +1,4 @@
-"""AdamW of DeepSpeed on the CPU, which its ZeRO-Offload updates with; its first use compiles an extension."""
+"""DeepSpeed's CPU AdamW, which its ZeRO-Offload uses. Its first use compiles an extension."""
 
 import io
 import os

@@ -1,12 +1,11 @@
-"""ZeRO 1 to 3 as DeepSpeed offers them, on the CPU.
+"""ZeRO 1 to 3 by DeepSpeed, on the CPU.
 
-DeepSpeed needs a process group and the variables of a launcher, which ``torchrun`` and ``deepspeed`` set: RANK,
-LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Where none did, they are set here, and the running group is taken
-over. DS_ACCELERATOR=cpu keeps it off a GPU; its backend is then gloo, or ccl where Intel's binding is installed.
-Its first start on a machine compiles an extension, which takes a C++ compiler and minutes.
+DeepSpeed reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which are set here without a launcher, and
+uses the running process group. DS_ACCELERATOR=cpu keeps it off a GPU, over gloo, or ccl where Intel's binding is
+installed. Its first start compiles an extension, which needs a C++ compiler and minutes.
 
-All else is DeepSpeed's default: stages 1 and 2 all-reduce gradients over gloo and keep a flat copy of the
-parameters they update; stage 2 reduces after every microbatch; stage 3 leaves small parameters (below
+All else is DeepSpeed's default: stages 1 and 2 all-reduce gradients over gloo and keep a flat copy of the parameters
+they update; stage 2 reduces after every microbatch; stage 3 leaves small parameters (below
 ``stage3_param_persistence_threshold``) whole.
 """
 

@@ -1,8 +1,7 @@
-"""Tensor parallelism as torch itself offers it: ``parallelize_module`` with DTensor plans.
+"""Tensor parallelism by torch: ``parallelize_module`` with DTensor plans.
 
-Each model is planned as torch's tutorial plans its Llama: attention and perceptron become DTensors at their input once,
-so that the gradients of the products that share it are added before they are reduced. That makes 4 all-reduces a block,
-where plain column layers make 6.
+Plans follow torch's Llama tutorial: the inputs of attention and MLP become DTensors once, so that the input gradients
+of parallel products are added before their all-reduce. That takes 4 all-reduces a block instead of 6.
 """
 
 from torch import Tensor, nn

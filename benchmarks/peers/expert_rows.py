@@ -1,6 +1,6 @@
-"""Rows that are sent to the ranks of their experts and back, and nothing else: experts that only weigh them.
+"""Dispatches rows to the ranks of their experts and combines them, with experts that only scale rows.
 
-A step is a forward and a backward of equal rows. The tokens of the workload are those of all ranks.
+A step is a forward and a backward of equal rows. The tokens of the workload are the tokens of all ranks together.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3 as torch itself offers them: FSDP2."""
+"""ZeRO 2 and 3 by torch's FSDP2 (``fully_shard``)."""
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,4 +1,4 @@
-"""A training loop in plain torch, on one process, with one all-reduce, and under DistributedDataParallel."""
+"""Training loops of plain torch: one process, one all-reduce a step, and DistributedDataParallel."""
 
 from contextlib import AbstractContextManager, nullcontext
 

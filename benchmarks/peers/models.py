@@ -1,4 +1,4 @@
-"""What is trained beside the reference decoder: Hugging Face's Llama and mixtures, and blocks as nanoGPT has them.
+"""Models besides the reference decoder: Hugging Face's Llama and mixtures, and nanoGPT-style blocks.
 
 All are called with tokens [B, L] and return logits [B, L, V]; all have the sizes of a ``DecoderConfig``. Labels may
 come with the tokens, but the loss is made outside.

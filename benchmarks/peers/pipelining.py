@@ -1,4 +1,4 @@
-"""A pipeline as torch itself offers it: torch.distributed.pipelining."""
+"""Pipeline parallelism by torch.distributed.pipelining."""
 
 import torch
 import torch.distributed as dist

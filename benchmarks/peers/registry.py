@@ -1,4 +1,4 @@
-"""Which class trains a mode. A class is imported by the ranks that need it: its imports belong to its start-up."""
+"""Trainer class of each mode, imported only on the ranks that use it: imports count as their start-up."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Trine itself: ``engine.initialize`` and ``train_batch``."""
+"""Training by Trine: ``engine.initialize`` and ``train_batch``."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,7 @@
-"""What every mode trains, what a mode is, and what one rank of it can do.
+"""Types of a training workload: model and batch sizes, the mode, and the trainer of one rank.
 
-All modes start from the same weights, see the same sequences and take the same step: mean cross-entropy,
-clipping, AdamW. The peers get torch's fused AdamW, which Trine runs inside too, so that a difference
-between modes is a difference in distribution and not in the optimizer's kernel.
+All modes train the same weights on the same sequences: mean cross-entropy, clipping, AdamW. All use torch's fused AdamW
+kernel, so that modes differ in distribution alone.
 """
 
 from dataclasses import dataclass, field

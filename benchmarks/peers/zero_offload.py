@@ -1,4 +1,4 @@
-"""A step of DeepSpeed with ZeRO-Offload, on the CPU: ZeRO 1, bf16, masters and moments updated by its CPUAdam."""
+"""ZeRO-Offload by DeepSpeed on the CPU: ZeRO 1, bf16, with master weights and moments updated by its CPUAdam."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""The closed form of a search beside whole plans of the same layouts: seconds and memory of a decoder of 3.5 B."""
+"""Compares the quick estimate of a layout search with whole plans: seconds and memory of a 3.5 B decoder."""
 
 from collections.abc import Mapping, Sequence
 

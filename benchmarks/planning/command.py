@@ -1,4 +1,4 @@
-"""The cost model of ``trine plan`` beside published figures: every row with its error, and the fit of factors."""
+"""Compares predictions of ``trine plan`` with published speeds, each with its error, and fits the GPU factors."""
 
 import argparse
 import contextlib

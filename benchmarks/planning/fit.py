@@ -1,4 +1,4 @@
-"""The fit of a GPU's factors: those within bounds that make the squared logarithmic errors of its rows least."""
+"""Fits a GPU's factors within bounds by least squares of the logarithmic errors of the published rows."""
 
 import math
 import random

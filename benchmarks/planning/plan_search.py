@@ -1,11 +1,11 @@
-"""The search for tensor plans of published models, and what a run of them would take: one row for each configuration.
+"""Searches tensor plans of published models and plans their runs: one table row for each model.
 
     python -m benchmarks plan_search [--models llama-70b,gpt-oss-120b] [--write-figures]
 
-``configurations.json`` has the published sizes; nothing is downloaded, and models have no content (device meta). Every
-search runs on one thread of a process of its own, whose imports alone take about 0.5 GiB, and is compared with the
-search that draws all numbers where that takes less than ``--seconds`` and 12 GiB. Then ``trine plan`` plans the fastest
-layout that fits the stated number of GPUs. ``--parts estimate``: processor seconds of ``trine plan --estimate``.
+Models are built on device meta from the published sizes in ``configurations.json``; nothing is downloaded. Every search
+runs on one thread of a new process (about 0.5 GiB for imports), and is compared with the search that draws all numbers
+where that takes less than ``--seconds`` and 12 GiB. Then ``trine plan`` finds the fastest layout on the stated number
+of GPUs. ``--parts estimate``: CPU seconds of ``trine plan --estimate``.
 """
 
 import argparse

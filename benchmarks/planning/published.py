@@ -1,4 +1,4 @@
-"""Published training speeds as data, each with the settings that its source gives, and those that are assumed."""
+"""Published training speeds, with the settings that each source states and those that are assumed."""
 
 import json
 from collections.abc import Mapping

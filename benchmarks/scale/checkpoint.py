@@ -1,4 +1,4 @@
-"""The files of a checkpoint and what says what is in them: as all ranks of a world would write it, from the plan."""
+"""Sizes of a checkpoint's files and of its index, computed from the plan as all ranks of a world would write it."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: every world is replayed one rank at a time, by the code that would run there.
+"""Measures how costs grow with the world size: one rank of each world runs alone, with the engine's own code.
 
 python -m benchmarks scale                          worlds of 64 to 16,384 ranks
 python -m benchmarks scale --worlds 64,512          some of them

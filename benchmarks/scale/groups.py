@@ -1,4 +1,4 @@
-"""The communicators of one rank: its real backend over torch's fake process group, which connects nobody."""
+"""Communication groups of one rank of a large world: the real backend over torch's fake process group."""
 
 import os
 from collections.abc import Iterator

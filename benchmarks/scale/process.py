@@ -1,4 +1,4 @@
-"""A command in a process of its own: processor seconds and the most memory that it had."""
+"""Runs a command in a process and returns its CPU seconds and peak memory."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Set-up and one training step of one rank: the real engine, over a backend whose other ranks are like this one."""
+"""Set-up and one training step of one rank by the real engine; the backend imitates the other ranks."""
 
 from collections import Counter
 from collections.abc import Sequence

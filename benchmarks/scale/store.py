@@ -1,4 +1,4 @@
-"""What one rank asks of the store of the job at the start: a store that counts, and answers for all others."""
+"""Counts the requests of one rank to the job's store at start-up, and answers for all other ranks."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The grids of worlds of 64 to 16,384 ranks, and the model on them. As a module it makes the plan of one of them."""
+"""Grids of worlds of 64 to 16,384 ranks, and their model. Run as a module, it makes the plan of one world."""
 
 import sys
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
-"""Weak and strong scaling: the time of a step on every grid and number of nodes, beside its prediction.
+"""Measures weak and strong scaling: seconds of a step for every grid and node count, and its prediction.
 
     torchrun --nnodes 2 --nproc-per-node 2 ... -m benchmarks scaling --out FILE      on every node, then with more nodes
     python -m benchmarks scaling --render FILE                                      table and picture of what FILE has
 
-Each number of nodes is a job of its own, and all of them add to one file. A job that is started again goes on.
+Each node count is a separate job; all jobs add to one file, and a restarted job continues.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A record as an SVG picture: by number of nodes the time of a step and the efficiency, and every grid of the most
-nodes beside its prediction.
+"""Draws a scaling record as SVG: seconds and efficiency by node count, and each grid of the largest node count next to
+its prediction.
 
-The text is self-contained, the same for an equal record, and readable in light and dark mode.
+The SVG needs no other file, is equal for equal records, and is readable in light and dark mode.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The predictions of all rows of a record, from what was measured of ranks and links. Without processes."""
+"""Predicts all rows of a scaling record from measured speeds of ranks and links."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""All grids of a number of ranks, the fastest first, before any of them is run. Pure, but for making the plans."""
+"""Orders all grids of a number of ranks by predicted seconds, without running any of them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the ranks of a job measure together: their links, their computation alone, and the steps of a grid."""
+"""Measurements inside a job: speed of the links, of computation alone, and the steps of a grid."""
 
 import json
 import logging

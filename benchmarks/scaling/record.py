@@ -1,7 +1,7 @@
-"""What a benchmark of scaling has found, as one JSON file that several jobs fill.
+"""Scaling record: results of several jobs in one JSON file.
 
-One row for each node count, grid and mode, with one sample for each round. The file is written anew after every sample,
-and a job leaves out what it finds there.
+One row for each node count, grid and mode, with one sample for each round. The file is rewritten after every sample,
+and samples already in the file are not measured again.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A record as text: every grid beside its prediction, what each axis carries alone, what the ranks compute."""
+"""Scaling record as text tables: each grid and its prediction, bandwidth of each axis, compute speed of ranks."""
 
 from collections.abc import Iterable, Sequence
 

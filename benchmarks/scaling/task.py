@@ -1,5 +1,6 @@
-"""What is trained: a decoder of given sizes on random tokens, on a grid, with a batch that is fixed for all grids or
-for each data rank."""
+"""Training task of the scaling benchmark: a decoder on random tokens, with a fixed global batch or a fixed batch for
+each data rank.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

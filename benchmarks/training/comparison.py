@@ -1,6 +1,6 @@
-"""Steps of several modes measured side by side: rounds of teams in turns, then a table and verdicts.
+"""Times training steps of several modes in interleaved rounds, and prints a table and verdicts.
 
-What the benchmarks of this folder share: their options, their rounds and what they print and write.
+Shared by the benchmarks of this folder: options, rounds and output.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Cost of experts on several ranks: their rows, one layer, and a training step of a small mixture.
+"""Times expert parallelism on several ranks: dispatch of rows, one layer, and a step of a small mixture.
 
     python -m benchmarks expert [--rows rows,layer,step] [--ranks 2,4] [--rounds 3] [--steps 10] [--write-figures]
 
 *rows*: dispatch and combine of a layer whose experts only weigh rows, forward and backward, beside calls of
 ``all_to_all_single`` with equal bytes. Routing is even, or experts of the first rank are chosen 8 times as often.
-*layer*: a step of one layer of experts between an embedding and a head; ``parallel.expert`` beside
-``parallel.tensor``, which computes the same tokens, and beside ``MoE`` of DeepSpeed. *step*: a step of Qwen3-MoE with 8
-experts, 2 a token; ``parallel.expert`` beside data ranks that hold all experts, and beside a dense model with the
-parameters that one token uses.
+*layer*: a step of one layer of experts between an embedding and a head; ``parallel.expert`` beside ``parallel.tensor``,
+which computes the same tokens, and beside ``MoE`` of DeepSpeed. *step*: a step of Qwen3-MoE with 8 experts, 2 a token;
+``parallel.expert`` beside data ranks that hold all experts, and beside a dense model with the parameters that one token
+uses.
 
 Exit code 1 if the losses of equal models differ. The figure keeps rows that a run does not measure.
 """

@@ -1,15 +1,14 @@
-"""Host time that an engine adds to a block: microseconds of Python and dispatch, beside plain torch and its wrappers.
+"""Host microseconds that the engine adds to a block, compared with plain torch and its wrappers.
 
     python -m benchmarks host_time [--layers 24] [--width 32] [--rounds 7] [--rows dp,tp,pp,gpu] [--write-figures]
 
-On a GPU this time decides whether the host stays ahead of the device. The model is deep and so narrow that its
-arithmetic is next to nothing: 24 blocks of width 32 on 8 tokens. Every mode takes steps of 2 and of 6 microbatches of
-the same size. The difference is the time of 4 microbatches, and what is left of the first is the fixed time of a step.
+On a GPU this time decides whether the host stays ahead of the device. The model is so narrow that its arithmetic hardly
+counts: 24 blocks of width 32 on 8 tokens. Each mode runs steps of 2 and of 6 equal microbatches. The difference is the
+time of 4 microbatches, the rest of a step is its fixed time.
 
-Figures are CPU seconds of all threads of all ranks, for each block and microbatch that a rank computes. "added" is the
-distance to plain torch in the same round, and "added, collectives apart" is what is left of it when the collectives are
-taken off: equal calls and bytes over the same backend in the same round, with nothing between them. Modes take turns,
-in a new order each round. The figure keeps rows that a run does not measure.
+Figures are CPU seconds of all threads of all ranks, for each block and microbatch of a rank. "added" is the difference
+to plain torch in the same round; "added, collectives apart" also subtracts the bare collectives (equal calls and bytes
+over the same backend). Modes run in a new order each round. The figure keeps rows that a run does not measure.
 """
 
 import argparse

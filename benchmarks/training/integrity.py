@@ -1,7 +1,7 @@
-"""What the checks of ``integrity`` cost: CPU seconds of a step without them, and with checks every 1, 10 and 100 steps.
+"""CPU seconds of a step without the checks of ``integrity``, and with checks every 1, 10 and 100 steps.
 
-One process and thread; the engines take their steps in turns, in a new order each round, so that they share the
-machine's mood. The digests of every step cost the same whatever N is; ``tokens`` says over how much work they spread.
+One process and thread; the engines run steps in turns, in a new order each round. Digests of a step cost the same for
+every interval; ``tokens`` sets the work of the step that they are compared with.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Which modes stand in the table, and which of them are held against which."""
+"""Rows of the training benchmarks: the modes, which rows are compared, and their limits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

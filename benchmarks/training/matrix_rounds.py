@@ -1,9 +1,9 @@
-"""What rounds of matrices hide: updates of whole matrices on two data ranks, with the exchange beside them or not.
+"""Seconds of whole-matrix updates on two data ranks, with their exchange overlapped and not.
 
     python -m benchmarks matrix_rounds [--rounds 7]                                 starts two ranks under torchrun
 
-Products sleep for as long as the exchange of a step takes, as those of a device would leave the processor alone. The
-same rounds then go one after another, in turns with those that overlap. Exit code 1 when overlapping saves nothing.
+Products sleep as long as the exchange of a step takes, like those of a device, which leave the CPU idle. Overlapped and
+sequential rounds alternate. Exit code 1 when overlapping saves nothing.
 """
 
 import argparse

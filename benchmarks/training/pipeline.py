@@ -1,23 +1,21 @@
-"""What a pipeline costs: Trine's schedules beside torch.distributed.pipelining and DeepSpeed's PipelineModule.
+"""Times pipeline schedules: Trine, torch.distributed.pipelining and DeepSpeed's PipelineModule.
 
     python -m benchmarks pipeline [--schedules 1f1b,interleaved,zb-v] [--peers pipelining,deepspeed] [--ranks 4]
                                   [--accumulation 8] [--rounds 7] [--steps 10] [--write-figures] [--out FOLDER]
     python -m benchmarks pipeline --profile "Trine 1f1b" [--steps 10]
 
-Decoder, data, AdamW and rounds are those of ``step``, in 8 microbatches; the limit of the gradient's
-norm is so low that every step is clipped. torch's 1F1B takes no fewer microbatches than stages, its interleaved one
-full rounds of them; DeepSpeed any number. Exit code 1 when Trine uses more CPU than any peer with the same schedule,
-when a loss is not that of one process, or when Trine's clipping is wrong. CPU seconds, user and system, of all ranks
-decide.
+Model, data, AdamW and rounds as in ``step``, with 8 microbatches and a norm limit so low that every step is clipped.
+torch's 1F1B needs at least as many microbatches as stages, its interleaved schedule whole rounds of them. Exit code 1
+when Trine uses more CPU seconds (user and system, all ranks) than a peer with the same schedule, when a loss differs
+from one process, or when Trine's clipping is wrong.
 
-*sent MB* and *calls* are counted alike for all rows, in an untimed step, where torch's dispatcher passes messages on
-(``sent_bytes``). *step MB* is what tensors take at most within a step, *held MB* what of that is not parameters,
-gradients or moments: what forwards keep for their backwards, buffers, temporaries (``footprint``). Each is that of the
+*sent MB* and *calls* are counted at torch's dispatcher in an untimed step (``sent_bytes``). *step MB* is the peak of
+tensor memory in a step, *held MB* the same without parameters, gradients and moments (``footprint``). Both are of the
 largest rank.
 
-*clip* is how far any weight is from one process after a few steps when a row clips as its framework does by itself or,
-where it does not, as its tutorial would: ``clip_grad_norm_`` over what a rank has. The timed steps of these rows are
-clipped by the norm of the whole model, or they would train another one.
+*clip* is the largest difference of a weight from one process after a few steps, with the framework's own clipping or,
+without one, its tutorial's: ``clip_grad_norm_`` over a rank's parameters. Timed steps are clipped by the norm of the
+whole model.
 """
 
 import argparse

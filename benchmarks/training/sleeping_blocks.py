@@ -1,8 +1,8 @@
-"""A model of blocks that sleep: the timeline of a real pipeline beside the predicted one.
+"""Compares the timeline of a real pipeline of sleeping blocks with the predicted timeline.
 
     python -m benchmarks sleeping_blocks [--seconds 0.2] [--write-figures]         starts four ranks under torchrun
 
-Ranks that sleep need no processor, so that a small machine can show for how long they wait for each other.
+Sleeping ranks need no CPU, so that a small machine measures how long ranks wait for each other.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a kernel is measured and checked on: an operator, the slice of a model that gives its sizes, what it must cost.
+"""Types of a kernel test case: operator, sizes, minimal cost and target.
 
 Slice    sizes of a model's share on one tensor rank: Llama 8B and 70B at 1, 2, 4 and 8 ranks
 Case     one operator in one form on one slice: inputs, our operator, eager torch's, peers

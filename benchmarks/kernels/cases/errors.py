@@ -1,4 +1,4 @@
-"""How far an operator is from the truth: against float64, and against what eager torch loses in the same dtype."""
+"""Numerical error of an operator against float64, relative to the error of eager torch in the same dtype."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

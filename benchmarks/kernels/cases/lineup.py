@@ -1,4 +1,4 @@
-"""Which cases there are: those to be measured, the heads of all operators first, and those to be checked."""
+"""Lists of the kernel cases to measure, the most important of every operator first, and to check."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Cases of cross-entropy, of logits and of hidden states. Tensor ranks cut vocabularies; nothing is sent here."""
+"""Cases of cross-entropy from logits and from hidden states, with the vocabulary shard of one tensor rank."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Cases of what runs over an optimizer's flat shard: the update, and the norm of the gradients before it."""
+"""Cases of kernels on an optimizer's flat shard: the update, and the gradient norm before it."""
 
 from collections.abc import Iterator
 from functools import partial

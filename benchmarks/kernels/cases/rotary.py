@@ -1,4 +1,4 @@
-"""Cases of the rotary embedding: its cost is the bytes of queries and keys, read and written.
+"""Cases of the rotary embedding; cost is the bytes of queries and keys, read and written.
 
 Shape suffixes: B batch, H heads, L length, D head width.
 """

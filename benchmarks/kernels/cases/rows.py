@@ -1,4 +1,4 @@
-"""Cases of operators that work row by row or element by element: their cost is the bytes that they move."""
+"""Cases of row-wise and elementwise operators; cost is the bytes read and written."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,6 @@
-"""Cross-entropy of whole logits by the kernels of the softmax: what is measured beside torch's and Liger's.
+"""Cross-entropy of whole logits by the softmax kernels, measured against torch's and Liger's.
 
-The engine itself has the logits of a rank's part of the vocabulary, or those of a chunk of tokens, whose terms the same
-kernels find.
+The engine itself computes the loss on a vocabulary shard or on chunks of tokens, with the same kernels.
 
 Shape suffixes: N rows, V vocabulary.
 """

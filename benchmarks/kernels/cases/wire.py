@@ -1,4 +1,4 @@
-"""Cases of what data ranks send in fewer bits: a flat gradient to codes and back, as both ends of a message do."""
+"""Cases of gradient quantization for data ranks: a flat gradient to low-bit codes and back."""
 
 from collections.abc import Iterator
 from functools import partial
