@@ -1,4 +1,4 @@
-"""Data of kernels that communicate: measured choices, memory of other ranks, and rows of experts, without Triton.
+"""Data of kernels that communicate: measured launch choices, peer memory, and rows of experts, without Triton.
 
 A row of ``overlap.json`` is for one operation, GPU, dtype, number of ranks, and columns and depth of a product; it
 applies from its number of rows up to the next row of the same product. A product without a row runs without a measured

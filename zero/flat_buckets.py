@@ -9,10 +9,9 @@ For each bucket (glossary in ``zero/__init__.py``), here with N = 4 and an fp32 
     master   fp32            [ shard 1 ]                       on the rank that owns shard 1, on the device or the host
     host_sums fp32           [ shard 1 ]                       copy of its gradients on the host, if the master is there
 
-At ZeRO 3 ``kept`` may lie on the host too, and is copied into its place in ``params`` before each gather; the host then
-needs no copy of parameters that have no master. If parameters are fp32, or bf16 without a master
-(``optim/bf16_updates``), the optimizer updates ``kept`` directly. At ZeRO 3 ``params`` has memory only while it is
-gathered; views of it, also those that autograd has saved, become valid again with every gather.
+At ZeRO 3 ``kept`` may be in host memory and is copied to ``params`` before each gather. If parameters are fp32, or bf16
+without a master (``optim/bf16_updates``), the optimizer updates ``kept`` directly. At ZeRO 3 ``params`` has memory only
+while it is gathered; views of it, including those saved by autograd, are valid again after every gather.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence

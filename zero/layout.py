@@ -1,29 +1,26 @@
-"""Flat layout: the owner of each element of each bucket. Pure arithmetic, no torch.
+"""Flat layout: the rank that owns each element of each bucket. No torch.
 
-Parameters are laid out in buckets, in the order in which the backward produces their gradients, one dtype to a bucket.
-One collective moves one bucket. Every data rank owns an equal slice of every bucket, so that reducing and
-gathering need no bookkeeping at run time:
+Parameters are placed in buckets in the order in which backward produces their gradients, one dtype per bucket. One
+collective reduces or gathers one bucket, and every data rank owns an equal slice of it:
 
     bucket 0   | head.weight ........ | norm.bias | norm.weight |pad|     S0 elements
                |  rank 0  |  rank 1   |  rank 2   |   rank 3      |
     bucket 1   | blocks.7.down.weight ............ | ...      |pad|     S1 elements
                |  rank 0      |  rank 1     |  rank 2     |  rank 3     |
 
-Parameters with gradients from other ranks too have buckets of their own at the end: parameters tied over pipeline
-ranks, and parameters with gradients that are partial over tensor ranks. Such a bucket has the same layout on all ranks
-that share it, and its reduction is deferred to the end of the step.
+Parameters tied over pipeline ranks, and parameters with gradients that are partial over tensor ranks, have separate
+buckets at the end, with the same layout on all of these ranks, reduced at the end of the step.
 
-If a rank has several stages, a bucket holds parameters that the same stages use, so that it can be reduced after the
-last backward of these stages.
+If a rank has several stages, all parameters of a bucket belong to the same stages, after whose last backward it is
+reduced.
 
-If parameters are sharded (ZeRO 3), a bucket holds the parameters that the same gather groups use (``gather_schedule``),
-of any size, and frozen parameters have buckets too.
+At ZeRO 3 all parameters of a bucket belong to the same gather groups (``gather_schedule``), and frozen parameters have
+buckets too.
 
-Slots start at multiples of ALIGNMENT elements, and a bucket is padded to a multiple of N times that. The budget
-formulas count this padding as part of the layout (its total size is Psi in the papers). Where traffic is encoded in
-blocks with a scale each, slots start at blocks: which elements share a scale then depends on the parameter alone, so
-that tensor ranks and stages with copies of it encode them equally, independent of the layout of the rest. Parameters of
-which a tensor rank holds own and shared rows have buckets of their own, which are sent as they are.
+Slots start at multiples of ALIGNMENT elements, and a bucket is padded to a multiple of N times that; memory estimates
+include the padding. With quantized traffic, slots start at quantization blocks, so that all copies of a parameter on
+tensor ranks and stages are encoded equally. Parameters with both sharded and replicated rows on a tensor rank have
+separate buckets, which are not quantized.
 """
 
 import math

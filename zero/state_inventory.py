@@ -1,4 +1,4 @@
-"""Inventory of what a rank holds of a model and its training: one list for integrity, offload, checkpoints and names.
+"""Inventory of all state on a rank: one list for integrity checks, offload, checkpoints and names.
 
 ZeRO    weights                  masters, moments      equal on the data ranks
 0       whole buckets            whole                 all of it

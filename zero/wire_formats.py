@@ -1,7 +1,7 @@
-"""Buckets that are sent in fewer bits, and the steps that do it: the plan counts their bytes, and the run sends them.
+"""Choice of the buckets and steps with quantized traffic, used by both the plan and the run.
 
-Encoded gradients go to their owner by an all-to-all of messages. If the data ranks of a group are on several nodes,
-it has two hops, and every hop encodes anew:
+Encoded gradients go to their owner by an all-to-all of messages. If the data ranks of a group are on several nodes, it
+has two hops, and every hop encodes anew:
 
     node 0: ranks 0 1   node 1: ranks 2 3          shard k belongs to rank k
     within nodes     0 -> 1: shards 1 and 3        1 -> 0: shards 0 and 2       messages of two shards, in the node

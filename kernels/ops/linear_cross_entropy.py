@@ -5,9 +5,8 @@ Only one chunk's logits are in memory at a time, as in Liger and in Apple's CCE 
     a chunk    logits_CW = x W' + b  ->  terms of the softmax  ->  gradient written over the logits  ->  dx, dW, db
 
 The logits of a chunk have about the bytes of all hidden states, C W ~ N H, and at least a quarter of the bytes of dW, C
-~ H / 2: each chunk reads and writes all of dW, and the products of a chunk must take longer than this traffic. Shapes
-alone decide the size: dW is summed over the chunks, so a size chosen by measured seconds would give other bits in each
-run, and a resumed run would not equal the run that was ended.
+~ H / 2: each chunk reads and writes all of dW, and the products of a chunk must take longer than this traffic. The size
+depends on shapes alone: dW is summed over the chunks, so a measured size would give other bits in each run.
 
 Two methods compute the gradients:
     with the loss   for all columns on one rank and a loss summed over the tokens: the forward computes dx and dW for a

@@ -1,4 +1,4 @@
-"""Findings from the results of an examination: obstacles to a start of training, and causes of slowness. Pure."""
+"""Turns doctor results into findings: reasons that training would not start, and causes of slow links."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
-"""Operators with outputs that selective checkpointing saves, by names for configurations. No torch.
-
-A name stands for a kind ("matmul"), or is one of torch's own: "aten.mm", "aten.mm.default".
+"""Names of torch operators whose outputs selective checkpointing saves, by their names in the configuration. No
+torch.
 """
 
 from collections.abc import Mapping

@@ -1,12 +1,12 @@
-"""The state of a recomputed block: its second run reads the state of the first one, and restores the state before it.
+"""Random and module state of a recomputed block: the second run reads the state of the first, then restores it.
 
     first run     counter 3 -> 4, list of 5 -> 6, running mean m -> m'
     ...           the state goes on: other microbatches, other blocks
     second run    on counter 3, the list of 5 and a copy of m; then everything is as it was before this run
 
-A forward reaches state from the block or from its arguments: attributes of modules and of plain objects that
-they hold, dicts, lists, sets and deques among these, and buffers, also those that are written in place. State
-elsewhere, in globals or closures, is not seen. Generators of random numbers are seeded by whoever recomputes.
+A forward reaches state from the block or from its arguments: attributes of modules and of plain objects that they hold,
+dicts, lists, sets and deques among these, and buffers, also those that are written in place. State elsewhere, in
+globals or closures, is not seen. Generators of random numbers are seeded by whoever recomputes.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque

@@ -4,16 +4,16 @@
     reduce-scatter    encode -> all-to-all -> add in fp32
     all-gather        encode -> all-gather -> decode
 
-Every rank decodes all messages of a gather, its own as well, so after an all-reduce or an all-gather all ranks hold the
-same bits. Nothing is differentiated here: the autograd functions of the layers call these collectives in forward for
-activations and in backward for gradients, each as if it were exact (straight-through).
+Every rank decodes all messages of a gather, including its own, so all ranks get the same bits. These functions have no
+backward: the layers' autograd functions call them for activations in forward and for gradients in backward, as if they
+were exact (straight-through).
 
 Shape suffixes: T ranks, p elements of a shard, s of a shard in whole blocks, m bytes of its message.
 
-Every contribution is encoded, this rank's own too, so that a sum is the same whoever makes it.
+A sum adds encoded contributions only, this rank's own included, so that it does not depend on the rank that adds.
 
-A tensor is encoded if its dtype is fp32, bf16 or fp16 and its messages are shorter than it is; small ones, where the
-last block is mostly padding, integers, bools and fp64 are sent as they are. Over T ranks, for n elements of b bytes:
+A tensor is encoded if it is fp32, bf16 or fp16 and its message is shorter than the tensor; others are sent unencoded.
+Bytes over T ranks, for n elements of b bytes:
 
                     exact                     encoded, m(s) bytes for s elements in whole blocks
     all-reduce      2 n b (T-1)/T             all-to-all and all-gather, each T m(n/T) (T-1)/T
@@ -21,8 +21,8 @@ last block is mostly padding, integers, bools and fp64 are sent as they are. Ove
     all-gather      n b (T-1)/T               all-gather, T m(n/T) (T-1)/T
     message         n b                       m(n)
 
-An element that is gathered or sent errs by half a scale of its block; one that is summed by half a scale of each of
-the T contributions, and after an all-reduce by half a scale of the sum besides.
+The error of a gathered or sent element is at most half its block's scale; of a sum, half the scale of each of T
+contributions, and in an all-reduce half the scale of the sum in addition.
 """
 
 from collections.abc import Callable

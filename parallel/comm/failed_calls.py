@@ -1,4 +1,4 @@
-"""Calls of the engine that have failed on a rank in the middle of communication, and whether the engine goes on.
+"""Failed communication calls of this rank, and the decision whether the engine can continue.
 
     all ranks fail at one place     their communication matches, so the engine goes on from the state before the call
     one rank fails, or elsewhere    others wait for messages of this rank: the engine has ended on every rank

@@ -1,4 +1,4 @@
-"""Messages between the hosts' memories, independent of training: a gloo group of its own, for background threads.
+"""Messages between host memories for background threads: a separate gloo group, independent of training.
 
 Its messages are not counted as traffic of a step and do not wait for a GPU, and a rank that dies breaks only this
 group. Messages between two ranks keep their order; an error names the rank that was waited for.

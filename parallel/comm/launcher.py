@@ -1,19 +1,18 @@
-"""The place of this process in a job, from the variables of whatever has started it. No torch, no communication.
+"""Rank, world size and address of this process, from the environment of its launcher. No torch, no communication.
 
     torchrun     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK; they come first
     Open MPI     OMPI_COMM_WORLD_RANK, .._SIZE, .._LOCAL_RANK
     PMI          PMI_RANK, PMI_SIZE: MPICH, Intel MPI, Cray, and srun with such a library
     Slurm        SLURM_PROCID and SLURM_STEP_NUM_TASKS inside a step that srun has started
 
-Only torchrun says where the ranks meet. MASTER_ADDR and MASTER_PORT may be given to the others, too. Without them, a
-Slurm step meets at its first node, where task 0 runs, at a port made of the numbers of job and step.
+Only torchrun sets the rendezvous address; with the others set MASTER_ADDR and MASTER_PORT. Without them, a Slurm step
+uses its first node, where task 0 runs, and a port derived from the job and step ids.
 
-A shell is no rank. In the script of sbatch, Slurm sets SLURM_PROCID=0 and SLURM_NTASKS=N although there is one process;
-in the shell of salloc it sets SLURM_NTASKS only, or runs the shell as an "interactive step" with a reserved number. So
-only an ordinary SLURM_STEP_ID counts, together with the number of tasks of that step, not of the job. The shell of
-``srun --pty`` is a step of its own, of one task unless it was asked for more.
+A shell is not a rank. In an sbatch script Slurm sets SLURM_PROCID=0 and SLURM_NTASKS=N for one process; in a shell of
+salloc it sets SLURM_NTASKS only, or runs an "interactive step" with a reserved id. So the Slurm variables are used only
+with an ordinary SLURM_STEP_ID, with the step's task count, not the job's.
 
-``TRINE_LAUNCHER=none`` makes every process that torchrun has not started a job of its own, for N runs side by side.
+With ``TRINE_LAUNCHER=none`` every process that torchrun has not started is a job of one rank.
 """
 
 import contextlib

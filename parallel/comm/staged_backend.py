@@ -1,4 +1,4 @@
-"""Communication of accelerators whose process group carries tensors of the host alone: through pinned memory.
+"""Communication of accelerators with a process group for host tensors only: copies through pinned memory.
 
     device            host                      other rank
     tensor -- copy --> pinned memory -- gloo --> pinned memory -- copy --> tensor

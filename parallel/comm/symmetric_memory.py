@@ -3,21 +3,20 @@
     of each rank      slots of two epochs │ arrivals     the layout of :class:`Mailbox`
     of this one       who has ended                      memory of the host, see :class:`PeerWatch`
 
-The memory comes from the backend: shared memory between processes of one host on CPUs, symmetric memory of torch
-between GPUs that reach each other. Where there is none, collectives do the same work.
+The backend allocates it: shared memory of one host on CPUs, torch's symmetric memory between GPUs with peer access.
+Without it, collectives do the same work.
 
-An *epoch* is one call. It is counted on every rank, and all ranks make the same calls in one order, as they do with
-collectives; there is nothing else that a call has to agree on.
+An *epoch* is the number of a call, counted on every rank: all ranks make the same calls in the same order.
 
-Who has ended is known by a thread that the operating system wakes, and a word that kernels look at:
+A thread, woken by the operating system, notices ranks that end, and writes a word that kernels poll:
 
     a rank ends, however    the system closes its sockets, and informs all who have a descriptor of its process
     every other rank        poll returns at once, the thread writes ended[index] = 1, of the next one that ends 2, ..
     a kernel that waits     looks at the word every so often, and gives up
 
-The descriptor is for a rank that leaves running children, such as workers that load data: they keep its sockets open.
-The socket is for a rank that closes its engine and goes on, and where processes are hidden from each other. It costs
-nothing while nobody ends. Ranks of other hosts are not watched; their end is found by time.
+The process descriptor covers a rank with running children, such as data loaders, which keep its sockets open; the
+socket covers a rank that closes its engine and continues, and processes hidden from each other. Ranks of other hosts
+are detected by timeouts only.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Trials: a copy of a module with other weights runs against an operator, to see if both compute the same."""
+"""Equivalence trials: runs a copy of a module with other weights against an operator, and compares their results."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Modules that compute what an operator computes, found by trials of their own code, and forwards in place of theirs.
+"""Finds modules that compute the same as a fused operator, by trials of their code, and makes forwards that use it.
 
     norm         an RMSNorm or a LayerNorm, whatever its class is called
     rotary       attention that rotates queries and keys by a function of its source file, as Hugging Face's does

@@ -1,4 +1,4 @@
-"""Weights to which code adds a term during a call, as PEFT does for stacks of experts.
+"""Weights to which other code adds a term during a call, as PEFT does for stacks of expert weights.
 
     ParamWrapper.forward    torch.nn.utils.parametrize replaces W by W + B A, and restores it afterwards
 

@@ -14,8 +14,8 @@ Python's and NumPy's generators follow in models that draw from them:
     forward ends                  the user's generators are restored
     a block runs again            seed(key, -1)   the user's generators are saved until the backward ends
 
-A seed costs microseconds, and few models use these generators. Units are seeded only in models that use them, according
-to a trace or the first forward in this mode. In other models the first forward of each step is watched.
+Units are seeded only in models that use these generators, according to a trace or the first forward in this mode; other
+models are watched in the first forward of each step.
 
 Generators are reseeded at the exit of modules rather than at their entry for two reasons. Numbers drawn between two
 modules are equal on every pipeline stage that draws them. A recomputed block, which starts from the generator state

@@ -1,4 +1,4 @@
-"""Distinction between mistakes of this package and errors of the user's model in one call stack.
+"""Classification of errors: raised by this package, or by the user's model.
 
 A plan falls back if the user's model fails, for example if a copy of a block does not run alone or a trace fails. The
 ``except`` around the model must re-raise a mistake of this package, so that users can report it.

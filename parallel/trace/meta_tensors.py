@@ -1,4 +1,4 @@
-"""Meta tensors that take the place of values while a model is traced.
+"""Meta tensors that represent the tensors of a traced model.
 
 stand-in     the tensor that user code holds for a value: expanded, on the run device, without memory
 twin         its meta tensor, on which operations really run, so that shapes, strides, ``requires_grad`` and

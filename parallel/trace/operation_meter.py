@@ -1,4 +1,4 @@
-"""The dispatch mode under which a traced forward runs: FLOPs, random operations, and results that are known already.
+"""Dispatch mode of a traced forward: counts FLOPs, finds random operations, and reuses known results.
 
 A model repeats its blocks, and torch computes most shapes of meta tensors in Python, at a hundred times the price of an
 empty tensor. So a functional operation runs once for each form of its arguments: it has no memory to share and nothing

@@ -1,4 +1,4 @@
-"""Provenance of every tensor in a traced forward: a value, a tensor inside a call, a parameter, or free.
+"""Origin of every tensor in a traced forward: a traced value, a tensor inside a call, a parameter, or free.
 
 number      id of a tensor -> the value it currently is; a write in place gives every name of the memory a new one
 inside      id of a tensor -> the call that made it and has not returned it (yet); reading it elsewhere is a leak

@@ -1,4 +1,4 @@
-"""Trace one forward of a model without computing it.
+"""Traces one forward of a model on meta tensors, without computing it.
 
 Nothing is computed that takes memory: values are expanded tensors, and shapes come from their meta twins. If the trace
 shows that a unit hides something, the unit is opened into its children and the forward is traced again:

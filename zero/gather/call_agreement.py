@@ -1,4 +1,4 @@
-"""Agreement of data ranks on gathers outside the common order, and on the calls that a backward will reach (ZeRO 3).
+"""Agreement of data ranks on extra gathers, and on the module calls that a backward will reach (ZeRO 3).
 
 A data rank cannot know that another one calls a module once more (a vision tower for images and for videos, a loop with
 a length that depends on the data). So every forward ends with a round in which the ranks tell each other that they have

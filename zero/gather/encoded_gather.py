@@ -1,4 +1,4 @@
-"""Gathers of weights in fewer bits: the owner sends codes, and every rank decodes all of them, the owner its own too.
+"""Quantized gathers of weights: the owner sends codes, and every rank, the owner included, decodes them.
 
     ZeRO 3        kept [s] -> message [m] -> gathered [N, m] -> params [N*s]      whenever the bucket is gathered
     ZeRO 1 and 2  master [s] -> the same                                          after each update

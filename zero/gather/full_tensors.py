@@ -1,4 +1,4 @@
-"""Tensors that are sharded as parameters are, by parameter name: gradients, masters, moments; to read and to write.
+"""Sharded tensors by parameter name (gradients, master weights, moments), to read and to write.
 
     pieces                [ shard 1 ]                        what this rank holds of a bucket
     whole     [ shard 0 | shard 1 | shard 2 | shard 3 ]      gathered over axis dp; given out as views by name

@@ -1,4 +1,4 @@
-"""Gather schedule: which sharded parameters are gathered at which moment of a step (ZeRO 3). Pure arithmetic, no torch.
+"""Gather schedule: the moments of a step at which sharded parameters are gathered (ZeRO 3). No torch.
 
 FSDP2 calls it the prefetch order, and its two ends unshard and reshard.
 

@@ -1,4 +1,4 @@
-"""Shards that a closed engine leaves on the parameters (ZeRO 3), until the next engine of the model gathers them.
+"""Parameters left sharded by a closed engine (ZeRO 3), until the model's next engine gathers them.
 
 close        each parameter knows its bucket, whose shard this rank keeps
 make_whole   all ranks give their shards, bucket by bucket, and parameters have their own memory again, on the host

@@ -1,4 +1,4 @@
-"""Calls of a model's modules while no pass runs: a forward that the user calls, or another method.
+"""Calls of a model's modules outside a training pass: a forward by the user, or another method.
 
 Each module of a gather group gathers its buckets and frees them when it returns; nothing is gathered ahead, because the
 next call is unknown. Every data rank makes the same calls. A backward through them is a pass as any other.

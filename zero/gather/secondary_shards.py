@@ -1,4 +1,4 @@
-"""Secondary shards: parts of gathered parameters that the data ranks of a node store for the next gathers.
+"""Secondary shards: gathered parameters, stored in parts by the data ranks of a node for the next gathers (hpZ).
 
     node 0: ranks 0 1   node 1: ranks 2 3
     kept       [ 0 | 1 | 2 | 3 ]         each rank a quarter; the first gather of a step goes over all of dp

@@ -1,4 +1,4 @@
-"""Memory of sharded parameters: allocated and gathered, shown, freed (ZeRO 3).
+"""Memory of gathered parameters (ZeRO 3): allocated and gathered, used by the modules, freed.
 
 FREE   --ask-->   UNDER_WAY           --show-->   SHOWN                --free-->   FREE
        allocate, start the gather      wait; parameters look as usual

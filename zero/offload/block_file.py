@@ -1,4 +1,4 @@
-"""File of one size that is written and read as a whole, in blocks with hashes in memory.
+"""A file of fixed size that is read and written as a whole, in blocks whose hashes are in memory.
 
     file      | block 0 | block 1 | block 2 | ...        threads take one block each: ``DEPTH`` are under way
     hashes         h0        h1        h2                of the last write

@@ -1,4 +1,4 @@
-"""The update of one step runs on the host while the next step computes: delayed by one (ZeRO-Offload, section 5.2).
+"""Delayed update: the host updates the weights of one step while the next step computes (ZeRO-Offload, 5.2).
 
     device  | step t: gradients at w(t-1) | w(t) | step t+1: gradients at w(t) | w(t+1) | ...
     host    | update t-1, makes w(t) -----^      | update t, makes w(t+1) -----^        | update t+1

@@ -1,25 +1,20 @@
-"""Moments on disk: read into buffers of the host for the update of their bucket, and written back afterwards.
+"""Optimizer moments on disk: read to host buffers for the update of their bucket, and written back.
 
     disk    | read 0 | read 1 | before 0 | read 2 | write 0 | before 1 ...      threads
     host             | update 0          | update 1         | update 2 ...
 
-New moments go into another slot than the old ones (``BucketFiles``), and the weights from before an update into a file
-of their own. So an update that fails on any rank is undone on all, repeated once, and undone again if it fails again:
-then all ranks raise one sentence, and have the state of the step before. State that is no view of a slot, because it
-was loaded, is written before it is updated.
+New moments are written to a second slot (``BucketFiles``), and the old weights to another file, so an update that fails
+on any rank is undone on all ranks and repeated once. After a second failure all ranks raise the same error, with the
+state of the step before. Loaded state is written to a slot before its update.
 
-The files of one bucket: two slots of moments, of which one is valid while the other one is written.
+One bucket has two slots; one is valid while the other is written:
 
     slot a     moments of step 4      valid
     slot b     moments of step 5      being written; valid as soon as all ranks have made step 5
 
-A step that fails on any rank leaves all ranks with the slots of the step before. Between updates the optimizer's state
-is a view of the valid slot, which is mapped, so that whoever reads it gets the values without a copy that would last.
+Between updates, the optimizer's state tensors are views of the memory-mapped valid slot.
 
-Agreement on updates from disk: an update that fails on one rank is undone on all ranks.
-
-The ranks ask each other once an update, when their last bucket on disk is written. Only after a failure do they
-exchange more.
+Ranks compare success once per update, after the last bucket is written; more is exchanged only after a failure.
 """
 
 import logging

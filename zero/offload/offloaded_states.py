@@ -1,4 +1,4 @@
-"""State of a model that waits in host memory between two phases of a run, and comes back with the same bytes.
+"""Training state moved to host memory between two phases of a run, and back without a change of any bit.
 
     train    | offload_states |  another model generates  | reload_states |  train
     device     all state         what was not offloaded                     all state

@@ -1,5 +1,5 @@
-"""The folder of one engine's files on a disk: locked while the engine lives, and removed by the next one if it was
-killed.
+"""Folder of one engine's files on disk: locked while the engine lives; the next engine deletes the folder of a killed
+one.
 
     nvme_path/trine-moments-rank3-x8k2/lock          held by flock, which the kernel frees when the process ends
                                        bucket-0 ...

@@ -1,4 +1,4 @@
-"""The average of the weights in the place of the weights, until training goes on.
+"""Averaged weights in place of the trained weights until training continues.
 
     train    | enter |  evaluate, save for others  | leave | train
     weights     average                               the same bits as before

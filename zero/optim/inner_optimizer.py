@@ -1,5 +1,6 @@
-"""The optimizer of torch inside the engine's: how it is made, from which groups, whether it may be given parts of
-parameters, and that nobody else steps it."""
+"""Creation of the torch optimizer inside the engine: its groups, its need of whole parameters, and a guard of
+``step``.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

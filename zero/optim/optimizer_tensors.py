@@ -1,4 +1,4 @@
-"""The tensors that an inner optimizer is given: runs of a bucket, or whole parameters, with the gradients they read."""
+"""Tensors that the inner optimizer updates (runs of a bucket, or whole parameters), with their gradients."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

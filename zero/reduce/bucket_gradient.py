@@ -1,12 +1,12 @@
-"""Main gradients of a reducer: products of a backward add to slices of the flat buckets (``kernels/main_gradient``).
+"""Main gradients of a reducer: backward products add to slices of the flat buckets (``kernels/main_gradient``).
 
     backward of a layer    dx │ db │ bucket += dy' x
     its weight's node      the bucket is complete: its reduction is launched directly behind that kernel
     autograd               the layer below
 
-The node of autograd that accumulates the weight marks a sum as complete: it waits for all uses, whether
-products have added them or a gradient arrives, and runs before the layer below. The reducer's own hook of the parameter
-hears of it, also where no gradient has come: a hook for each backward would take 3 us a weight.
+The node of autograd that accumulates the weight marks a sum as complete: it waits for all uses, whether products have
+added them or a gradient arrives, and runs before the layer below. The reducer's own hook of the parameter hears of it,
+also where no gradient has come: a hook for each backward would take 3 us a weight.
 """
 
 from typing import Any, Protocol

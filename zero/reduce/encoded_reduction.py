@@ -1,4 +1,4 @@
-"""The sum of a bucket's gradients over axis dp in messages of fewer bits, from every rank to the owner of each shard.
+"""Quantized reduction of a bucket's gradients over axis dp, from every rank to the owner of each shard.
 
     gradients [N, s] + residual -> codes [N, m] -> all-to-all -> decode, add in fp32 in the order of ranks -> shard [s]
 

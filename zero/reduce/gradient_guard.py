@@ -1,12 +1,12 @@
-"""Guard of gradients: an error in place of None for code that reads a gradient on its parameter.
+"""Guard of ``parameter.grad``: code that reads it gets an error that names the alternative, not None.
 
     forward            | backward                      | until step(), zero_grad() or the next forward
     plain parameters   | gradients move into buckets,  | guarded: to read, write or delete ``p.grad`` raises,
                        | p.grad is None again          | since None would let clipping find nothing
 
-A parameter with values elsewhere (a shard under ZeRO 3, another stage's) is guarded too, so that every rank
-refuses the same code. The objects stay the user's; only their class changes and changes back, so that nothing stands
-between torch and a parameter while the model runs.
+A parameter with values elsewhere (a shard under ZeRO 3, another stage's) is guarded too, so that every rank refuses the
+same code. The objects stay the user's; only their class changes and changes back, so that nothing stands between torch
+and a parameter while the model runs.
 
 Notices a backward that the user starts himself, and keeps the engine's context of it open until it ends.
 

@@ -1,4 +1,4 @@
-"""Interface of the gradient reducers, and the hooks that take every gradient off its parameter when it is complete."""
+"""Interface of gradient reducers, and the hooks that take each complete gradient from its parameter."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

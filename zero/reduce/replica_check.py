@@ -1,4 +1,4 @@
-"""Checks of reduced gradients: equality on tensor ranks in the first step, and the source of a non-finite value.
+"""Checks of reduced gradients: equality on tensor ranks in the first step, and the origin of a non-finite number.
 
 A plan that calls a parameter replicated, while the model uses it on cut activations, would silently train copies that
 drift apart. Their gradients differ between tensor ranks from the first step on, so :class:`ReplicaCheck` compares,

@@ -1,4 +1,4 @@
-"""The second hop of a reduction where ZeRO shards over a part of the data axis: shards are summed over its replicas.
+"""Second hop of a reduction when ZeRO shards over part of the data axis: sums shards over the replicas.
 
     shard groups 0: ranks 0 1   1: ranks 2 3
     inside    reduce-scatter over dp_shard        0 and 2 have the first half, 1 and 3 the second one

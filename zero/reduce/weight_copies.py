@@ -1,4 +1,4 @@
-"""Copies of weights on several ranks, compared again and again at no call of their own.
+"""Periodic comparison of weights that several ranks store, without extra collectives.
 
     digest     a number of each rank, which is 0 in the sum over all ranks as long as copies are equal: the copies of a
                weight have factors whose sum is 0. It travels in the control sum

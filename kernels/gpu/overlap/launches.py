@@ -15,8 +15,7 @@ its rows before it waits for rows, so no wait depends on a waiting program; on a
 halves can also run one after the other (PUSHES, MULTIPLIES), for ranks of one process.
 
 A tile of rows is within one sequence of the batch, so that this kernel can call the products of ``kernels/gpu/matmul``.
-
-Shape suffixes: B sequences of L rows each on a rank, W ranks; rows of the result are [B, W, L].
+Rows of a result or product are [B, W, L].
 
 Matrix product and reduce-scatter in two kernels: a finished tile is sent to the rank that owns the rows.
 
@@ -30,8 +29,6 @@ Without sequence parallelism all ranks need the full sum. With EVERYWHERE each r
 all of them sum (one-shot: one transfer of W - 1 times the bytes, which for two ranks equals a ring). Otherwise each
 rank sums its own rows and sends the sum to all (two-shot): ``forward_slots_kernel``, then ``collect_slots_kernel``.
 
-Shape suffixes: B sequences of L rows each owned by a rank, W ranks; rows of the product are [B, W, L].
-
 The switch (NVLink SHARP) sums a product over the ranks if it maps the memory of all ranks to one address:
 
     epoch e       product, each tile into this rank's own memory │ signal to its owner
@@ -42,8 +39,6 @@ one sum and sends one. The switch's address and the address in a rank's memory a
 The switch adds in fp32 in its own order: all ranks get equal bits, but other machines may get other bits.
 
 Interpreted kernels emulate only these two instructions, by reads from and writes to each rank.
-
-Shape suffixes: L rows owned by a rank, N columns.
 """
 
 from dataclasses import dataclass

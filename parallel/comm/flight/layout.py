@@ -7,9 +7,9 @@
     24576   event 1, event N + 1, ..
             event 2, event N + 2, ..
 
-Times are nanoseconds of ``time.monotonic_ns``, which the ranks of a host share; ``wall_offset`` added gives times since
-1970. The writer is a process that may stop between any two instructions, so a number that says that something is valid
-is written after it: an event counts once its sequence number is there, and 0 is written first when a place is reused.
+Times are nanoseconds of ``time.monotonic_ns``, shared by the ranks of a host; plus ``wall_offset`` they are Unix times.
+The writer may stop at any instruction, so validity is written last: an event is valid once its sequence number is
+written, and a reused slot gets 0 first.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Large weights of a block in a search or a proof: products of two thin random matrices, with the full shape.
+"""Large weights in a search or proof of a tensor plan: products of two thin random matrices, with the full shape.
 
 A block of a billion parameters, with gradients and a copy for every rank, does not fit into a host. The code of the
 block needs the weight's shape and products; a proof needs only the gradient's product with a random vector. So
@@ -8,11 +8,10 @@ block needs the weight's shape and products; a proof needs only the gradient's p
 is a weight of any size in memory that grows with rows plus columns; each product takes two thin ones. The zero factors
 are leaves of the graph, and their gradients equal products with the weight's gradient G: dP = G v, dQ = u' G.
 
-Two gradients are equal if their products with a random vector agree (Freivalds 1977): exceptions have
-measure zero. Two programs that agree on such weights agree on all: their difference is a sum of products of entries of
-weights, and none with at most RANK factors from one weight vanishes on all matrices of that rank. The experts of a
-stack [E, O, I] are one weight: a matrix of E O rows and I columns, or of O rows and E I columns, whichever has the
-shorter edges.
+Two gradients are equal if their products with a random vector agree (Freivalds 1977): exceptions have measure zero. Two
+programs that agree on such weights agree on all: their difference is a sum of products of entries of weights, and none
+with at most RANK factors from one weight vanishes on all matrices of that rank. The experts of a stack [E, O, I] are
+one weight: a matrix of E O rows and I columns, or of O rows and E I columns, whichever has the shorter edges.
 
 Functions without a rule get the full weight, so every result equals the result of the dense weight. Code that reads a
 weight below torch functions, or without a graph, raises: the caller then draws that weight in full.

@@ -1,4 +1,4 @@
-"""Trace of one run of a block: the products of activations with parameters.
+"""Trace of one run of a block: its products of activations with parameters.
 
 A function mode records the products and changes some functions, so that a gradient is zero only if a row is not needed:
 

@@ -1,4 +1,4 @@
-"""Strategies to run the code of a block on shards, and the choice of layers that are sharded by vocabulary.
+"""Strategies to run a block's code on shards, and the choice of layers that are sharded by vocabulary.
 
 local     plain tensors; linear layers with f and g. Sufficient for code with view(..., -1, head_dim), as
           in most Hugging Face models

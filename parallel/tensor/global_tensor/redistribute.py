@@ -1,4 +1,4 @@
-"""Redistribution of shards to full tensors and back, and sums over the ranks (DTensor: redistribute).
+"""Gathers shards to full tensors and back, and sums over the tensor ranks (DTensor: redistribute).
 
                                               forward                   backward
     full            global -> plain           all-gather                own slice
@@ -6,8 +6,7 @@
     add             partial sums -> plain     all-reduce                identity
     add_rows        ... sharded along rows    reduce-scatter            all-gather
 
-
-``full`` is for plain code: the gradient of the result is equal on all ranks, so each rank takes its own slice.
+ ``full`` is for plain code: the gradient of the result is equal on all ranks, so each rank takes its own slice.
 ``gather_global`` is for further sharded computation: each rank has a partial gradient of the result, and the ranks sum
 them.
 

@@ -1,4 +1,4 @@
-"""Sizes of a sharded model: code outside blocks reads full sizes from layers, attributes and parameters.
+"""Sizes of a sharded model: code outside the sharded blocks reads full sizes from layers, attributes and parameters.
 
     model.head.weight.shape[0], model.head.out_features,      in a loss, in glue between blocks, in the user's loop
     model.embed.num_embeddings, model.blocks[0].attn.heads    the whole; inside the block of a layer its shard

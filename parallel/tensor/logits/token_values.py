@@ -1,4 +1,4 @@
-"""Token values for losses and metrics of policies, from logits with a vocabulary that may be sharded.
+"""Log-probabilities and entropies of tokens for policy training, from logits with a vocabulary that may be sharded.
 
 Shape suffixes: B rows, S tokens, V the vocabulary.
 """

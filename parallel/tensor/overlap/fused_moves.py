@@ -1,4 +1,4 @@
-"""Products that send rows inside the kernel (``kernels/gpu/overlap``).
+"""Matrix products that send or receive rows inside the kernel (``kernels/gpu/overlap``).
 
 A tile is multiplied after its rows have arrived, and sent after its product. For shapes on which measurements found it
 faster, copy engines send the rows instead, to a kernel that waits for them (:func:`copied_rows`).
@@ -16,7 +16,6 @@ Copies send rows to the other ranks while a product waits for them tile by tile:
 The processors of the GPU only multiply; the copy engines move the rows. Copies of one stream run in order, so a signal
 arrives after its rows. Signals are copies too, of numbers written beforehand, because a kernel might not start while a
 product occupies every processor. On a CPU a copy has ended when its call returns.
-
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Products that send rows: interface, and implementation with collectives of the axis.
+"""Interface of matrix products that gather or scatter rows, and its implementation with collectives.
 
 Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs.
 """

@@ -1,4 +1,4 @@
-"""Products of experts on other ranks: the kernels that multiply rows also send them (``kernels/gpu/overlap``).
+"""Products of experts on other ranks, in kernels that also send the rows (``kernels/gpu/overlap``).
 
     dispatch_product   tokens -> the owners of their experts, a product each      gradient: a product there, rows return
     product_return     a product each -> back to the ranks of the tokens          gradient: rows are dispatched anew

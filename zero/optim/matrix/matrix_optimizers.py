@@ -1,4 +1,4 @@
-"""Muon, SOAP and Shampoo over flat tensors: directions of parts of matrices here, whole matrices where they meet."""
+"""Muon, SOAP and Shampoo over flat tensors: directions computed on shards, updates on whole matrices."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,28 +1,25 @@
 """Updates of full matrices that are sharded over data and tensor ranks (Muon, SOAP, Shampoo under ZeRO and tp).
 
-    directions of the own parts, made by the step of the optimizer
-        -> over the data ranks to the owner of each matrix: its part of a tensor rank, whole
-        -> over the tensor ranks, of matrices that these cut: the whole matrix
-        -> the update, from what the owner alone keeps of the matrix
-        -> the same two ways back, to the weights that each rank owns
+    the optimizer step computes directions of this rank's pieces of matrices
+        -> all-to-all over data ranks: each matrix's owner gets its whole tensor shard
+        -> all-to-all over tensor ranks, for matrices sharded over them: the owner gets the full matrix
+        -> the owner computes the update, with state that it alone stores
+        -> the same exchanges in reverse order, to the ranks that own the weights
 
-A matrix that tensor ranks hold in full is made by each of them, from equal bits, and not sent over that axis; its state
-is then on each of them too.
+A matrix that is replicated over tensor ranks is updated by each of them, from equal bits, with equal state.
 
-Matrices go in rounds, so that the messages of one overlap with the computation of another:
+Matrices are updated in rounds; communication of one round overlaps with computation of another:
 
     round 0   | gather | update, scatter | apply |
     round 1            | gather | update, scatter | apply |
     round 2                     | gather | update, scatter | apply |
 
-In every column the newest round begins first, so that its gather is under way while the one before it is computed, and
-the way back of that one while the next is. All ranks make all calls in this order, also without matrices of their own.
-With tensor ranks a round has two columns more, for the way over them and back.
+In every column the newest round starts first, so that its gather overlaps with the update of the round before. All
+ranks make all calls in this order, even if they own no matrix. Tensor ranks add two columns, for their exchanges.
 
-Updates do not ride on the gather of parameters that follows. That one brings every rank the weights of whole buckets,
-rounded, from the shards of the owners of fp32 masters, and a shard is an equal slice of a bucket, which cuts
-through matrices. The owner of a matrix has no master of the other shards' elements, so its update has to reach these
-before anything can be rounded and gathered. The gather of a bucket begins as soon as its last matrix is updated.
+The updates cannot be part of the following parameter gather, which sends rounded weights: fp32 masters are sharded in
+equal slices of buckets, which divide matrices, so a matrix's owner lacks the masters to round. The gather of a bucket
+starts when its last matrix is updated.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,5 +1,4 @@
-"""An optimizer of the user's that needs whole parameters, at every stage: its owner updates each with an optimizer of
-that class, from the whole gradient and the whole weights.
+"""A user's optimizer that needs whole parameters: an owner rank updates each from its whole gradient and weights.
 
 The class declares ``whole_parameters = True``. An update of a parameter may then read all of it, its gradient and its
 state, and nothing of another parameter; what lasts is in ``self.state`` and in the groups.

@@ -1,4 +1,4 @@
-"""Adafactor over flat shards of matrices: sums over rows and columns are exchanged, and no matrix.
+"""Adafactor over flat shards of matrices: only row and column sums are all-reduced.
 
     squares of own gradients, by row and column, and of own weights   -> summed over data, then tensor ranks
     means of all rows and columns, whole on every rank

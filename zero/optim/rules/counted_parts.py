@@ -1,4 +1,4 @@
-"""The parts of parameters that a rank updates where sums over whole parameters are needed, and who adds which elements.
+"""Pieces of parameters on this rank for sums over whole parameters; each element is added by exactly one rank.
 
 Data ranks that shard a bucket have other elements each. Where tensor ranks hold the same elements, one of them adds
 them, so that all get the same bits.

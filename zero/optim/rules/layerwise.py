@@ -1,4 +1,4 @@
-"""LAMB and LARS over flat shards of parameters: norms are exchanged, and no parameter.
+"""LAMB and LARS over flat shards of parameters: only norms are all-reduced.
 
     squares of own weights and of own updates (LAMB) or gradients (LARS)    -> summed over data, then tensor ranks
     steps on own weights, by the norms of whole parameters
