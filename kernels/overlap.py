@@ -139,13 +139,13 @@ class Mailbox:
     slots: Tensor
     """Addresses of the slots of each rank, int64 [W]."""
     arrivals: Tensor
-    """Addresses of each rank's arrival words, then of this rank's words about ended ranks (int32 [W]): int64 [W +
-    1].
+    """Memory addresses, int64 [W + 1]: of each rank's arrival signals, then of this rank's flags for ended ranks (int32
+    [W]).
     """
     status: Tensor
     """Status word of this rank, int64 [1]: the first missing signal; 0 if all signals have arrived."""
     capacity: int
-    """Bytes of a slot."""
+    """Size of a slot in bytes."""
     most: int
     """Maximum number of tiles that a rank can signal in a call."""
     patience: int
@@ -177,7 +177,7 @@ class ExpertRows:
     """Numbers of rows from every rank to every expert, known to all ranks, with views for ``rank``."""
 
     counts: Tensor
-    """Rows from each rank (W) to each expert (E), integers [W, E] on the host."""
+    """Number of rows from each rank to each expert, integers [W, E] on the host."""
     rank: int
 
     def __post_init__(self) -> None:

@@ -103,7 +103,7 @@ def export(folder: Path, out: Path, single: bool) -> None:
 
 
 def find(folder: Path) -> Path:
-    """Returns ``folder`` if it is a checkpoint, otherwise the newest checkpoint in it.
+    """Returns ``folder`` if it is a checkpoint, otherwise the newest checkpoint inside.
 
     Raises:
         CheckpointError: the folder has no checkpoint.

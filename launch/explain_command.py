@@ -48,7 +48,7 @@ def explain(options: Namespace) -> int:
 
 
 def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
-    """Returns the errors that match ``given`` best; only one if all of its constant text is in ``given``."""
+    """Returns the known errors most similar to ``given``; only one if ``given`` contains all of its constant text."""
     asked = spelled(given, errors)
     known = [(share_of_words(error, given, asked), constant(error), error) for error in errors]
     fits = sorted(known, key=lambda one: one[:2], reverse=True)
@@ -69,7 +69,8 @@ def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
 
 
 def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None = None) -> float:
-    """Returns the share of ``given``'s words in the error; 2 if ``given`` contains all constant text in order.
+    """Returns the fraction of ``given``'s words that the error contains; 2 if ``given`` contains its constant text in
+    order.
 
     For a text of at least ``PASTED`` words it is the share of the error's constant words found in order. ``asked``:
     words to compare.
@@ -93,7 +94,7 @@ def words_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> list[str]:
-    """Splits a message into its constant parts between placeholders."""
+    """Splits an error message into the constant texts between its placeholders."""
     return [piece.strip() for piece in re.split(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text) if piece.strip()]
 
 
@@ -103,7 +104,7 @@ def constant(error: RaisedError) -> int:
 
 
 def readable(text: str) -> str:
-    """Returns a message with <value> for each value, and [text] for a text that only some runs print."""
+    """Returns a message with <value> for each inserted value, and [text] for optional text."""
     text = re.sub(r"\{\?([^{}]*)\}", r"[\1]", text)
     return re.sub(r"\{([^{}\"']*)\}", r"<\1>", text)
 

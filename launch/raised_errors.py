@@ -20,14 +20,14 @@ PUBLIC = (
     "CheckpointError",
 )  # fmt: skip
 REFUSALS = "RefusedError"
-"""Class name of a configuration rule's refusal, which ``Problems`` turns into a ConfigError."""
+"""Class name of the error that a configuration rule raises and ``Problems`` turns into a ConfigError."""
 
 
 class RaisedError(NamedTuple):
-    """Error message with its place in the source."""
+    """Error message in the source code, with its location."""
 
     kind: str
-    """Name of the error class."""
+    """Name of the exception class."""
     text: str
     file: str
     """Path of the source file below the folder ``engine``."""

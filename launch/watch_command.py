@@ -20,7 +20,7 @@ from engine.watchdog.view import RankView
 
 _HEAD = ("rank", "host", "pid", "step", "is in", "for", "finished before")
 _LATEST_DEAD, _RECENT_HOURS = 3, 1
-"""Number of listed dead jobs, and hours since their end; others are only counted."""
+"""Maximum number of listed dead jobs, and hours since their end; older ones are only counted."""
 _WAITS_HEAD = ("rank", "has waited in", "between", "times", "in all")
 
 

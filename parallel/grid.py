@@ -59,7 +59,7 @@ class GridAxis:
 
 
 class Spread(NamedTuple):
-    """Axes over which a kind of parameters and their state are sharded or replicated, and the number of shards."""
+    """Axes over which parameters and their optimizer state are sharded or replicated, and the number of shards."""
 
     sharding: Axis = "dp"
     """Axis over which ZeRO shards the state and gradients are reduced."""
@@ -109,17 +109,17 @@ class Coord(Mapping[str, int]):
 
     @property
     def pp(self) -> int:
-        """Index on the pipeline axis."""
+        """Index of this rank on the pipeline axis."""
         return self._indices["pp"]
 
     @property
     def dp(self) -> int:
-        """Index on the data axis."""
+        """Index of this rank on the data axis."""
         return self._indices["dp"]
 
     @property
     def tp(self) -> int:
-        """Index on the tensor axis."""
+        """Index of this rank on the tensor axis."""
         return self._indices["tp"]
 
 
@@ -183,17 +183,17 @@ class Grid:
 
     @property
     def pp(self) -> int:
-        """Size of the pipeline axis."""
+        """Number of ranks on the pipeline axis."""
         return self.sizes["pp"]
 
     @property
     def dp(self) -> int:
-        """Size of the data axis."""
+        """Number of ranks on the data axis."""
         return self.sizes["dp"]
 
     @property
     def tp(self) -> int:
-        """Size of the tensor axis."""
+        """Number of ranks on the tensor axis."""
         return self.sizes["tp"]
 
     @property

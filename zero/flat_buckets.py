@@ -92,13 +92,13 @@ class FlatBucket:
 
     @property
     def wide(self) -> Tensor | None:
-        """Master of a wider dtype than ``kept``; None for a host copy of the same dtype, which is not saved or
+        """Master of a wider dtype than ``kept``; None for a host copy of equal dtype, which is not saved or
         gathered.
         """
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Copies the parameter ``given`` into its slot of the bucket and, exactly, into the master."""
+        """Copies a parameter's values ``given`` to its slot in the bucket and, unrounded, to the master."""
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
         if start < stop:
@@ -132,7 +132,9 @@ class FlatBucket:
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Moves ``params`` and its views to new uninitialized memory; other tensors retain the old memory."""
+        """Moves ``params``, with the parameters that view it, to new uninitialized memory; other tensors retain the old
+        memory.
+        """
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
             with torch._C.DisableTorchFunctionSubclass():
@@ -141,8 +143,7 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Gives ``tensor`` a storage of its own bytes only, over the same memory, so that pickles and copies contain no
-    more.
+    """Replaces the storage of ``tensor`` by one of only its bytes, in the same memory, so that pickles contain no more.
 
     Tensors over the same bytes share one storage in ``storages``. Nothing is copied.
     """
@@ -183,15 +184,15 @@ def slot_view(flat: Tensor, slot: Slot) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Index of this rank among the data ranks that share buckets, with the kinds of state that it shards."""
+    """Index of this rank among the data ranks that share buckets, and the state (gradients, masters) that it shards."""
 
     index: int
     ranks: int
     sharded: bool
     """True: the rank updates its shard only (ZeRO 1)."""
     sharded_gradients: bool = False
-    """True: the rank stores its shard of the gradients only (ZeRO 2 with ``reduce: microbatch``). Gradients that are
-    partial over tensor ranks stay full, because they are summed over tensor ranks first.
+    """True: the rank stores only its shard of the gradients (ZeRO 2 with ``reduce: microbatch``). Gradients partial
+    over tensor ranks stay full: they are summed over tensor ranks first.
     """
     sharded_parameters: bool = False
     """True: the rank stores its shard of the parameters only (ZeRO 3)."""
@@ -219,7 +220,9 @@ class Ownership:
         return self.index if self.grid is None else self.grid.index(spread.sharding)
 
     def counts(self, spread: Spread) -> bool:
-        """Returns True if this rank counts its shard in the norm; copies in other shard groups do not count."""
+        """Returns True if this rank counts its shard in the gradient norm; among equal copies only the first rank
+        does.
+        """
         return self.grid is None or self.grid.is_first(spread.shard_copies)
 
 
@@ -232,7 +235,7 @@ def reserve(
 
 
 def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
-    """Moves the parameters of a bucket into it; parameters in ``placed`` are already there.
+    """Copies the parameters of a bucket into its memory and makes them views; skips names in ``placed``.
 
     A pickle of one parameter then contains its own bytes, not the whole bucket.
     """
@@ -245,7 +248,7 @@ def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
 
 
 def leave(flat: FlatBucket) -> None:
-    """Gives each full parameter its own storage over its values, when the engine closes."""
+    """Ends the sharing of storage among full parameters of a closed engine, without copies."""
     for parameter in flat.parameters if not flat.sharded else ():
         vars(parameter).pop("__reduce_ex__", None)
         lay_apart(parameter, flat.apart)
@@ -338,7 +341,7 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
 
 
 def norm_parts(buckets: Sequence[FlatBucket]) -> list[tuple[Tensor, bool]]:
-    """Returns (gradient slice of this rank's shards, True if the norm counts it) pairs; padding is 0.
+    """Returns (gradient slice, True if counted) of this rank's shards, for the gradient norm; padding is 0.
 
     Uncounted copies add 0 to the norm, or NaN if they contain a non-finite value.
     """

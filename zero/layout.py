@@ -57,7 +57,7 @@ class Item:
     counted: bool = True
     """True on the one rank, of all with a copy, that counts the parameter in the gradient norm."""
     shared: bool = False
-    """True if several tensor ranks store the parameter, or part of it."""
+    """True if several tensor ranks store the whole parameter or parts of it."""
     ties: tuple[int, ...] = ()
     """Pipeline stages that own a tied parameter, over which its gradient is summed; otherwise empty."""
     partial: bool = False
@@ -68,7 +68,7 @@ class Item:
     stages: tuple[int, ...] = ()
     """Stages of this rank that use the parameter, if the rank has several; otherwise empty."""
     copies: tuple[tuple[int, int], ...] = ()
-    """Ranges of flat elements that another rank counts in the norm, while this rank counts the rest."""
+    """Ranges of flat elements that another rank counts in the gradient norm; this rank counts all others."""
     exact: bool = False
     """True if the parameter is sent unencoded where others are encoded."""
     spread: Spread | None = None
@@ -89,7 +89,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """End of the slot, exclusive."""
+        """End of the slot in the bucket, exclusive."""
         return self.start + math.prod(self.shape)
 
 

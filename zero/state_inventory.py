@@ -31,7 +31,7 @@ class UpdatedTensor(Protocol):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Tensor of the optimizer."""
+        """Parameter object in the optimizer's groups."""
 
     @property
     def flat(self) -> FlatBucket:
@@ -39,7 +39,7 @@ class UpdatedTensor(Protocol):
 
     @property
     def part(self) -> slice:
-        """Slice of the bucket."""
+        """Slice of the bucket that this tensor covers."""
 
     def names(self) -> list[str]:
         """Returns the names of the parameters with elements in this tensor."""
@@ -96,14 +96,14 @@ class HoldsSecondary(Protocol):
         """Secondary shards on this rank."""
 
     def end(self) -> None:
-        """Frees the gathered values that a forward has left for its backward."""
+        """Frees gathered parameters that a forward kept for its backward."""
 
 
 class Home(Enum):
     """Memory of a tensor between two steps: device or host."""
 
     DEVICE = auto()
-    """Device that computes."""
+    """Memory of the accelerator (or CPU) that computes."""
     HOST = auto()
     """Host memory, as the configuration's offload requires."""
 
@@ -180,7 +180,7 @@ class StateInventory:
     encoder: MessageEncoder | None = None
     gatherer: HoldsSecondary | None = None
     grid: Grid = field(default_factory=Grid)
-    """The grid of this rank."""
+    """Grid with this rank's coordinates."""
 
     @property
     def buckets(self) -> tuple[FlatBucket, ...]:
@@ -212,7 +212,7 @@ class StateInventory:
                 )
 
     def masters(self) -> Iterator[StateTensor]:
-        """Yields the master weights."""
+        """Yields all master weights of this rank."""
         for flat in self.buckets:
             if flat.master is not None:
                 yield StateTensor(

@@ -43,7 +43,7 @@ class WireFormats:
     within: int = 1
     """Number of these ranks on one node; ``ranks`` if all are, or if unknown."""
     axis: Axis = ""
-    """Axis of a shard group."""
+    """Axis of the ranks that share a shard group."""
     weights: BlockFormat | None = None
     weight_dtypes: frozenset[str] = _ENCODED
     """Dtypes of buckets with encoded weights."""

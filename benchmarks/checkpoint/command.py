@@ -84,7 +84,7 @@ class Size:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors of this size."""
         shapes = decoder_shapes(self.width, self.layers, self.vocabulary)
         return sum(4 * torch.Size(shape).numel() for shape in shapes.values())
 

@@ -15,14 +15,14 @@ class Sample:
     part: str
     """Operation: "write", "read warm" and others."""
     mode: str
-    """Name of the format."""
+    """Name of the checkpoint format."""
     seconds: float
     cpu_seconds: float
     """CPU seconds of all threads of this process, user and system."""
     bytes: int
     """Bytes of the needed tensors."""
     disk_bytes: int
-    """Bytes read from the disk."""
+    """Bytes read from disk."""
 
 
 Rounds = Sequence[Sequence[Sample]]
@@ -45,7 +45,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Measured figure for a goal."""
+    """Goal with the measured ratio that it is checked against."""
 
     goal: Goal
     figure: float

@@ -67,7 +67,7 @@ def make_config(**changes: Any) -> Config:
 
 
 def make_llama() -> nn.Module:
-    """Builds a small Llama model."""
+    """Builds a small random Llama model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)

@@ -48,9 +48,9 @@ class Part:
     """Time limit of a process in seconds."""
     command: tuple[str, ...]
     names: tuple[str, ...] = ()
-    """Cases that one process runs in turn; after a crash the others continue in a new process."""
+    """Test cases that one process runs in turn; after a crash a new process runs the rest."""
     beside: bool = False
-    """True if the part measures no time and may run concurrently with others."""
+    """True if the part does no timing and may run concurrently with others."""
     keeps: tuple[str, ...] = ()
     """Names of files in its folder to retain."""
 

@@ -19,7 +19,7 @@ FAREWELL_SECONDS = 5.0
 
 
 class Running:
-    """Process of a part, in a session of its own."""
+    """Process of a part, in a new session, with its time limit."""
 
     def __init__(self, part: Part, names: tuple[str, ...], seconds: float, environment: Mapping[str, str]) -> None:
         self.part, self.names, self.began = part, names, time.monotonic()

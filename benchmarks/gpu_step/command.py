@@ -82,7 +82,7 @@ def choose_scale(sizes: Sizes, memory_bytes: int | None) -> Scale:
 
 
 def run_wave(jobs: Sequence[Job], effort: Effort, budget: Budget) -> list[dict[str, Any]]:
-    """Runs ``jobs`` concurrently in memory, timed in turns; returns their answers."""
+    """Runs ``jobs`` with all processes in memory at once, timed in turns; returns their results."""
     found: list[dict[str, Any]] = [{"turns": []} for _ in jobs]
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(make_runner, (job,))) for job in jobs]
@@ -141,7 +141,7 @@ def _noted(one: dict[str, Any]) -> Iterator[None]:
 
 
 def run_model(jobs: Sequence[Job], at_once: int, effort: Effort, budget: Budget) -> list[dict[str, Any]]:
-    """Runs all jobs, wave by wave, within the budget; returns their answers."""
+    """Runs all jobs, wave by wave, within the time budget; returns their results."""
     waves = [jobs[first : first + at_once] for first in range(0, len(jobs), at_once)]
     found: list[dict[str, Any]] = []
     for number, wave in enumerate(waves):

@@ -38,7 +38,7 @@ class Footprint:
     state_bytes: int
     """Bytes of unique storages reachable from Python between two steps."""
     live_bytes: int
-    """The same just after the optimizer's update: parameters, gradients, optimizer state, other tensors."""
+    """Bytes of tensors just after the optimizer's update: parameters, gradients, optimizer state, other tensors."""
     step_peak_bytes: int
     """``state_bytes`` plus the peak of a step's allocations, including activations."""
     activation_bytes: int

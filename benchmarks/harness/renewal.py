@@ -95,7 +95,7 @@ def by_age() -> list[str]:
 
 
 def run(command: str) -> int:
-    """Runs the parts of ``command`` up to the first failure; returns its exit code."""
+    """Runs the commands in ``command``, joined by &&, up to the first failure; returns its exit code."""
     for part in command.split(" && "):
         print(f"\n$ {part}", flush=True)
         program, *words = shlex.split(part)

@@ -43,7 +43,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a comparison."""
+    """Comparison of two modes, with the measured ratio of CPU seconds and its limit."""
 
     asked: Comparison
     ratio: float
@@ -81,7 +81,7 @@ Rounds = Sequence[Sequence[Sample]]
 
 
 def judge(rounds: Rounds, asked: Comparison) -> Verdict:
-    """Compares a mode with the mean of its peer's teams in the same round."""
+    """Compares CPU seconds of a mode with the mean of its peer's teams in the same round."""
     if asked.control is None:
         return Verdict(asked, median(_ratios(rounds, asked.mode, (asked.peer,), "cpu_seconds")))
     teams = (asked.peer, asked.control)

@@ -33,7 +33,7 @@ _SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
 
 
 class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Context that counts this rank's sent bytes in ``sent``, by the ring convention, and its calls in ``calls``.
+    """Context that counts the bytes (as in ring algorithms) and calls that this rank sends, in ``sent`` and ``calls``.
 
     A message counts on its sender; a collective over one rank does not count. An unknown operation raises KeyError.
     """

@@ -67,7 +67,7 @@ class Worker:
         return answer
 
     def ask(self, request: tuple[Any, ...], seconds: float) -> Any:
-        """Sends a request and returns its answer."""
+        """Sends a request to the process and returns its answer."""
         self.post(request)
         return self.receive(seconds)
 

@@ -24,7 +24,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Clock for work on a CPU."""
+    """Wall-clock timer for functions on a CPU."""
 
     def sample(self, prepare: Work, work: Work, count: int) -> list[float]:
         """Returns seconds of each run; see :class:`Clock`."""

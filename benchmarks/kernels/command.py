@@ -45,7 +45,7 @@ Ask = Callable[..., Any]
 
 
 class Desk:
-    """Client of the device process, which restarts it after a loss; errors are answers too."""
+    """Client of the device process, which restarts a lost process and returns errors as answers."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

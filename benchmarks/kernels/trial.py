@@ -49,14 +49,14 @@ class Trial:
         self._gradients: list[Tensor] = []
 
     def refresh(self) -> None:
-        """Restores the inputs."""
+        """Restores the original inputs."""
         self._outputs = []
         with torch.no_grad():
             for own, given in zip(self._own, self._given, strict=True):
                 own.copy_(given)
 
     def forward(self) -> None:
-        """Runs one forward."""
+        """Runs the forward once."""
         outputs = self._operator(*self._own)
         every = outputs if isinstance(outputs, tuple) else (outputs,)
         self._outputs = [out for out in every if out.requires_grad]

@@ -39,7 +39,7 @@ TINY_RANKS = (2, 4)
 
 @dataclass(frozen=True, slots=True)
 class OverlapOrder:
-    """Options of a run."""
+    """Command-line options of an overlap run."""
 
     ranks: tuple[int, ...]
     quick: bool
@@ -93,7 +93,7 @@ class VirtualDesk:
         return answer
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the worker process."""
         if self._worker is not None:
             self._worker.close()
         self._worker = None

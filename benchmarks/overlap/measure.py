@@ -22,7 +22,7 @@ from engine.kernels.gpu.launch_shapes import Tile
 Answer = TypeVar("Answer")
 IN_KERNELS = ("fused", "copied")
 IN_TURNS = "in turns"
-"""Name of the fused way with its halves launched separately."""
+"""Name of the fused implementation with both halves launched separately."""
 ALLOWED = 2.0**-6
 """Maximum error relative to the largest entry, for sums in another order: two units of bf16."""
 TUNED_SHARE = 0.35

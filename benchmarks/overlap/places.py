@@ -144,7 +144,7 @@ class ProcessPlace:
         return None
 
     def together(self, works: Sequence[Turns]) -> list[Tensor]:
-        """Runs the work of this rank."""
+        """Runs the work of this process's rank."""
         return [last_turn(work) for work in works]
 
     def of_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:

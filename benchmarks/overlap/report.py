@@ -17,7 +17,7 @@ HEADINGS = (
     *(f"{name} ms" for name in SHOWN), "best other / ours", "hidden", "hidden, from host", "gated / plain",
 )  # fmt: skip
 Found = Mapping[str, Any]
-"""Result of ``run_case``."""
+"""Results of ``run_case``: plain data."""
 
 
 def seconds_of(found: Found, way: str) -> float | None:
@@ -27,18 +27,18 @@ def seconds_of(found: Found, way: str) -> float | None:
 
 
 def fastest(found: Found, ways: Sequence[str]) -> tuple[float, str] | None:
-    """Returns (seconds, way) of the fastest of several ways; None if none was measured."""
+    """Returns (seconds, implementation) of the fastest; None if none was measured."""
     return min(((taken, way) for way in ways if (taken := seconds_of(found, way)) is not None), default=None)
 
 
 def hidden(found: Found) -> float | None:
-    """Returns the fraction of the shorter of product and transfer that our fastest way overlaps with the other."""
+    """Returns how much of the shorter of product and transfer our fastest implementation hides, as a fraction."""
     ours = fastest(found, IN_KERNELS)
     return _hidden(found, None if ours is None else ours[0], "transfer")
 
 
 def hidden_from_host(found: Found) -> float | None:
-    """Returns the same fraction for a gather of rows from the host."""
+    """Returns how much of the shorter of product and host transfer a gather of host rows hides, as a fraction."""
     return _hidden(found, seconds_of(found, "from host"), "host transfer")
 
 
@@ -56,7 +56,7 @@ def gated_ratio(found: Found) -> float | None:
 
 
 def gain(found: Found) -> float | None:
-    """Returns the time of the fastest other way over that of our fastest."""
+    """Returns the seconds of the fastest other implementation divided by those of our fastest."""
     ours, other = fastest(found, IN_KERNELS), fastest(found, OTHERS)
     return other[0] / ours[0] if ours and other else None
 

@@ -102,7 +102,7 @@ class OverlapTrial:
         return made | self._async_tp()
 
     def parts(self, tile: Tile) -> dict[str, Run]:
-        """Returns the parts of the ways: the product with all rows present, and the transfer alone."""
+        """Returns the functions to time besides: the product of rows that are all present, and the transfer alone."""
         self._open_gates(tile)
         made: dict[str, Run] = {
             "gated": partial(self._run, partial(self._gated, tile)),

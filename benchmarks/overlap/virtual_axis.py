@@ -49,7 +49,7 @@ class VirtualAxis(TensorAxis):
         self._calls = 0
 
     def begin(self) -> None:
-        """Starts an operation."""
+        """Restarts the count of chunks for a new operation."""
         self._calls = 0
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:

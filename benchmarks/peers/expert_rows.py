@@ -80,7 +80,7 @@ class ExchangedRows(_Rows):
         self._sent = [torch.zeros(sum(gives), elements) for (_, gives), elements in self._calls]
 
     def step(self, _: Tensor) -> float:
-        """Runs the calls; returns 0."""
+        """Runs the all-to-alls of dispatch and combine once; returns 0 in place of a loss."""
         for ((gets, gives), elements), sent in zip(self._calls, self._sent, strict=True):
             dist.all_to_all_single(sent.new_empty(sum(gets), elements), sent, gets, gives)
         return 0.0

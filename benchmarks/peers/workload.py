@@ -66,7 +66,7 @@ class Mode:
     accumulation: int = 1
     """Number of microbatches per step and rank."""
     stage: int = 0
-    """ZeRO stage."""
+    """ZeRO stage, 0 to 3."""
     reduce: Literal["step", "microbatch"] | None = None
     """Trine's interval of gradient reduction; None: the default."""
     gather: Literal["step", "microbatch"] | None = None
@@ -74,7 +74,7 @@ class Mode:
     axis: Axis = "data"
     """Axis along which the ranks divide the batch or the model."""
     schedule: Schedule = "1f1b"
-    """Schedule of a pipeline."""
+    """Kind of pipeline schedule."""
     own_clipping: bool = False
     """True: clip by a rank's own norm as the peer's users would; False: by the whole model's."""
     watched: bool = True

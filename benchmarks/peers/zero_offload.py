@@ -38,7 +38,7 @@ class ZeroOffloadPeer:
             self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(self, batch: Mapping[str, Tensor]) -> None:
-        """Trains one step."""
+        """Runs one training step."""
         total, weight = loss_sum(self._engine(batch["input_ids"]), batch)
         self._engine.backward(total / weight)
         self._engine.step()

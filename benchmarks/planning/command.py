@@ -122,7 +122,7 @@ def row_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
 
 
 def error_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
-    """Formats mean and maximum absolute error by kind of GPU, for fitted rows and others."""
+    """Formats mean and maximum absolute error by GPU type, for fitted rows and others."""
     cells: dict[tuple[str, str], str] = {}
     for gpu in dict.fromkeys(row.gpu for row in rows):
         for part, chosen in (("fitted", True), ("not fitted", False)):

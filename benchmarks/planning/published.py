@@ -14,7 +14,7 @@ from engine.planning.cost_model.workload import DecoderShape, Workload
 
 FILE = Path(__file__).parent / "published.json"
 FITTED = ("h100", "a100")
-"""Kinds of GPU with fitted factors; other kinds use h100's."""
+"""GPU types with fitted factors; other types use h100's."""
 NODE = 8
 """Number of GPUs per node in all rows."""
 
@@ -43,7 +43,7 @@ class PublishedRow:
     memory_gib: float | None
     """Memory of the fullest GPU in GiB; None: not reported."""
     fitted: bool
-    """True if the factors were fitted to this row; False: it only checks them."""
+    """True if the factors were fitted to this row; False if the row only checks them."""
 
     def predict(self, reached: ReachedShares | None = None) -> tuple[float, LayoutEstimate]:
         """Returns the predicted figure in its unit, with the estimate; ``reached``: factors in place of the file's."""
@@ -69,7 +69,7 @@ def _gpu(name: str) -> GpuSpec:
 
 
 def read_rows() -> tuple[PublishedRow, ...]:
-    """Reads all rows; for each kind in FITTED, every other row, from the first, is fitted."""
+    """Reads all rows; of each GPU type in FITTED, marks every other row, from the first, as fitted."""
     seen: dict[str, int] = {}
     rows = []
     for raw in json.loads(FILE.read_text(encoding="utf-8"))["rows"]:

@@ -44,7 +44,7 @@ class CountingStore:
         return all(key in self.values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Checks that all keys exist."""
+        """Checks that all keys exist in the store."""
         self._count("wait", sum(map(len, keys)))
         assert all(key in self.values for key in keys)
 

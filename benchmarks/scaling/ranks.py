@@ -90,7 +90,7 @@ class Ranks:
 
     @property
     def device_name(self) -> str:
-        """Name of this rank's device."""
+        """Name of this rank's GPU or CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def share(self, make: Callable[[], Any]) -> Any:

@@ -83,7 +83,7 @@ class ScalingRow:
 
     @property
     def key(self) -> RowKey:
-        """Unique key of the row."""
+        """Key that identifies the row in the record."""
         return self.nodes, self.ranks, self.mode, self.choice
 
     @property
@@ -105,7 +105,7 @@ class ScalingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRecord:
-    """Content of a scaling file."""
+    """Contents of a scaling record file."""
 
     task: Mapping[str, Any]
     """Sizes of the task, one per file."""
@@ -179,11 +179,7 @@ def _middle(found: Sequence[Machine]) -> Machine:
 
 
 def read_record(path: Path) -> ScalingRecord:
-    """Reads a record.
-
-    Raises:
-        ValueError: the file contains no record.
-    """
+    """Reads a scaling record from its file."""
     given = json.loads(path.read_text(encoding="utf-8"))
     if given.get("version") != VERSION:
         raise ValueError(f"{path} is no file of this benchmark of version {VERSION}.")
@@ -196,7 +192,7 @@ def read_record(path: Path) -> ScalingRecord:
 
 
 def write_record(record: ScalingRecord, path: Path) -> None:
-    """Writes a record atomically."""
+    """Writes a scaling record to its file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     text = json.dumps({"version": VERSION, **asdict(record)}, indent=1)

@@ -24,7 +24,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Sizes of model and batch."""
+    """Training task: sizes of the model and of the batch."""
 
     decoder: DecoderConfig
     micro: int

@@ -37,7 +37,7 @@ COLUMNS = ("us a block and microbatch", "added", "x plain", "ms a step", APART)
 
 @dataclass(frozen=True, slots=True)
 class HostMode:
-    """Mode with its reference."""
+    """Measured mode, with the plain torch mode that it is compared with."""
 
     mode: Mode
     base: str = PLAIN

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Spent(NamedTuple):
-    """CPU seconds of a step."""
+    """CPU seconds of a step, and of its integrity checks."""
 
     seconds: float
     checks: float

@@ -25,7 +25,7 @@ from benchmarks.peers.workload import Axis, Kind, Mode, Schedule
 Group = Literal["dp", "tp", "pp", "watchdog"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 BESIDE_PEERS: tuple[Group, ...] = GROUPS[:3]
-"""Default rows of a table."""
+"""Groups of rows that are measured without a selection."""
 STAGES = (0, 1, 2, 3)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 

@@ -52,7 +52,7 @@ class Spent:
     """Seconds of the updates of all matrices in a step."""
 
     exchange: float
-    """Seconds without products."""
+    """Seconds of the exchange alone, without products."""
     apart: float
     """Seconds with sleeping products, in sequential rounds."""
     together: float

@@ -88,7 +88,7 @@ class BlockFormat:
 
     @property
     def largest(self) -> int:
-        """Largest code: 127 or 7."""
+        """Largest integer code: 127 (8 bits) or 7 (4 bits)."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -140,7 +140,9 @@ NumberFormat = BlockFormat | CastFormat
 
 
 class Codec(Protocol):
-    """Interface of codecs, which encode values [R, s] to messages [R, m] and decode them; ``s``: padded elements."""
+    """Interface of message codecs: encode values [R, s] to bytes [R, m], and decode; ``s`` is padded to whole
+    blocks.
+    """
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
         """Encodes each row of values plus residual (earlier rounding errors) to a message, uint8 [R, m]."""
@@ -184,7 +186,7 @@ class BlockCodec:
 
 @dataclass(frozen=True, slots=True)
 class CastCodec:
-    """Codec of a narrower dtype."""
+    """Codec that casts to a narrower floating-point dtype."""
 
     wire: CastFormat
 

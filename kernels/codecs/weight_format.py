@@ -285,7 +285,7 @@ class QuantizedWeight(Tensor):
     """Codes and scales, uint8 [bytes]."""
     form: QuantizedShape
     held: tuple[torch.dtype, Kernels]
-    """Dtype of the decoded values before ``views``, and the kernels that decode them."""
+    """Dtype before views and casts are applied, and the kernels that decode."""
     views: tuple[View, ...]
     """Functions applied to the decoded values, in order."""
     number: int | None

@@ -47,7 +47,7 @@ def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
 
 @triton.jit
 def scale_of(peak, LARGEST: tl.constexpr):
-    """Returns the scale of a block from ``peak``, its largest finite absolute value."""
+    """Returns the scale of a block whose largest finite absolute value is ``peak``."""
     least = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)), 1.1754943508222875e-38)
     return tl.where(peak > 0.0, least, 0.0)
 

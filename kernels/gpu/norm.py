@@ -198,7 +198,9 @@ def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.cons
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Returns the sum of squares, an fp64 scalar; ``parts``: non-empty (values, True if counted) on one device."""
+    """Returns the sum of squares of all counted values, an fp64 scalar; ``parts``: non-empty (values, True if counted)
+    on one device.
+    """
     device = parts[0][0].device
     shapes = [_shape(values.numel(), device) for values, _ in parts]
     sums = torch.empty(sum(programs for programs, _ in shapes), dtype=torch.float64, device=device)

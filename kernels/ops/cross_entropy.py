@@ -85,10 +85,10 @@ class Exchange(Protocol):
     """Interface of all-reduces between the ranks with a vocabulary's columns."""
 
     def largest(self, values: Tensor) -> None:
-        """Reduces ``values`` to the maximum over the ranks, in place."""
+        """Replaces ``values`` by their maximum over the ranks, in place."""
 
     def sum(self, values: Tensor) -> None:
-        """Reduces ``values`` to the sum over the ranks, in place."""
+        """Replaces ``values`` by their sum over the ranks, in place."""
 
 
 def fits_softmax_kernels(logits: Tensor) -> bool:

@@ -361,7 +361,9 @@ class MainProduct(NamedTuple):
 
 
 def unviewed(y: Tensor) -> Tensor:
-    """Returns ``y`` without autograd's view mark, so that in-place writes such as ReLU(inplace=True) are allowed."""
+    """Returns ``y`` without autograd's view flag, so that in-place operations such as ReLU(inplace=True) are
+    allowed.
+    """
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 

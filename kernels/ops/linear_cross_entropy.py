@@ -72,7 +72,7 @@ class Conditions(NamedTuple):
 
     kernels: Kernels
     exchange: Exchange | None = None
-    """All-reduces with the ranks of other vocabulary columns; None: all columns are here."""
+    """All-reduces over ranks with other vocabulary columns; None if this rank has all columns."""
     known: Softmax | None = None
     """Softmax of the same logits from an earlier call, not computed or communicated again."""
 

@@ -185,7 +185,8 @@ _PIECE = 1 << 20
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
-    """Returns the sum of squares as fp64 scalar; ``parts``: (flat contiguous values, True if counted), on one device.
+    """Returns the sum of squares of all counted values, an fp64 scalar; ``parts``: (flat contiguous values, True if
+    counted) on one device.
 
     The sum is neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """

@@ -39,7 +39,7 @@ class BlockCodes(NamedTuple):
     """Optimizer state encoded as 8-bit codes with a scale per block."""
 
     codes: Tensor
-    """Codes, uint8 [n]."""
+    """Codes of the elements, uint8 [n]."""
     scales: Tensor
     """Scales, fp32 [K]; the last block may have fewer elements."""
 

@@ -207,7 +207,9 @@ class HostKernel:
 
 @cache
 def host_kernel() -> HostKernel | None:
-    """Returns the compiled kernel; None if it cannot be compiled (logged once), or if its bits differ from torch's."""
+    """Returns the compiled update kernel; None if it cannot be compiled (logged once) or its bits differ from
+    torch's.
+    """
     try:
         made = library(SOURCE)
         compiled = ctypes.CDLL(str(made)) if made is not None else None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MatrixState = Mapping[str, Tensor]
-"""State tensors of one matrix by name; an update writes them in place."""
+"""State tensors of one matrix by name, which an update writes in place."""
 
 
 class MatrixRule(Protocol):

@@ -53,7 +53,7 @@ _UNBIASED = 10**9  # beta ** this is 0 for every beta of fp32 below 1
 
 
 def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
-    """Makes a dataclass of hyperparameters from the group options with its field names, and from ``others``."""
+    """Creates a rule from the group options named like its fields, and from ``others``."""
     given = {field.name: group[field.name] for field in fields(cast(Any, kind)) if field.name not in others}
     given["lr"] = float(given["lr"])
     if "betas" in given:
@@ -208,7 +208,7 @@ def averaged(weights: Tensor, iterate: Tensor, betas: tuple[float, float]) -> Te
 
 
 Moments = Sequence[Tensor]
-"""Per-element state tensors, in the order of ``moment_names``; a rule writes them in place."""
+"""State tensors of a parameter, in the order of ``moment_names``; an update writes them in place."""
 
 
 class LayerRule(Protocol):
@@ -250,7 +250,7 @@ class LambRule:
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of both averages."""
+        """Names of the two moments."""
         return ("exp_avg", "exp_avg_sq")
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
@@ -392,7 +392,7 @@ class MatrixPiece:
         return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
 
     def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Adds ``squares_n``, the squared gradients of this piece, to row and column sums of the tensor, in place."""
+        """Adds ``squares_n``, the squared gradients of this slice, to the tensor's row and column sums, in place."""
         if SQUARES in sums:
             sums[SQUARES].view(-1)[self.start : self.stop] += squares_n
             return
@@ -421,7 +421,7 @@ class MatrixPiece:
 
 
 def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: float) -> None:
-    """Adds an update's squares to the running means, in place; ``sums``: sums over the whole parameter."""
+    """Updates the running row and column means in place from ``sums``, the sums of squares over the whole parameter."""
     for name, mean in means.items():
         count = {ROWS: sums[COLUMNS].shape[-1], COLUMNS: sums[ROWS].shape[-2]}[name] if name != SQUARES else 1
         mean.lerp_(sums[name] / count, newest)

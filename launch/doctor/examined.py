@@ -154,7 +154,7 @@ class PairFigure:
 
     hosts: tuple[str, str]
     latency: float
-    """Seconds in one direction."""
+    """Latency of a message in one direction, in seconds."""
     rate: float
     """Bytes per second in one direction."""
     expected_rate: float | None = None
@@ -169,7 +169,7 @@ class Examined:
     facts: tuple[RankFacts, ...] = ()
     """Facts about the ranks that joined, by rank."""
     met: bool = False
-    """True if rank 0 reached the rendezvous and waited for the others."""
+    """True if rank 0 reached the rendezvous and waited for all other ranks."""
     grid: Mapping[str, int] | None = None
     """Sizes of the grid by axis noun; None: the configuration does not fit the ranks."""
     order: Order = "tp-dp-pp"

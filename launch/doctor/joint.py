@@ -106,7 +106,7 @@ class Examination:
         return f"no answer within {self.seconds:g} s: {self._phase}{'; ' * bool(words)}{words}."
 
     def say(self, verdict: Mapping[str, Any]) -> None:
-        """Sends rank 0's verdict to the other ranks, and waits until they have read it."""
+        """Sends rank 0's verdict to all other ranks, and waits until they have read it."""
         store, others = self._store, [one.rank for one in self.seen.facts if one.rank not in (0, *self.seen.silent)]
         if store is None or not others:
             return

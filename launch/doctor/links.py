@@ -69,7 +69,7 @@ def ladder(call: Callable[[int], float]) -> int:
 
 
 class Stopwatch:
-    """Record of seconds by message size; the first time of a size is ignored if there are others."""
+    """Durations in seconds by message size; ignores the first duration of a size if there are others."""
 
     def __init__(self) -> None:
         self._taken: dict[int, list[float]] = {}

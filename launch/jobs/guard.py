@@ -33,7 +33,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 def watch_over_torchrun() -> None:
-    """Replaces an older guard of the same job on this host, runs torchrun and exits with its status."""
+    """Replaces an older guard of the same job on this host, runs torchrun, and exits with its exit code."""
     wish = json.loads(sys.stdin.readline())
     libc = ctypes.CDLL(None)
     libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)

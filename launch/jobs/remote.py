@@ -28,7 +28,7 @@ _FIRST = "import sys,json;exec(json.loads(sys.stdin.readline()))"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshRequest:
-    """Hosts of a job, with the ssh command to reach them."""
+    """Hosts of a job, and the ssh command that reaches them."""
 
     hostfile: Path
     hosts: tuple[Host, ...]
@@ -57,7 +57,7 @@ class Answer:
 
 
 def input_of(program: Path, question: Mapping[str, Any]) -> bytes:
-    """Returns the two lines of stdin for a remote program: its source and its question."""
+    """Returns the two lines of stdin for a remote program: its source code and its request."""
     return f"{json.dumps(program.read_text(encoding='utf-8'))}\n{json.dumps(dict(question))}\n".encode()
 
 
@@ -67,7 +67,7 @@ def guard_input(wish: Mapping[str, Any]) -> bytes:
 
 
 def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
-    """Runs the probe on a host within the timeout, and returns its answer."""
+    """Runs the probe on a host within the timeout, and returns its JSON answer."""
     given = input_of(Path(probe.__file__), question)
     try:
         done = subprocess.run(

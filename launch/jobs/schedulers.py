@@ -178,7 +178,7 @@ KINDS = ("jobset", "trainer")
 PORT = 29500
 """Port of the store, as Kubeflow Trainer opens it."""
 NODE = "node"
-"""Name of the job and its container, as Kubeflow Trainer expects it."""
+"""Name of the replicated job and of its container, which Kubeflow Trainer requires."""
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 SECONDS_AFTER_GRACE = 30
 LONGEST_NAME = 40

@@ -143,7 +143,7 @@ class HostRun:
 
     @property
     def reason(self) -> str:
-        """ssh's own error message."""
+        """Last error message of ssh itself."""
         return failure_message(self._errors) or "without a message"
 
     def abandon(self) -> None:
@@ -194,7 +194,7 @@ class SshPlan:
         }
 
     def start(self, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
-        """Starts torchrun on a host."""
+        """Starts torchrun on a host over ssh."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
 

@@ -27,7 +27,7 @@ REPEATS = 5
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 """Widths of the measured square matrix products."""
 COPIED = 1 << 31
-"""Bytes of the measured copy."""
+"""Bytes copied in the bandwidth measurement."""
 TOKENS, HEADS, HEAD_WIDTH = 8192, 32, 128
 """Tokens, heads and head width of the measured attention."""
 FALLBACK = "h100"

@@ -43,7 +43,7 @@ class PlanAsked:
     model: ModelSource
     world: int
     node: int
-    """Number of GPUs per node."""
+    """Number of GPUs in a node."""
     gpu: GpuSpec
     config: Mapping[str, Any] | None
     rows: int | None

@@ -74,7 +74,7 @@ WIDE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """Model on the meta device, with the other inputs of its plan."""
+    """Model on device meta, with the other inputs of a plan."""
 
     model: nn.Module
     loss_fn: LossFunction | None

@@ -75,7 +75,7 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -
 
 
 def figure(title: str, shown: str, picture: str) -> str:
-    """Returns an HTML figure with title; ``shown`` is printed next to it."""
+    """Returns an HTML figure with a title, next to which ``shown`` is printed."""
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
     return f'<figure class="chart">{head}{picture}</figure>'
 
@@ -153,7 +153,7 @@ KEYS: Final = (
     + "".join(f'<span class="key m{level}">{word}</span>' for level, word in enumerate(_WORDS))
     + "</p>"
 )
-"""Legend of all heat maps."""
+"""HTML legend of the heat maps' colours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,14 +166,14 @@ class HeatMap:
     rows: Sequence[str]
     """Names of the rows."""
     tips: Sequence[str]
-    """Tooltip of each row."""
+    """Tooltip of each row, shown at the pointer."""
     columns: Sequence[float]
     """Numbers of the columns (steps), ascending."""
     across: str
-    """Name of the columns."""
+    """Label of the columns."""
 
     def drawn(self, shown: str) -> str:
-        """Returns the figure as HTML; ``shown`` is printed next to its title."""
+        """Returns the heat map as HTML; ``shown`` is printed next to the title."""
         height = min(_HIGHEST, max(_LOWEST, _ROW * len(self.cells)))
         high = height / len(self.cells)
         size = f"{WIDTH} {_MAP_TOP + height + _MAP_BOTTOM:.0f}"

@@ -21,10 +21,10 @@ MIB = 2**20
 
 
 class PageSection(NamedTuple):
-    """Section of the report page."""
+    """Section of a run's report page."""
 
     name: str
-    """Anchor of the section."""
+    """HTML id of the section."""
     title: str
     lead: str
     """Introductory sentence: content and method of measurement."""
@@ -275,7 +275,7 @@ def traffic_table(run: RecordedRun) -> str:
 
 
 KEYS = '<span class="key k0">planned</span><span class="key k1">measured</span>'
-"""Legend of bars."""
+"""HTML legend of the colours for planned and measured bars."""
 
 
 def memory_table(ranks: Sequence[RecordedRank]) -> str:

@@ -51,7 +51,7 @@ from engine.verify import Parity, verify
 TOKENS = 16
 """Tokens per row of a trial."""
 SEED = 7
-"""Random seed of the rows."""
+"""Random seed of the token rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ def _folded(rows: Batch) -> Batch:
 
 
 HEAD = 8
-"""Head size of shrunk models."""
+"""Width of an attention head in shrunk models."""
 VOCABULARY, POSITIONS, WINDOW = 128, 64, 8
 CHOSEN = 2
 """Maximum experts per token of shrunk models."""

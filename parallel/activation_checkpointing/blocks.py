@@ -117,7 +117,7 @@ def recompute_blocks(
     device: torch.device = CPU,
     draw_again: Callable[[], None] | None = None,
 ) -> HostActivations:
-    """Patches the blocks that ``settings`` selects: backward recomputes them, or the host stores their activations.
+    """Patches the blocks selected by ``settings``: backward recomputes their activations, or host memory stores them.
 
     Returns the store of activations on the host. ``axis``: tensor axis of the sharded layers; selective checkpointing
     saves the results of sums over it. ``draw_again``: called before a block is recomputed; it restores the random state

@@ -22,7 +22,7 @@ _UNREADY = "could not prepare for this run, so no rank starts"
 
 @contextmanager
 def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> Iterator[None]:
-    """Runs the block on all ranks; if it raises on one rank, that rank re-raises, and all others raise ``failure``.
+    """Runs the block on all ranks; if one rank raises, it re-raises its error and all other ranks raise ``failure``.
 
     One all-reduce of 8 bytes over the world, label "start". The block itself must not communicate. The error of the
     other ranks begins with the number of the first rank that has failed.
@@ -79,7 +79,7 @@ def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> 
 
 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
-    """Returns on every rank the bytes that ``make`` returns on rank 0; other ranks do not call it.
+    """Returns on every rank the bytes that ``make()`` returns on rank 0, where alone it is called.
 
     Two all-reduces over the world, label "start": 16 bytes with the length, then the bytes. With ``patience``, ``make``
     may exceed the timeout of a collective: every ``patience`` seconds, a thread of rank 0 and all other ranks
@@ -186,7 +186,8 @@ def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int |
 
 
 def differing(values: Tensor, comm: Comm, device: torch.device, label: str) -> list[bool]:
-    """Returns, for each of ``values`` (int64), True if it differs between ranks of the world; equal on every rank.
+    """Compares ``values`` (int64) over all ranks; returns, equal on every rank, True for each that differs between
+    ranks.
 
     Communicates one all-reduce of 16 bytes per value.
     """

@@ -84,7 +84,8 @@ class Backend(Protocol):
         return
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Sends slice i of ``given`` to rank ``members[i]`` of ``axis``, and receives slice i of ``received`` from it.
+        """Sends slice i of ``given`` to rank ``members[i]`` of ``axis``, and receives slice i of ``received`` from that
+        rank.
 
         ``members`` are all indices of ``axis``, unless it is the data axis.
         """
@@ -104,7 +105,7 @@ class Backend(Protocol):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gathers each (full, shard) in a group apart from other traffic.
+        """All-gathers each (full, shard) pair in a process group separate from other collectives.
 
         The group is ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
         """
@@ -132,8 +133,8 @@ class Backend(Protocol):
         """Sums ``tensor`` in place over these indices of axis pp."""
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
-        """Allocates ``size`` bytes on each rank of ``axis`` that all of them can write; every rank calls it. None on
-        all ranks where the devices cannot share memory.
+        """Allocates ``size`` bytes on each rank of ``axis``, writable by all of its ranks; every rank calls this. None
+        on all ranks where the devices cannot share memory.
         """
         return None
 
@@ -149,7 +150,7 @@ class RecordingBackend(Backend):
         self._grid = grid
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Leave ``tensor`` unchanged."""
+        """Leaves ``tensor`` unchanged."""
         return lambda: None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
@@ -192,11 +193,11 @@ class RecordingBackend(Backend):
         return [data] * within
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Leave ``tensor`` unchanged."""
+        """Leaves ``tensor`` unchanged."""
         return lambda: None
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Send nothing."""
+        """Sends nothing."""
         return lambda: None
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:

@@ -34,7 +34,7 @@ FLIGHT_RECORD_LENGTH = 256
 
 
 class Pending:
-    """Handle of a collective or message in progress; ``wait`` completes it, and its error names the call."""
+    """Handle of a collective or message in progress; ``wait`` completes it and names the call in errors."""
 
     def __init__(
         self,
@@ -225,11 +225,15 @@ class Comm:
                 self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Creates the group of :meth:`sum_over_stages`. Every rank of the world calls it, in the same order."""
+        """Creates the process group of :meth:`sum_over_stages`. Every rank of the world calls this, in the same
+        order.
+        """
         self._backend.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
-        """Creates the groups of messages over these links. Every rank of the world calls it with the same links."""
+        """Creates the process groups for messages over these links. Every rank of the world calls this with the same
+        links.
+        """
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
@@ -261,8 +265,8 @@ class Comm:
         return buffer
 
     def in_kernel(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
-        """Issues a collective that a kernel performs itself: ``call`` launches it; it is named and counted like any
-        other.
+        """Starts a collective inside a kernel: ``call`` launches the kernel; the call is named and counted like other
+        collectives.
 
         ``full``: the full tensor; only its size and dtype are read.
         """
@@ -290,11 +294,13 @@ class Comm:
             raise EngineError(f"{error}: that rank has ended, hangs, or makes other calls.") from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Creates the group of :meth:`all_to_all` among these data ranks. Every rank calls it, in the same order."""
+        """Creates the process group of :meth:`all_to_all` among these data ranks. Every rank calls this, in the same
+        order.
+        """
         self._backend.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis) -> Pending:
-        """Sends slice i of ``given`` to rank ``members[i]`` of ``axis``, and receives slice i from it.
+        """Sends slice i of ``given`` to rank ``members[i]`` of ``axis``, and receives slice i from that rank.
 
         This rank is a member; its own slice is copied. ``members`` are all indices of ``axis``, unless it is the data
         axis.
@@ -335,7 +341,8 @@ class Comm:
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None, axis: Axis | None = None
     ) -> Pending:
-        """All-gathers several (full, shard) pairs over the data ranks in one call, in a group apart from other traffic.
+        """All-gathers several (full, shard) pairs over the data ranks in one call, in a process group separate from
+        other collectives.
 
         ``within``: the group is so many neighbouring data ranks. ``axis``: the group is this axis instead.
         """

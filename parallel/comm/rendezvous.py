@@ -47,7 +47,7 @@ class KeyStore(Protocol):
     """Interface of the methods of ``torch.distributed.Store`` in use; each may raise RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Sets ``key`` to ``value``."""
+        """Sets ``key`` to ``value`` in the store."""
 
     def get(self, key: str, /) -> bytes:
         """Returns the value of an existing key."""
@@ -91,7 +91,7 @@ class _Verdict(TypedDict):
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Meeting of all ranks of a job in its store; every rank calls :meth:`meet` at the same point."""
+    """Synchronization of all ranks of a job through its store; every rank calls :meth:`meet` at the same point."""
 
     store: KeyStore
     rank: int
@@ -104,7 +104,7 @@ class Rendezvous:
     _heard: dict[int, str] = field(default_factory=dict)
 
     def meet(self, given: Mapping[str, str]) -> Difference | None:
-        """Waits for all ranks and compares their ``given`` values; returns the first difference, equal on every rank.
+        """Waits for all ranks and compares their ``given`` settings; returns the first difference, equal on every rank.
 
         Raises:
             GridError: ranks did not come within ``seconds``; the message names them.
@@ -259,7 +259,7 @@ class FailureReports:
         return words[0] if words else ""
 
     def tell(self, what: str) -> None:
-        """Reports the failure of ``what`` to other ranks through the store, without waiting."""
+        """Reports through the store that ``what`` failed on this rank; other ranks read it. Does not wait."""
         threading.Thread(target=self._ask, args=(what, (), str), daemon=True).start()
 
     def _ask(self, what: str, peers: Sequence[int], tell: Callable[[str], object]) -> None:

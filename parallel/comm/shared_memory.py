@@ -174,7 +174,7 @@ class SharedMemory:
 
 
 class HostMessages:
-    """Small messages that all ranks of a group on one host exchange in memory; no tensor takes part.
+    """Small messages among all ranks of a group on one host, through shared memory; no tensors.
 
     All methods raise RuntimeError if a rank has ended or does not arrive in time; every later call then fails too.
     """

@@ -137,7 +137,7 @@ class SlotSizes:
 
     ranks: int
     capacity: int
-    """Bytes of one slot."""
+    """Size of one slot in bytes."""
     most: int
     """Maximum number of tiles of one slot."""
 

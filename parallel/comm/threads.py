@@ -124,7 +124,8 @@ class Turns:
         return next(own, problems[0] if problems else None)
 
     def wait(self, index: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Runs other ranks until ``ready()``; ``what`` describes the wait. Only the thread of rank ``index`` calls it.
+        """Runs other ranks' threads until ``ready()``; ``what`` describes the wait in errors. Only the thread of rank
+        ``index`` calls this.
 
         Raises:
             DeadlockError: no rank can continue.
@@ -372,7 +373,7 @@ class ThreadBackend(Backend):
         return self._meet("all_to_all", (f"{axis} slices", tuple(line[index] for index in members)), given, place)
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Exchanges rows over ``axis``: each rank contributes its counts, then all of its rows."""
+        """Exchanges rows over ``axis`` with uneven counts: each rank publishes its counts, then all of its rows."""
         own, group = self._grid.index(axis), (f"{axis} rows", self._grid.peers(axis))
         counts: list[Tensor] = []
         count = self._meet("exchange of counts", group, torch.tensor(gives, dtype=torch.int64), counts.extend)
@@ -393,7 +394,7 @@ class ThreadBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gathers each pair over ``axis``, or over data ranks, apart from other traffic."""
+        """All-gathers each pair over ``axis``, or over data ranks, independent of other collectives."""
         line = axis or self._grid.shard_line
         size = within or self._grid.size(line)
         first = self._grid.index(line) // size * size

@@ -267,7 +267,7 @@ _LAZILY = "TORCH_GLOO_LAZY_INIT"
 
 
 class OwnedGroups:
-    """Process groups created by one part of an engine; ``close`` destroys them on this rank.
+    """Process groups created by one component of an engine; ``close`` destroys them on this rank.
 
     With gloo each rank destroys a group by itself. The destructor waits for collectives that are still queued, so one
     that another rank never joins would block it until its timeout.

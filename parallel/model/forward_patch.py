@@ -126,7 +126,7 @@ class ForwardPatches:
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Records a change of an object that ``module`` refers to, such as its ``config``, as a patch."""
+        """Registers a change to an object that ``module`` refers to, such as its ``config``, as a removable patch."""
         self._patches.append(Patch(module, layer, note, undo))
 
     def around(self, module: nn.Module) -> list[Patch]:
@@ -173,7 +173,7 @@ def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def goes_through_class(module: nn.Module) -> bool:
-    """Returns True if a call of ``module`` reaches the forward of its class."""
+    """Returns True if calling ``module`` runs the forward of its class, directly or through patches."""
     own = vars(module).get(_FORWARD)
     return own is None or getattr(own, _THROUGH_CLASS, False)
 

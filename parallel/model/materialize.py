@@ -116,7 +116,7 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
 
 
 def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Assigns ``values`` to the meta parameters of the same names. Parameters remain the same objects."""
+    """Assigns ``values`` to the meta parameters with the same names; the parameter objects stay the same."""
     for name, parameter in model.named_parameters():
         if name in values and parameter.is_meta:
             _become(parameter, values[name])

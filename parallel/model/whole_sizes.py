@@ -109,7 +109,7 @@ class PartParameter(WholeSizes, nn.Parameter):
 
 
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
-    """Changes the class of a plain parameter, so that it returns the sizes ``shape``; ``answer_part`` undoes it."""
+    """Changes the class of a plain parameter so that it reports the full sizes ``shape``; ``answer_part`` undoes it."""
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
     untyped.__class__ = PartParameter

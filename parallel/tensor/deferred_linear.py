@@ -152,7 +152,8 @@ def weight_gradient(
 
 
 def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: Any | None) -> Tensor | None:
-    """Computes the weight gradient and returns it, or adds it to the main gradient and returns None.
+    """Computes the weight gradient; adds it to the main gradient ``main`` and returns None if possible, otherwise
+    returns it.
 
     ``compute``: a call of :func:`weight_gradient` with all arguments bound. ``node``: see :class:`MainGradient`.
     """

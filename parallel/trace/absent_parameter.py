@@ -34,7 +34,7 @@ class Guard:
 
 
 class AbsentParameter(nn.Parameter):
-    """Parameter without data, or with a shard of it, on this rank; reads call its guard."""
+    """Parameter whose values are not, or only in part, on this rank; code that reads them gets an error."""
 
     _guard: Guard
 

@@ -30,7 +30,9 @@ class NeedsContentError(Exception):
 
 
 class MetaTwins:
-    """Stand-ins for values, their meta twins, and the tensors that share memory; keeps every tensor alive."""
+    """Meta tensors that stand for the values of a trace, and the tensors that share their memory; keeps all tensors
+    alive.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -65,7 +67,9 @@ class MetaTwins:
         return self._twin[id(tensor)]
 
     def notice(self, tensor: Tensor) -> None:
-        """Registers a free tensor, since a later operation may write a value into its memory."""
+        """Registers a tensor that is not yet a value, because an in-place operation may later write a value into its
+        memory.
+        """
         if id(tensor) not in self._kept and tensor.layout == torch.strided:
             self._keep(tensor, tensor.untyped_storage()._cdata)
 

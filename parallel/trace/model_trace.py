@@ -76,8 +76,8 @@ class Sample(NamedTuple):
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Pair (args, kwargs) with a Sample for each value and parameter; in arguments of glue, a FreeTensor for other
-tensors.
+"""(args, kwargs) of a call, with a Sample in place of each traced value and parameter, and a FreeTensor in place of
+other tensors.
 """
 
 
@@ -115,9 +115,9 @@ class Value:
     number: int
     maker: Literal["call", "glue"]
     index: int
-    """Index of the call or glue operation that returns the value."""
+    """Index of the module call or operation that returns this tensor."""
     inputs: tuple[int, ...]
-    """Numbers of the values from which it is computed."""
+    """Numbers of the traced values that this value is computed from."""
     parameters: frozenset[str]
     """Names of the parameters that the glue operation reads."""
     shape: tuple[int, ...]
@@ -143,7 +143,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a unit in a trace."""
+    """Call of a module that the trace treats as one unit."""
 
     unit: str
     event: int
@@ -167,7 +167,7 @@ class Glue:
     event: int
     calls_before: int
     makes: tuple[int, ...]
-    """Numbers of the values that it returns or writes, including other names of written memory."""
+    """Numbers of the values that the operation returns or writes, including aliases of written memory."""
     output: Recipe
     place: str
     """File and line of the user's code that runs it."""
@@ -175,15 +175,13 @@ class Glue:
     writes: tuple[tuple[int, int], ...] = ()
     """Pairs (k, value number): the operation writes the value into argument leaf k in place."""
     buffers: frozenset[str] = frozenset()
-    """Names of the buffers that it writes, which outlive the forward; one stage must run it even if its values are
-    unused.
-    """
+    """Names of the buffers that the operation writes: one stage must run it, even if its results are unused."""
     updates: frozenset[str] = frozenset()
-    """Names of parameters that it writes in place from parameters alone; every stage with such a parameter must run
-    it.
+    """Names of parameters written in place, from parameters alone: every stage with such a parameter must run the
+    operation.
     """
     random: bool = False
-    """True if it may draw random numbers, which a stage that skips it must draw as well."""
+    """True if the operation may draw random numbers; stages that skip it must advance their generators equally."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     """Torch function; equal in every process that traces the same program."""
     arguments: Arguments = field(default=((), {}), compare=False, repr=False)
@@ -202,7 +200,7 @@ class OnZeros(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """Record of one forward; equal on every rank that traces the same model with the same input signature."""
+    """Record of one forward, equal on every rank that traces the same model with the same input signature."""
 
     values: tuple[Value, ...]
     calls: tuple[Call, ...]
@@ -230,8 +228,8 @@ class ModelTrace:
 
     @cached_property
     def asks_arguments(self) -> tuple[bool, ...]:
-        """For each call: True if it writes or returns one of its arguments, so that stages that skip it need the
-        argument.
+        """For each call: True if it writes or returns one of its arguments, which stages without the call then need
+        too.
         """
         return tuple(
             bool(call.writes) or any(isinstance(leaf, FromArgument) for leaf in call.output.leaves)

@@ -42,7 +42,7 @@ class OpenCall:
 
 @dataclass(frozen=True)
 class ValueSource:
-    """Origin of a new value: call or glue operation, with its inputs."""
+    """Origin of a traced value: the module call or operation, with its inputs."""
 
     maker: Literal["call", "glue"]
     index: int
@@ -103,8 +103,8 @@ class TensorProvenance:
         return frozenset(self._buffers[id(tensor)] for tensor in tensors if id(tensor) in self._buffers)
 
     def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
-        """Returns (value numbers, parameter names) among ``tensors``; records a tensor that has left its call
-        unreturned.
+        """Returns (value numbers, parameter names) of ``tensors``; notes tensors that leave a call other than by its
+        return.
         """
         inputs: dict[int, None] = {}
         parameters = set()
@@ -118,7 +118,7 @@ class TensorProvenance:
         return list(inputs), parameters
 
     def new_value(self, tensor: Tensor, source: ValueSource, movable: bool = True) -> int:
-        """Registers ``tensor`` as a new value, even if it was one before; returns its number."""
+        """Registers ``tensor`` as a new value, even if already registered; returns its number."""
         twin, number = self._twins.of(tensor), len(self.values)
         value = Value(
             number=number,
@@ -138,8 +138,8 @@ class TensorProvenance:
         return number
 
     def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
-        """Registers new values for all tensors ``sharing`` memory after an in-place write; only unshared memory is
-        movable.
+        """Registers new values for all tensors ``sharing`` memory after an in-place write. Values that share memory are
+        not movable.
         """
         for tensor in sharing:
             inputs, before = source.inputs, self.forget(tensor)
@@ -148,14 +148,14 @@ class TensorProvenance:
             self.new_value(tensor, replace(source, inputs=inputs), movable=len(sharing) == 1)
 
     def forget(self, tensor: Tensor) -> int | None:
-        """Marks the value of ``tensor``, if it has one, as overwritten; returns its number."""
+        """Marks the value of ``tensor`` as overwritten; returns the value's number, None if it is no value."""
         number = self.number.pop(id(tensor), None)
         if number is not None:
             self.values[number] = replace(self.values[number], rewritten=True)
         return number
 
     def hook(self, tensor: Tensor) -> None:
-        """Records a user's gradient hook on ``tensor``, if it is a value."""
+        """Notes that the user's code has put a gradient hook on ``tensor``, if it is a traced value."""
         number = self.number.get(id(tensor))
         if number is not None:
             self.values[number] = replace(self.values[number], hooked=True)

@@ -114,9 +114,9 @@ _DIFFERENTIATES = frozenset(("backward", "grad"))
 
 
 class WrapperTensor(torch.Tensor):
-    """Tensor subclass over a local part, with rules of its own for torch functions.
+    """Base of tensor subclasses that contain a local shard and have rules for torch functions.
 
-    Code that records torch functions lets it answer first, and records the functions that it runs.
+    Recorders of torch functions see the functions that a rule runs, not the original call.
     """
 
     @classmethod

@@ -33,7 +33,7 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """Elements ``part`` of a bucket that this rank stores, with their scale."""
+    """Elements ``part`` of a bucket that this rank stores, with a scale factor."""
 
     flat: FlatBucket
     part: slice
@@ -127,7 +127,7 @@ def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dic
 
 @contextmanager
 def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's shard [elements] of each parameter that matches ``pattern``; empty if other data ranks own it.
+    """Yields this rank's shards [elements] of parameters that match ``pattern``; empty where other data ranks own them.
 
     Communicates only after a write: an all-gather of the written masters over dp.
     """

@@ -371,7 +371,9 @@ class ParameterGatherer:
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """Retains the memory of parameter views that a module has returned, because other code will read them."""
+        """Keeps buckets gathered whose parameters a module returned as views, because code outside the module reads
+        them.
+        """
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)
@@ -379,7 +381,7 @@ class ParameterGatherer:
             self._need_everywhere(found)
 
     def own(self, output: Tensor) -> Tensor:
-        """Returns ``output`` in separate memory if it shares a bucket's memory, since it outlives the pass."""
+        """Returns ``output``, cloned if it shares a bucket's memory, because it is used after the pass."""
         index = self._whole.bucket_of(output)
         if index is None:
             return output

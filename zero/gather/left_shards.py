@@ -40,7 +40,7 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
 
 @torch.no_grad()
 def make_whole(model: nn.Module, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Restores full values of parameters that a closed engine has left sharded; does nothing without such parameters.
+    """Gathers parameters that a closed engine left sharded; does nothing if there are none.
 
     Collective: ``gather`` all-gathers a tensor over all ranks of the job.
     """

@@ -45,7 +45,7 @@ class OutsideCalls:
             self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
 
     def read(self, index: int) -> None:
-        """Gathers a bucket that is read outside its modules; it stays gathered until the outermost call ends."""
+        """Gathers a bucket that code outside its modules reads; it stays gathered until the outermost call ends."""
         if index not in self._whole.live:
             self._read |= {index}
         with torch.no_grad():

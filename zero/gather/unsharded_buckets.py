@@ -197,7 +197,7 @@ class UnshardedBuckets:
         return frozenset(index for index in indices if self._states[index] is BucketState.SHOWN)
 
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
-        """Gathers buckets again, even if they are gathered here; all data ranks pass equal ``indices``.
+        """Gathers buckets anew, even those already gathered on this rank; all data ranks pass equal ``indices``.
 
         Afterwards the earlier readable buckets and the ``wanted`` ones are readable.
         """

@@ -43,14 +43,14 @@ def whole_sectors(size: int) -> int:
 
 
 def sector_memory(size: int) -> Tensor:
-    """Allocates zeros that begin on a sector, uint8 [size]; the last view of them frees their memory."""
+    """Allocates zeroed memory, uint8 [size], aligned to disk sectors; freed with its last view."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def begins_on_sector(block: memoryview) -> bool:
-    """Returns True if direct I/O can transfer this memory: it is aligned to sectors and contains whole sectors."""
+    """Returns True if direct I/O can use this memory: start and size are multiples of a sector."""
     address: int = numpy.frombuffer(block, numpy.uint8).__array_interface__["data"][0]
     return address % SECTOR == 0 and len(block) % SECTOR == 0
 
@@ -152,13 +152,7 @@ class BlockFile:
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads the whole file.
-
-        ``checked``: verify the hashes of the last ``write``; False if other code may have written to the file.
-
-        Raises:
-            EngineError: the disk fails, the file is too short, or a block differs from the last write.
-        """
+        """Reads the whole file."""
         for number, block in self._blocks(into):
             self._read_block(number, block, checked)
 
@@ -261,7 +255,7 @@ class MomentBuffers:
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
-        """Returns a page, uint8 [size]; if none is free, waits for the oldest write and raises its error."""
+        """Returns a free page, uint8 [size]; if there is none, waits for the oldest write and raises its error."""
         if not self._free:
             page, write = self._busy.popleft()
             write.result()
@@ -269,7 +263,7 @@ class MomentBuffers:
         return self._free.pop()
 
     def give_back(self, page: Tensor, write: PageUse) -> None:
-        """Returns a page to the pool; it is free when ``write`` has ended."""
+        """Returns a page to the pool, usable again after ``write`` has ended."""
         self._busy.append((page, write))
 
     def free_all(self) -> None:

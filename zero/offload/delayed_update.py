@@ -44,7 +44,7 @@ class DelayedUpdate:
         return self._update is not None
 
     def launch(self, update: Callable[[], None]) -> None:
-        """Starts ``update`` on a thread; it accesses host memory only. No other update may be pending."""
+        """Starts ``update`` on a thread; it may access host memory only. No other update may be pending."""
         assert self._update is None
         self._given = self._sums()
         self._update = self._thread.submit(update)
@@ -55,9 +55,7 @@ class DelayedUpdate:
             self._update.exception()
 
     def problem(self) -> EngineError | None:
-        """Returns the error of the pending update: it failed, or its weights were written since; None if it is
-        valid.
-        """
+        """Returns the error of the pending update (it raised, or its weights were changed meanwhile); None if valid."""
         if self._update is None or self._given is None:
             return None
         if (error := self._update.exception()) is not None:

@@ -97,8 +97,8 @@ class HostCopies:
 
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
-        """Copies the master to ``kept`` on the device; the host casts it in the memory of the gradients, which are no
-        longer used.
+        """Copies the master weights to ``kept`` on the device; the host casts them in the memory of the used
+        gradients.
         """
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here

@@ -134,7 +134,7 @@ class OffloadedStates:
             finish(self._device)
 
     def reload(self, kinds: Collection[str] = KINDS, blocking: bool = True) -> None:
-        """Copies these kinds back to the device; kinds already there are unchanged."""
+        """Copies these kinds of state back to the device; skips kinds that are already there."""
         for kind in [kind for kind in KINDS if kind in kinds and kind in self._moved]:
             for each in self._moved[kind]:
                 each.whole.untyped_storage().resize_(each.copy.nbytes)
@@ -202,7 +202,7 @@ class OffloadedStates:
 
 
 def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
-    """Returns the kinds that ``include`` names, as strings or members of DeepSpeed's enum; None: all kinds.
+    """Returns the kinds of state in ``include``, given as strings or members of DeepSpeed's enum; None: all kinds.
 
     Raises:
         EngineError: a name is not one of DeepSpeed's.

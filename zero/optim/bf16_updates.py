@@ -46,7 +46,7 @@ class FullShapes:
     """Number of each parameter by name, equal on all ranks."""
     rows: Mapping[str, ShardRow]
     holder: ShardHolder
-    """Coordinates of this rank."""
+    """Grid coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
         """Returns the indices in the full parameter, int64 [stop - start], of elements ``start:stop`` of this rank's
@@ -88,7 +88,9 @@ class RoundedUpdates:
                 found.append((slot, start - slot.start, stop - slot.start, start - part.start))
 
     def pieces(self, weights: Tensor) -> Iterator[UpdateRun]:
-        """Yields an optimizer tensor in pieces of at most ``PIECE`` elements; one empty piece if it is all padding."""
+        """Yields slices of an optimizer tensor, of at most ``PIECE`` elements each; one empty slice if it is all
+        padding.
+        """
         if not self._slots[weights]:
             yield UpdateRun(slice(0, 0), 0, torch.empty(0, dtype=torch.int64, device=weights.device))
         for slot, begin, end, place in self._slots[weights]:

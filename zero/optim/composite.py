@@ -66,7 +66,7 @@ class CompositeOptimizer(FlatOptimizer):
         return self._part_of(weight).encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Stores optimizer state ``values`` of ``weight`` in its own optimizer."""
+        """Stores optimizer state ``values`` of ``weight`` in the optimizer that updates it."""
         self._part_of(weight).keep(weight, values)
 
     def count(self, group: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class PlainComposite(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Steps every optimizer once."""
+        """Runs one step of every optimizer."""
         for part in self.parts:
             part.step()
 

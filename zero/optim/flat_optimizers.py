@@ -54,14 +54,14 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     elementwise = True
     encodes = False
-    """True if the state is stored encoded; ``values`` decodes it and ``keep`` encodes it."""
+    """True if moments are stored encoded: ``values`` decodes and ``keep`` encodes them."""
     counted: tuple[str, ...] = ("step",)
     """Group options that updates change and checkpoints restore."""
     kernels: Kernels = REFERENCE
     pieces: Mapping[Tensor, tuple[UpdatePiece, ...]] = MappingProxyType({})
-    """For tensors that are updated in part, the pieces to update."""
+    """Slices to update, for tensors that are updated in part."""
     rounding: RoundedUpdates | None = None
-    """Update rule of bf16 weights without masters; None: there are none."""
+    """Update of bf16 weights with stochastic rounding; None if all weights have masters."""
     order: UpdateOrder | None = None
     """Order in which sets of tensors are updated; None: group by group."""
 
@@ -89,7 +89,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.state[weight] = dict(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group without torch's torch.compile guard; its import takes half of a rank's start."""
+        """Adds a parameter group as torch does, but without importing torch.compile, half of a rank's start-up time."""
         unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @overload
@@ -100,7 +100,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every group once."""
+        """Updates every parameter group once."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             self.count(group)
@@ -197,7 +197,7 @@ class FusedAdam:
     narrow: Mapping[Tensor, Tensor | None]
     """Narrow weights that receive the rounded values of each optimizer tensor; None if the tensor is no master."""
     rounding: RoundedUpdates | None
-    """Update rule of bf16 weights without masters; None: there are none."""
+    """Update of bf16 weights with stochastic rounding; None if all weights have masters."""
 
     def moments(self, weights: Tensor) -> torch.dtype:
         """Returns the dtype of the moments of ``weights``."""
@@ -264,7 +264,7 @@ class FlatAdam(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of both averages."""
+        """Names of the two moments."""
         return ("exp_avg", "exp_avg_sq")
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -338,7 +338,7 @@ class FlatLion(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Name of the momentum."""
+        """Name of the momentum tensor."""
         return ("exp_avg",)
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
@@ -367,7 +367,7 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restores the counts after a skipped update, and deletes moments created for it."""
+        """Restores the step counts after a skipped update, and deletes moments that it created."""
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:
                 del group[key]

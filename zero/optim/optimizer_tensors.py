@@ -21,8 +21,8 @@ class OptimizerTensor:
     part: slice
 
     def narrow(self) -> Tensor | None:
-        """Returns the view of narrow weights that receive the updated values; None if there are none, or a gather fills
-        them.
+        """Returns the low-precision weights that receive the updated values; None if there are none, or if a gather
+        writes them.
         """
         if self.flat.master is None or self.flat.rounds_in_gathers:
             return None
@@ -42,7 +42,9 @@ class OptimizerTensor:
 
 
 WholeState = Mapping[str, Mapping[str, Tensor]]
-"""State tensors by parameter and name, each in a shape of its own and complete on every rank that stores it."""
+"""State tensors by parameter and state name, in shapes other than the parameter's, complete on every rank that stores
+them.
+"""
 WholeShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of state tensors by parameter and name."""
 
@@ -56,9 +58,7 @@ class WholeUpdates(Protocol):
 
     @property
     def by_owner(self) -> bool:
-        """True if only the owner of a parameter stores its state; False: every rank with a part of the parameter
-        does.
-        """
+        """True if only the owner of a parameter stores its state; False if every rank with a part of it does."""
 
     @property
     def on_all_data_ranks(self) -> bool:
@@ -114,7 +114,7 @@ class LateBuckets:
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
-    """Returns the gradients of a bucket's elements ``part`` for its update: on the device, or the host copy."""
+    """Returns the gradient of a bucket's elements ``part``: on the device, or its copy on the host."""
     if flat.host_sums is None:
         return flat.gradient(part)
     return flat.host_sums[part.start - flat.owned.start : part.stop - flat.owned.start]

@@ -177,7 +177,7 @@ class ShardedOptimizer:
             self.delayed.join()
 
     def end_delayed(self) -> None:
-        """Waits for the delayed update, and copies its weights as far as possible without other ranks."""
+        """Waits for the delayed update, and copies its weights to the device as far as possible without other ranks."""
         if self.delayed is None:
             return
         self.delayed.close()
@@ -229,7 +229,7 @@ class ShardedOptimizer:
             self.inner.fused = None
 
     def forget(self) -> None:
-        """Resets the optimizer state to its initial one, which Adagrad creates in its constructor."""
+        """Resets the optimizer state to its state before the first step; Adagrad's is created by its constructor."""
         self.inner.state.clear()
         self.unused = frozenset()
         self.missed.clear()

@@ -365,7 +365,7 @@ class SharedReduction:
         raise NotImplementedError
 
     def keep(self) -> None:
-        """Saves completed sums; see :meth:`Reducer.keep`."""
+        """Saves finished gradient sums for a retry; see :meth:`Reducer.keep`."""
         self._kept_sums = [(flat, self._part(flat), flat.gradient(self._part(flat)).clone()) for flat in self._buckets]
         self._kept_names = self.names - self.unused
 

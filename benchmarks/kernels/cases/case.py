@@ -106,7 +106,7 @@ class Case:
     compiled: bool = True
     """True if torch.compile is a contender."""
     shape: str = ""
-    """Sizes as text."""
+    """Tensor sizes as text."""
     winners: Mapping[str, Direction] = field(default_factory=_nothing)
     """Rows of ``tuned.json`` that the case determines, with the direction; empty: the operator, both directions."""
 

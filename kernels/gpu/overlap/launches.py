@@ -91,7 +91,8 @@ def gather_product_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Sends ``part`` [B, L, K] to all ranks; out [B, W, L, N] = rows of all ranks times ``matrix`` [K, N] + ``bias``.
+    """Sends ``part`` [B, L, K] to all ranks; writes all ranks' rows times ``matrix`` [K, N] + ``bias`` to ``out`` [B,
+    W, L, N].
 
     Args:
         capacity: bytes of a slot.
@@ -335,7 +336,8 @@ def launch_gather_product(
 def launch_product_scatter(
     whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype, stays: bool = False
 ) -> None:
-    """Multiplies ``whole`` [B, W, L, K], adds ``plus`` [B, W, L, N], and sends each rank its rows, in ``dtype``.
+    """Multiplies ``whole`` [B, W, L, K] by the matrix, adds ``plus`` [B, W, L, N], and sends each rank its rows in
+    ``dtype``.
 
     The product of a ``whole`` of three dims, [B, L, K], is sent to all ranks. With ``stays`` the rows stay in the
     memory of this rank, for :func:`launch_multicast_sum`.

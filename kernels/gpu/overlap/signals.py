@@ -30,7 +30,7 @@ def signal(place, epoch):
 
 @triton.jit
 def arrived(place, ended, epoch, last, patience):
-    """Waits until the int32 at ``place`` is at least ``epoch``; returns True if it is also at most ``last``.
+    """Waits until the int32 at ``place`` is at least ``epoch``; returns True if it then is at most ``last``.
 
     Returns False after ``patience`` polls, after the int32 at ``ended`` is not 0, or for a value above ``last``, the
     sign that ranks make different calls.

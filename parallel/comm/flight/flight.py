@@ -82,7 +82,7 @@ class Flight:
     """Nanoseconds to add to an event time to get Unix time."""
     phase: Phase
     step: int
-    """Number of completed steps."""
+    """Number of completed training steps."""
     since: int
     """Start of the current phase, in nanoseconds."""
     written: int
@@ -120,7 +120,7 @@ class FlightFile:
             os.close(file)
 
     def close(self) -> None:
-        """Unmaps the file."""
+        """Unmaps the flight file from memory."""
         self._map.close()
 
     def read(self) -> Flight:

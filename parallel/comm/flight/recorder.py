@@ -156,7 +156,7 @@ class FlightRecorder:
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
 
     def close(self) -> None:
-        """Records that this rank has closed its engine, unless it has written an error message."""
+        """Records that this rank closed its engine normally; nothing after an error message."""
         if self._map[layout.WORDS_AT] == 0:
             step = layout.STATE.unpack_from(self._map, layout.STATE_AT)[0] >> 8
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.ENDED, now())

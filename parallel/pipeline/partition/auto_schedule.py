@@ -86,7 +86,7 @@ class Tried:
     peak_bytes: int = 0
     """Peak bytes of activations on the fullest rank."""
     refused: str = ""
-    """Reason to reject the kind; empty if it fits."""
+    """Reason why this kind of schedule was rejected; empty if it fits."""
 
     @property
     def name(self) -> str:

@@ -14,8 +14,7 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 
 def flops_of_calls(trace: ModelTrace) -> list[int]:
-    """Returns the forward FLOPs of each call and the glue after it; at least 1, so that calls without FLOPs count
-    too."""
+    """Returns the forward FLOPs of each module call and the operations up to the next call; at least 1 each."""
     flops = [call.flops + 1 for call in trace.calls]
     for index, extra in glue_flops(trace).items():
         flops[index] += extra
@@ -23,7 +22,7 @@ def flops_of_calls(trace: ModelTrace) -> list[int]:
 
 
 def glue_flops(trace: ModelTrace) -> dict[int, int]:
-    """Returns the FLOPs of glue by the index of the call before the glue."""
+    """Returns the FLOPs of operations between module calls, by the index of the call before them."""
     return by_call(trace, [glue.flops for glue in trace.glue])
 
 

@@ -36,7 +36,7 @@ class Partition:
     boundaries: tuple[tuple[str, int], ...]
     """First call of each stage except stage 0, as (unit, number of earlier calls of the unit)."""
     crossing_bytes: int
-    """Bytes sent between stages in one forward; a value counts once per receiving stage."""
+    """Bytes sent between stages in one forward; a tensor counts once per receiving stage."""
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:

@@ -26,7 +26,7 @@ from engine.parallel.trace.model_trace import FromParameter, ModelTrace
 from engine.parallel.trace.torch_function import checks_content
 
 MOST_DEAD_BYTES = 64 << 20
-"""Bytes of glue on placeholders above which the comparison of tier 2 costs less than the execution of the glue."""
+"""Bytes of operations on placeholders above which skipping them (tier 2) costs less than their execution."""
 _REUSE = 8
 """Divisor of the bytes of a parameter needed only for recomputation: it is stored once, values in every microbatch."""
 
@@ -47,8 +47,9 @@ class StagePlan:
     """Numbers of the glue operations that must run on this stage with real data."""
     parameters: frozenset[str]
     tier: Literal[1, 2]
-    """1: absent calls return received values or NaN, and all glue runs. 2: each glue operation is compared with the
-    trace, then run, skipped, or replaced by a received value."""
+    """1: absent calls return received values or NaN, and all operations run. 2: each operation between calls is matched
+    to the trace, then run, skipped, or replaced by a received value.
+    """
     last_event: int
     """Number of the last event that the stage needs."""
 
@@ -271,8 +272,7 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """Adds a vertex with the weight of its cut, the supply from the source, and the vertices before it
-        (``after``)."""
+        """Adds a vertex with the weight of cutting it, the supply from the source, and its predecessors ``after``."""
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight
         if supply:

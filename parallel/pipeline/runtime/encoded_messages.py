@@ -50,7 +50,9 @@ class MessageEncoder:
 
     @torch.no_grad()
     def encode(self, tensor: Tensor, flow: Flow, place: tuple[int, int, int]) -> Tensor:
-        """Returns the message [m] of ``tensor`` of any strides; ``place``: value, sending and receiving stage."""
+        """Returns ``tensor`` (any strides) as a message [m]; ``place``: (value number, sending stage, receiving
+        stage).
+        """
         values = tensor.detach().reshape(1, -1)
         size = self._form.wire.padded(values.shape[1])
         if size > values.shape[1]:

@@ -78,7 +78,9 @@ class StageRunner(Protocol):
         """Computes the forward of ``stage``; the tensors in ``received`` are leaves of the graph."""
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Accumulates the parameter gradients of the backward inside the context; an I defers weight gradients."""
+        """Accumulates parameter gradients of a backward inside the context; an input-gradient action (I) defers weight
+        gradients.
+        """
 
     def weights(self, stage: int, microbatch: int) -> None:
         """Computes the gradients that the I of ``stage`` and ``microbatch`` has deferred."""
@@ -97,7 +99,7 @@ class _Live:
 
 
 class Executor:
-    """Executor of the pipeline actions of one rank (F, B, I, W) in schedule order, with their messages.
+    """Runs the pipeline actions of one rank (F, B, I, W) in schedule order, with their sends and receives.
 
     state     of a microbatch                            content
     posted    its receives are posted, F or B is to come buffers of the receives
@@ -138,7 +140,8 @@ class Executor:
             self._forget()
 
     def run_part(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
-        """Runs consecutive actions of a row that exchange no messages with its other actions; live microbatches remain.
+        """Runs consecutive actions of a row that exchange no messages with the row's other actions. Keeps live
+        microbatches.
 
         An error leaves no live microbatch on this rank.
         """
@@ -181,7 +184,7 @@ class Executor:
         self._posted[action] = part, arrivals
 
     def do(self, action: Action, runner: StageRunner, beside: Action | None = None) -> None:
-        """Runs one action; pieces of the deferred weight gradients ``beside`` run during its collectives."""
+        """Runs one action; during its collectives computes deferred weight gradients of the action ``beside``."""
         self.post(action, runner)
         part, arrivals = self._posted.pop(action)
         arrived = {message: arrive() for message, arrive in arrivals.items()}

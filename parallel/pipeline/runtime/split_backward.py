@@ -68,8 +68,8 @@ class DeferredWeightGrads:
         """Gradients that were computed ahead."""
 
     def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
-        """Defers the gradient ``compute()`` of parameter ``name``; W adds it to ``main``, the main gradient, if there
-        is one.
+        """Defers the weight gradient ``compute()`` of parameter ``name``; the W action adds it to the main gradient
+        ``main``, if not None.
         """
         self._work.append(_Deferred(name, compute, _version(compute), main))
 
@@ -93,7 +93,7 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Computes all remaining gradients, passes each to ``take``, and releases its inputs.
+        """Computes all remaining weight gradients, calls ``take(name, gradient)`` for each, and frees their inputs.
 
         Raises:
             EngineError: the model has written to a saved tensor in place.

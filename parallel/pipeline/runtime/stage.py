@@ -200,7 +200,7 @@ class StageResult:
     """Result of the forward of one stage."""
 
     result: Any
-    """Return value of the program; None unless this stage reaches its end."""
+    """Return value of the user's forward; None if this stage does not run to its end."""
     sent: dict[int, Tensor]
     """Tensor of each value in the plan's ``sends``, attached to autograd.
 

@@ -45,7 +45,7 @@ def _has_hook(tensor: Tensor) -> bool:
 
 
 class StopForward(BaseException):
-    """Exception that ends the user's forward after this stage has computed everything it needs.
+    """Exception that stops the user's forward once this stage has computed everything that it needs.
 
     A BaseException, so that ``except Exception`` in user code does not swallow it.
     """
@@ -149,7 +149,8 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the values of an event that other stages receive; returns ``out`` for the user's code.
+        """Stores the tensors of a traced event that other stages receive; returns ``out`` unchanged for the user's
+        code.
 
         A hook on a sent tensor also exists on the received tensor, and runs there. It must not run twice: the code gets
         an alias of the sent tensor, and the backward of this stage begins at the tensor itself. Without a hook the code

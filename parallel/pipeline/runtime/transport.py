@@ -61,7 +61,7 @@ class Transport(Protocol):
         """Returns the memory of a received tensor to the buffers after its last use."""
 
     def finish(self) -> None:
-        """Waits for all sends."""
+        """Waits until all sends have completed."""
 
 
 class MemoryTransport:
@@ -197,7 +197,7 @@ class CommTransport:
         self._buffers.give(tensor)
 
     def finish(self) -> None:
-        """Waits for all sends."""
+        """Waits until all sends have completed."""
         for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
             sent.pending.wait()
         self._near.clear()
@@ -233,7 +233,7 @@ class ReceiveBuffers:
         return tensor.untyped_storage()._cdata in self._lent
 
     def give(self, tensor: Tensor) -> bool:
-        """Takes back a buffer, given any alias, if no other alias exists; ignores tensors that are not buffers.
+        """Returns a receive buffer, given any alias, to the pool if no other alias is alive; ignores other tensors.
 
         Returns True if the buffer will be reused.
         """

@@ -124,9 +124,10 @@ class Schedule:
         return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
 
     def weights_beside(self, rank: int) -> dict[Action, Action]:
-        """Returns, for each F, B and I of a rank, the next W in the row with an I before the action.
+        """Returns, for actions of a rank, the weight action (W) that can run during their collectives: the row's next
+        one that is ready.
 
-        This W can run during the collectives of the action:
+        For example:
 
             1I3 ~~ all-reduce ~~ 1F5  1W3        1I3 waits idle, 1F5 overlaps with 1W3
         """
@@ -148,7 +149,7 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """True if some backwards are split into I and W."""
+        """True if some backwards are split into an input-gradient (I) and a weight-gradient action (W)."""
         return bool(self._split)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:

@@ -175,8 +175,8 @@ def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
 
 
 def long_rounds(ranks: int, microbatches: int) -> list[list[range]]:
-    """Returns a division into rounds of more than ``ranks`` microbatches if ``ranks`` does not divide them; it is
-    faster and needs more memory.
+    """Returns rounds of more than ``ranks`` microbatches, if ``ranks`` does not divide ``microbatches``: faster, with
+    more memory. Empty otherwise.
     """
     turns = rounds(ranks, microbatches)
     return [turns] if max(map(len, turns)) > ranks else []

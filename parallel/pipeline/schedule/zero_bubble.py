@@ -43,7 +43,9 @@ class Policy:
     ahead: tuple[int, ...]
     """Maximum number of forwards with a pending input gradient, by rank."""
     backlog: tuple[int, ...]
-    """Maximum number of deferred weight gradients, by rank; above it they run first, up to it they fill idle time."""
+    """Maximum number of deferred weight gradients on each rank; a full backlog is computed first, otherwise they fill
+    idle time.
+    """
     forward_first: bool = True
     """True if forwards precede input gradients."""
     deep_inputs: bool = True

@@ -80,7 +80,7 @@ class Verdict:
 
 
 class BlockReference:
-    """Unsharded block with its results for each of ``givens``; :meth:`prove` compares a plan with them.
+    """Reference of a tensor-plan proof: the unsharded block with its results for each of ``givens``.
 
     ``block`` has random float64 parameters; every rank gets a copy, and the block stays unchanged.
     """

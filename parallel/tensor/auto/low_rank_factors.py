@@ -47,7 +47,7 @@ class Factors:
     # ---- values
 
     def full(self) -> Tensor:
-        """Returns the full weight."""
+        """Returns the full weight, the sum of all products of factors."""
         letters = string.ascii_letters[: len(self.kinds)]
         left, right = ("".join(self._letters(letters, side)) for side in (LEFT, RIGHT))
         out = "".join(one for one, kind in zip(letters, self.kinds, strict=True) if kind != NEITHER)
@@ -164,7 +164,8 @@ class Factors:
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     def plus(self, left: Tensor, right: Tensor) -> "Factors":
-        """Returns the weight plus ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
+        """Returns the weight plus ``left`` [.., O, Z] times ``right`` [.., Z, I], stored as one more product of
+        factors.
 
         Raises:
             NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].
@@ -181,7 +182,8 @@ class Factors:
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
-        """Returns, for each term, the factors [.., I, Z] of dim ``summed`` and [.., O, Z] of dim ``kept``.
+        """Returns, for each product of factors, the factor [.., I, Z] with dim ``summed`` and the factor [.., O, Z]
+        with dim ``kept``.
 
         Raises:
             NoRuleError: both dims are in one factor, or one dim is in both factors.

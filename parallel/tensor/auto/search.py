@@ -77,7 +77,7 @@ class Search:
     sequence: bool = False
     """True if activations between regions are sharded along the sequence."""
     known: tuple[Decided, ...] = ()
-    """Decisions about other blocks; equal groups try them first."""
+    """Strategies found for other blocks, which equal parameter groups of this block try first."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
         """Returns a strategy for each group on ``tp`` ranks, proven together in the block."""

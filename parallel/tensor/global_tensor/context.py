@@ -23,7 +23,7 @@ class Rules:
 
     by_function: Mapping[Any, TensorRule]
     fallback: TensorRule
-    """Rule of all functions without a rule of their own."""
+    """Rule for all functions without a specific rule."""
 
     def __deepcopy__(self, memo: object) -> "Rules":
         """Returns ``self``: rules never change, so a copied model shares them."""

@@ -100,12 +100,12 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The full shape."""
+        """Full (unsharded) shape."""
         return self.full
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """The number of dims."""
+        """Number of dims."""
         return len(self.full)
 
     @property
@@ -115,7 +115,7 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device of the shard."""
+        """Device of this rank's shard."""
         return self.local.device
 
     @property
@@ -198,7 +198,7 @@ def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
 
 
 def follow_grad(x: GlobalTensor) -> None:
-    """Sets ``requires_grad`` of ``x`` from its shard, after an in-place write to it."""
+    """Copies ``requires_grad`` of the shard to ``x``, after an in-place write to ``x``."""
     wanted = x.local.requires_grad
     with torch._C.DisableTorchFunction():  # which also bypasses function modes
         torch._C.TensorBase.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]

@@ -86,7 +86,7 @@ def gather_global(x: GlobalTensor) -> GlobalTensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """All-reduces ``local`` over the tensor ranks, in place: no other code may read ``local``."""
+    """All-reduces ``local`` over the tensor ranks, in place; nothing else may read ``local`` afterwards."""
     return reduce_from(local, context.axis, label)
 
 

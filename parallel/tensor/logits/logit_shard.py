@@ -58,7 +58,7 @@ class SoftmaxParts(NamedTuple):
     log_sum: Tensor
     """Logarithm of the sum of exp(x - largest) over the full vocabulary, [N]."""
     shares: Tensor | None
-    """This rank's columns of the softmax, [N, W]; None if no backward needs them."""
+    """This rank's columns of the softmax, [N, W]; None if backward does not read them."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class LogitShard:
     dim: int
     """Dim of the vocabulary, counted from the front."""
     softmax: SharedSoftmax = field(default_factory=SharedSoftmax)
-    """Cache of the softmax, shared by shards with the same values and order of tokens."""
+    """Cache of the softmax, shared with shards of equal values in equal token order."""
     product: LateProduct | None = None
     """Head that computes lazy logits; None for computed logits."""
 

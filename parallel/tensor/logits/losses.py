@@ -73,7 +73,7 @@ class Terms(NamedTuple):
 
 
 def softmax_terms(logits: LogitShard, question: Question) -> Terms:
-    """Computes the terms that ``question`` asks for; terms in the cache of ``logits`` are not communicated again."""
+    """Computes the softmax terms selected by ``question``; cached terms of ``logits`` need no communication."""
     vocabulary, shared = logits.vocabulary, logits.softmax
     question = question._replace(start=vocabulary.start)
     if logits.product is not None:

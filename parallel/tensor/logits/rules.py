@@ -194,7 +194,7 @@ SHAPES = tuple(func for func, rule in LOGIT_RULES.items() if rule in (_flatten, 
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of the rule of ``func`` on shards of logits; ``NotImplemented`` if there is no rule."""
+    """Runs the rule of ``func`` on logit shards; returns ``NotImplemented`` if there is none."""
     rule = LOGIT_RULES.get(func)
     leaves = pytree.tree_leaves(args) if rule is _index else (*args, *kwargs.values())
     if rule is None or not any(isinstance(leaf, LogitShard) for leaf in leaves):

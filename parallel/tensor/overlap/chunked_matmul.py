@@ -80,7 +80,7 @@ class Pieced:
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
-        """Returns the weight as [O, I], for the product of ``dy`` with it in backward."""
+        """Returns the weight as [O, I], the operand of the input gradient dx = dy W."""
         return self.matrix(weight.to(dy.dtype)).t()
 
 

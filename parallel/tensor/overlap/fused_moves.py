@@ -201,8 +201,8 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """Returns the signals of a sequence, int32 [tiles]; they must stay allocated until :func:`leave_rows` has copied
-    them.
+    """Returns the signals of one sequence's tiles, int32 [tiles]; keep them allocated until :func:`leave_rows` has
+    copied them.
     """
     tiles = -(-part_BLK.shape[1] // tile_rows)
     return torch.full((tiles,), epoch, dtype=torch.int32, device=buffer.mailbox.status.device)

@@ -57,8 +57,8 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
 
 
 def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    """Multiplies rows [R, K], sorted by expert, then by rank, with weight [X, K, N] and returns them to their ranks:
-    [T, N].
+    """Multiplies received rows [R, K], sorted by expert, then by source rank, with weight [X, K, N], and returns the
+    products to the source ranks: [T, N].
 
     Differentiable; errors as :func:`dispatch_product`.
     """

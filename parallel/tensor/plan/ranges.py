@@ -58,7 +58,8 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 
 
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
-    """Returns the ranges of ``size`` rows: ``parts`` equal parts, each sharded evenly in whole ``unit``s (heads).
+    """Returns the row ranges of each rank: ``size`` rows in ``parts`` equal parts, each sharded evenly in whole
+    ``unit``s (heads).
 
     With fewer units than ranks, several consecutive ranks store each unit. The caller checks divisibility.
     """

@@ -331,7 +331,7 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
 
 
 def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the region of each column and row layer, by name; layers of other kinds have none.
+    """Returns the name of the enclosing region of each column and row layer, by layer name; omits other layers.
 
     Raises:
         PlanError: a region without column layers or without a row layer.

@@ -38,7 +38,7 @@ class LayerCut:
 
 @dataclass(frozen=True, slots=True)
 class AttributeChange:
-    """Integer attribute that a module computes with, and its new value on every tensor rank."""
+    """Integer attribute of a module, such as its number of heads, with the value to set on every tensor rank."""
 
     module: str
     attribute: str
@@ -67,7 +67,9 @@ class TensorPlan:
     layers: Mapping[str, LayerCut]
     """Sharded layers by module name."""
     parameters: Mapping[str, ParameterCut]
-    """Sharded parameters by their first name in ``model.named_parameters()``; all others are replicated."""
+    """Sharding of each sharded parameter, by its first name in ``model.named_parameters()``; all others are
+    replicated.
+    """
     attributes: tuple[AttributeChange, ...]
     partial: frozenset[str]
     """Replicated parameters with a partial gradient on each tensor rank, which is summed over "tp"."""
@@ -94,7 +96,7 @@ class TensorPlan:
     """One sentence for each limit of the search that applied."""
 
     def without(self, modules: Collection[str]) -> "TensorPlan":
-        """Returns the plan without ``modules``, which are replicated with everything inside them."""
+        """Returns a plan in which ``modules`` and all of their submodules are replicated."""
 
         def outside(name: str) -> bool:
             return not any(is_inside(name, module) for module in modules)

@@ -65,7 +65,7 @@ class FlatMuon(FlatMatrixOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Name of the momentum."""
+        """Name of the momentum tensor."""
         return ("momentum_buffer",)
 
     def rule(self, group: Mapping[str, Any]) -> MuonRule:

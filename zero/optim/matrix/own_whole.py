@@ -142,7 +142,7 @@ class FlatWhole(FlatMatrixOptimizer):
 
     @property
     def kind(self) -> str:
-        """Name of the user's class."""
+        """Class name of the user's optimizer."""
         return self._kind
 
     @property

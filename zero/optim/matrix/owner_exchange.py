@@ -184,8 +184,8 @@ class OwnerExchange:
         return Arriving(pending, read)
 
     def scatter(self, results: Mapping[str, Sequence[Tensor]], blank: Tensor) -> Arriving[dict[str, Tensor]]:
-        """Starts the all-to-all that returns this rank's flat piece of each matrix; ``results``: pieces for all
-        members, of this rank's matrices.
+        """Starts the all-to-all that returns this rank's flat piece of each matrix; ``results``: pieces of the matrices
+        that this rank owns, for each member.
         """
         places, mine = range(len(self._route.members)), self._route.owned(self._here)
         pending, received = self._swap([[results[name][place] for name in mine] for place in places], blank)

@@ -102,7 +102,7 @@ class FactoredUpdates:
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
 
     def forget(self) -> None:
-        """Discards the means; the next update starts them again."""
+        """Deletes the running means; the next update starts new ones."""
         self.state.clear()
 
     def prepare(self) -> WholeState:
@@ -113,7 +113,7 @@ class FactoredUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates every parameter of the step; parameters in ``unused`` are unchanged, with their step counts."""
+        """Updates every parameter of the step; those in ``unused`` keep their values and step counts."""
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:
             maker.due.clear()

@@ -17,7 +17,7 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 LABEL = "statistics"
-"""Label of the all-reduces."""
+"""Label of these all-reduces in traffic counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class SumRoutes:
     axes: tuple[tuple[Axis, int], ...]
     """Pairs (axis, ranks) over which elements are divided: the shard axis, and "tp"."""
     copied: bool
-    """True if several ranks of the first axis store the same elements; then only the first one adds them."""
+    """True if ranks of the first axis store equal elements, which only the first of them adds to the sum."""
     dtype: torch.dtype
     """Widest dtype of the weights."""
 
@@ -44,7 +44,7 @@ class CountedPart:
     piece: MatrixPiece
     place: OptimizerTensor
     part: slice
-    """Slice of the tensor."""
+    """Slice of the optimizer tensor."""
     counted: tuple[slice, ...] | None
     """Slices of the elements that this rank adds to sums; None: all."""
 

@@ -31,7 +31,7 @@ class FlatAdamW8bit(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of both averages."""
+        """Names of the two moments."""
         return tuple(_SIGNED)
 
     @property

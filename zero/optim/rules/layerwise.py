@@ -138,7 +138,7 @@ class LayerwiseUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates every parameter of the step; parameters in ``unused`` are unchanged, with their step counts."""
+        """Updates every parameter of the step; those in ``unused`` keep their values and step counts."""
         due = {weight: maker for maker in self._makers for weight in maker.due}
         parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)
         used = [(part, *self._of(part, due, missed)) for part in parts if part.row.name not in unused]

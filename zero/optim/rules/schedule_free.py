@@ -53,7 +53,7 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces full weights by their averages, in the process that has trained them."""
+    """Replaces unsharded weights of ``optimizer`` by their schedule-free averages, in place."""
     parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
     for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
         for group in part.param_groups:
@@ -62,7 +62,7 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ScheduleFreeAverage:
-    """Averages x of the weights that schedule-free optimizers update; for other weights, the weights themselves."""
+    """Evaluation weights of schedule-free optimizers: the averages x; weights of other optimizers are unchanged."""
 
     def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
         self._places, self._inner = places, inner

@@ -160,7 +160,9 @@ def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args:
 
 
 def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Applies ``torch.where`` with three arguments; with one, its positions depend on content and no rule applies."""
+    """Rule of ``torch.where`` with three arguments; the form with one has no rule, because its shape depends on
+    data.
+    """
     if len(args) + len(kwargs) == 1:
         raise NoRuleError("where with one argument returns positions, which depend on the content of all shards.")
     return elementwise(context, func, *args, **kwargs)

@@ -168,7 +168,7 @@ def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: An
 
 
 def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
-    """Runs ``other @ input``."""
+    """Rule of ``Tensor.__rmatmul__``: ``other @ input``."""
     return matmul(context, func, other, input)
 
 

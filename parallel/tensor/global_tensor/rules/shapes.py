@@ -78,7 +78,7 @@ def _reshape_plan(layout: Layout, shape: Shape, rank: int) -> tuple[Layout, Shap
 
 
 def permute(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``permute``."""
+    """Rule of ``permute``."""
     return ordered(input, tuple(positive_dim(dim, input.ndim) for dim in given_sizes(sizes, dims=dims)))
 
 
