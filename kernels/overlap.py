@@ -57,7 +57,7 @@ class ProductSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapChoice:
-    """Row of ``overlap.json``: the fastest way of an operation at one size."""
+    """Row of ``overlap.json``: the fastest implementation of an operation at one size."""
 
     operation: Operation
     device: str
@@ -70,13 +70,13 @@ class OverlapChoice:
     depth: int
     way: Way
     speedup: float
-    """Time of the fastest way without a communicating kernel over that of the fastest with one."""
+    """Time of the fastest implementation without a communicating kernel divided by that of the fastest with one."""
     tile: tuple[int, int, int, int, int] | None = None
     """Tile (rows, columns, depth, warps, stages); None: the default tile."""
 
     @property
     def fuses(self) -> bool:
-        """True if the way has a communicating kernel."""
+        """True if the implementation has a communicating kernel."""
         return self.way in IN_KERNEL
 
 

@@ -39,7 +39,7 @@ has one rank and ``edp`` is dp.
 """
 
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
-"""Axes from the fastest-varying to the slowest with the rank; axes without a name here keep their place."""
+"""Axes from the fastest-varying with the rank to the slowest; axes that are not named keep their position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class Grid:
 
     @property
     def shard_copies(self) -> Axis:
-        """Axis of the ranks with the same ZeRO shard."""
+        """Axis of the ranks that store the same ZeRO shard."""
         others = [axis.name for axis in AXES if axis.copies and axis.name != "dp"]
         return self._joined((self.shard_groups, *others))
 

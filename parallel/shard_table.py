@@ -77,7 +77,7 @@ class ShardRow:
         return self.dim is None or self.axis == "ep"
 
     def part(self, holder: ShardHolder) -> int:
-        """Returns the index along ``axis`` of a rank with coordinates ``holder``, an argument of other methods."""
+        """Returns the index along ``axis`` of a rank at coordinates ``holder``."""
         return holder.tp if self.axis == "tp" else holder.ep
 
     def held(self, holder: ShardHolder) -> bool:
@@ -154,7 +154,7 @@ class ShardTable:
 
 
 class Cutting(Protocol):
-    """Interface of a sharding: the sharded dim and its ranges."""
+    """Interface of one parameter's sharding: the sharded dim and its ranges."""
 
     @property
     def dim(self) -> int | None:

@@ -40,7 +40,7 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """Gather group of a pipeline stage; ordered as a forward through all stages uses them."""
+    """Use of a gather group by a pipeline stage, ordered as in a forward through all stages."""
 
     stage: int
     group: int
@@ -72,7 +72,7 @@ class Item:
     exact: bool = False
     """True if the parameter is sent unencoded where others are encoded."""
     spread: Spread | None = None
-    """Axes of its shards and sums; None: the axes of the layout."""
+    """Axes of the parameter's shards and sums; None: the axes of the layout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class NotedKernel:
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """Compiled kernel with the seconds of its compilation."""
+    """Compiled kernel, and the seconds of its compilation."""
 
     name: str
     seconds: float

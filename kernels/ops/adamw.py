@@ -29,7 +29,7 @@ class DeviceDecision:
     factor: Tensor
     """Factor applied to the gradients."""
     go: Tensor
-    """Flag: 0 skips the update; any other number makes it."""
+    """0 skips the update; any other number applies it."""
 
 
 @dataclass(frozen=True, slots=True)

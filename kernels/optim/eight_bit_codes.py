@@ -102,7 +102,7 @@ def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
 
 @torch.no_grad()
 def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decodes ``given`` to numbers [n] of ``dtype``."""
+    """Decodes to numbers [n] of ``dtype``."""
     elements, blocks = len(given.codes), len(given.scales)
     code = given.codes.to(torch.int32)
     size = code & 127 if form.signed else code
@@ -122,7 +122,7 @@ def chunks(elements: int) -> Iterator[slice]:
 def adam_8bit_(
     weights_n: Tensor, grads_n: Tensor, moments: Sequence[BlockCodes], step: int, rule: AdamRule, block: int
 ) -> None:
-    """Makes update ``step`` (from 1) of Adam or AdamW in place, with moments decoded and encoded again.
+    """Makes update ``step`` (from 1) of Adam or AdamW in place, on moments stored as 8-bit codes.
 
     ``moments``: the first and the second moment. The arithmetic equals ``adam_``, in the dtype of the weights.
     """

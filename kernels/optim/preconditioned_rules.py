@@ -23,10 +23,9 @@ gradient makes no update: several steps start from the identity. Later there is 
 ``precondition_frequency`` updates, with columns in descending order of eigenvalues. Everything is in the dtype of the
 state, fp32 or fp64, on the device of the matrix.
 
-The rank of a gradient is lower than its longer side, so L or R is singular at first, and any basis of the null space
-consists of eigenvectors. In a full decomposition rounding chooses this basis, and later gradients have components
-there: two grids would train differently. Steps therefore use L plus a small multiple of the identity, which has the
-same eigenvectors and does not change directions without a gradient.
+L or R is singular at first, because a gradient's rank is lower than its longer side. Rounding would choose the basis of
+the null space, and two grids would train differently. Steps therefore use L plus a small multiple of the identity,
+which has the same eigenvectors.
 
 Shape suffixes: A rows, B columns of the full matrix.
 """

@@ -72,7 +72,7 @@ class AdamRule:
     decoupled: bool
     """True: AdamW, which decays the weights directly. False: the decay is added to the gradient."""
     bias_correction: bool = True
-    """True: the averages are corrected for their start at zero."""
+    """True if both moments are corrected for their start at zero."""
 
     def age(self, step: int) -> int:
         """Returns the step number of the bias correction: ``step``, or a very large number without correction."""
@@ -219,7 +219,7 @@ class LayerRule(Protocol):
         """Names of the per-element state tensors."""
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Adds the gradients of an update to the moments, in place."""
+        """Updates the moments with the gradients of a step, in place."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
         """Returns the elements [n] of the norm that divides the weights' norm; ``step``: update number, from 1."""
@@ -254,7 +254,7 @@ class LambRule:
         return ("exp_avg", "exp_avg_sq")
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Adds the gradients to both averages, in place."""
+        """Updates both moments with the gradients, in place."""
         first, second = moments
         first.lerp_(grads_n, 1 - self.betas[0])
         second.mul_(self.betas[1]).addcmul_(grads_n, grads_n, value=1 - self.betas[1])

@@ -95,7 +95,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Facts about a rank: its host, device and obstacles to training."""
+    """Facts about a rank: host, device, and reasons why training would not start."""
 
     rank: int
     local_rank: int

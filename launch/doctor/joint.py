@@ -61,7 +61,7 @@ class Examination:
     failure: str = ""
     """Reason why this rank stopped; empty if it did not."""
     hung: bool = False
-    """True if a phase hangs or failed, so that its resources cannot be released."""
+    """True if a phase of the examination hangs or failed, so that its resources cannot be released."""
     _store: KeyStore | None = None
     """Store for the doctor's own messages; None: this rank has not joined the others."""
     _phase: str = _REACHING

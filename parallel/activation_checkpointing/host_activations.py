@@ -83,7 +83,9 @@ class HostActivations:
         """The call in backward."""
 
     def keeping(self, block: nn.Module) -> Any:
-        """Returns a forward of ``block`` that offloads the tensors that autograd saves in it."""
+        """Returns a forward of ``block`` that copies the tensors saved for backward to the host, and back in
+        backward.
+        """
         inner = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

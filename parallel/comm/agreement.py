@@ -43,7 +43,7 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
 def raise_together(
     host: HostGroup, describe: Callable[[Exception], str], advice: Callable[[], str] = str
 ) -> Iterator[None]:
-    """Runs the block on all ranks; if it raises on any, all raise the first failed rank's sentence and rank 0's
+    """Runs the block on all ranks; if any raises, all raise the error of the first failed rank, with rank 0's
     ``advice``.
 
     ``describe`` formats this rank's error as a sentence. The sentences travel over the host group, on which the block

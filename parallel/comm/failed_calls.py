@@ -3,12 +3,12 @@
     all ranks fail at one place     their communication matches, so the engine goes on from the state before the call
     one rank fails, or elsewhere    others wait for messages of this rank: the engine has ended on every rank
 
-The error is raised at once. Whoever catches it learns the verdict at the next call: a thread waits for the votes of the
-other ranks in the store of the job. If the engine is over, the rank ends its communication, so that ranks that wait for
-it fail too instead of standing still; they find the sentence of the first rank that failed.
+The error is raised at once; the verdict applies from the next call: a thread waits for the other ranks' votes in the
+job's store. If the engine has ended, the rank aborts its communication, so that waiting ranks fail too, with the error
+of the first rank that failed.
 
-A vote for the verdict "the engine is over" counts ``_OVER``, any other one 1. The sum tells each voter in which order
-the votes came: the engine goes on only if the votes of all ranks came before any that ended it.
+A vote for the end adds ``_OVER`` to a sum, any other vote 1; the engine continues only if all ranks voted before any
+vote for the end.
 """
 
 import atexit
@@ -37,7 +37,7 @@ def has_lost_ranks(error: BaseException) -> bool:
 
 
 def worded(error: BaseException) -> str:
-    """Returns the class and the first line of ``error``, such as ``ValueError: ...``."""
+    """Returns class name and first line of ``error``, such as ``ValueError: ...``."""
     line = first_line(error) if isinstance(error, Exception) else str(error)
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 

@@ -6,10 +6,8 @@
     hand out   memory of index 0       memfd, an unnamed file that ends with the last process holding it
     hand out   bells                   eventfds: who waits for a rank in the barrier gives it one to ring
 
-So nothing is left over however a rank ends, and the kernel closes its sockets, which informs the others at once. A
-byte through a socket could say that a rank has come, too, but then the kernel takes the sender for one that is about to
-sleep, and wakes the other on the same processor: both compute on one, in turn, with another processor idle.
-No torch here.
+So a rank that ends leaves no files, and its closed sockets inform the others at once. Eventfds signal arrival, because
+a byte through a socket makes the kernel wake the receiver on the sender's processor, where both run in turn. No torch.
 """
 
 import mmap

@@ -8,10 +8,9 @@ Every rank has two slots and writes them alternately. A slot is written again tw
 the next barrier only after it has read all slots, so one barrier per piece is enough. A tensor larger than a slot is
 moved in pieces.
 
-Every rank computes a sum itself from all slots, which costs less than another barrier. Large sums of four and more
-ranks are computed in parts, one by each rank, and fetched after a second barrier. Both add in one order, adjacent pairs
-first, so the result has the same bits on all ranks. Half precision is added in fp32 and rounded once, while gloo rounds
-every addition.
+Every rank computes the sum of all slots, which takes less time than another barrier; large sums of four or more ranks
+are computed in parts, one by each rank, and read after a second barrier. Both add in the same order, adjacent pairs
+first, so all ranks get equal bits. Half precision is added in fp32 and rounded once.
 
 Shape suffixes: R ranks, s elements of a shard, n elements of a piece.
 """

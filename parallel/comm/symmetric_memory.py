@@ -212,7 +212,7 @@ class SymmetricBuffer:
             logger.info("overlap: %s", sentence)
 
     def next_epoch(self) -> int:
-        """Begins a call; returns its number."""
+        """Starts the next call and returns its epoch."""
         self._epoch += 1
         return self._epoch
 

@@ -1,16 +1,14 @@
-"""The processes of a job: which one this is, how it joins the others, and how it leaves.
+"""Processes of a job: this process's rank, how it joins the other ranks, and how it leaves.
 
-One of three files that use ``torch.distributed``; it opens the store of the job, creates and destroys process groups,
-and sends nothing.
+Opens the job's store, and creates and destroys process groups.
 
-    read_world   which process this is, from the variables of its launcher
-    open_store   the store at which ranks meet
-    Rendezvous      all come, and compare their arguments, before any group is made (``meeting``)
+    read_world   rank and world size, from the launcher's environment
+    open_store   the job's key-value store
+    Rendezvous   all ranks compare their arguments, before any group is created (``meeting``)
     open_world   the process group of all ranks
 
-The store has no password: whoever reaches its port may read and write it. Where rank 0 holds it, it listens on the
-address of MASTER_ADDR only. Under torchrun its agent usually holds it, and listens on all interfaces of the node; keep
-the nodes' ports from strangers, as for gloo and NCCL, which do not encrypt either.
+The store has no password: anyone who reaches its port may read and write it. On rank 0 it listens on MASTER_ADDR only;
+torchrun's agent listens on all interfaces. Protect the nodes' ports, as for gloo and NCCL, which do not encrypt.
 """
 
 import atexit

@@ -23,7 +23,7 @@ INJECTION_TOLERANCE = 1e-5
 
 
 def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[str, nn.Module]) -> nn.Module:
-    """Returns a shallow copy of ``module`` with these parameters and children; other attributes are shared."""
+    """Returns a shallow copy of ``module`` with other parameters and children; shares all other attributes."""
     other = copy.copy(module)
     vars(other)["_parameters"] = {name: nn.Parameter(value) for name, value in parameters.items()}
     vars(other)["_modules"] = dict(children)

@@ -9,10 +9,9 @@
 A rotation is recognised by its parameters (q, k, cos, sin, ...) and by what it computes. A module that calls it gets a
 copy of its forward in which the function's name refers to our operator; the source file is untouched.
 
-The trials of MLPs run over small layers. In the model the operator calls the layers, sharded over tensor ranks or not,
-as modules, so their hooks and their parallelism stay. The trial of an activation runs twice: with the layers as they
-are, and with the activation moved into the linear layer. Dropout is replaced by a nonlinear function, so that a dropout
-between the two shows.
+Trials of MLPs use small layers. In the model, the operator calls the layers as modules, so their hooks and sharding
+remain. The trial of an activation runs twice: with the original layers, and with the activation moved into the linear
+layer. Dropout is replaced by a nonlinear function, so that a dropout between the two is detected.
 """
 
 import inspect

@@ -67,7 +67,7 @@ class Patch:
     module: nn.Module
     layer: PatchLayer
     note: str
-    """Effect of the patch, for reports: a predicate with the module as its subject."""
+    """Effect of the patch on a module, for reports: a predicate such as "runs in fp32"."""
     undo: Callable[[], None]
 
 

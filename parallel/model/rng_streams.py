@@ -17,10 +17,10 @@ Python's and NumPy's generators follow in models that draw from them:
 Units are seeded only in models that use these generators, according to a trace or the first forward in this mode; other
 models are watched in the first forward of each step.
 
-Generators are reseeded at the exit of modules rather than at their entry for two reasons. Numbers drawn between two
-modules are equal on every pipeline stage that draws them. A recomputed block, which starts from the generator state
-saved at its entry, draws the same numbers again. If several blocks are recomputed together, the seed at the entry of
-each identifies microbatch and position, so the exit sets the same seed as in the forward.
+Generators are reseeded at the exit of modules, not at their entry, so that numbers drawn between two modules are equal
+on every pipeline stage, and a recomputed block, which starts from the generator state saved at its entry, draws the
+same numbers again. If several blocks are recomputed together, the seed at the entry of each identifies microbatch and
+position.
 
 Modules inside units reseed at their exits too, at a separate level: the blocks of a chain inside a unit, and the
 children of blocks with dropout, because a stage may begin inside a block. The exit of a module restarts the counts of

@@ -18,7 +18,7 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls ``function`` of torch or of the user; an error about its arguments does not count as an engine mistake."""
+    """Calls ``function`` of torch or of the user; errors about its arguments are not attributed to the engine."""
     return function(*args, **kwargs)
 
 

@@ -83,7 +83,7 @@ class WholeSizes(_Before):
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
-        """Returns the same as ``numel()``."""
+        """Returns ``numel()``."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def __len__(self) -> int:

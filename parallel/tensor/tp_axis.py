@@ -29,7 +29,7 @@ class Expected(NamedTuple):
 
 
 Node = Any
-"""Node of the autograd graph with a collective in its backward."""
+"""Autograd node whose backward runs a collective."""
 Listener = Callable[[Expected, Node | None], None]
 """Function (collective, autograd node) that a dry run calls; node None: the forward makes the collective."""
 
@@ -45,7 +45,7 @@ class Repeats(Protocol):
     """Cache of results of a forward's collectives, for recomputation in backward."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Fills ``result`` by the collective ``start`` of ``given``, or with the cached result.
+        """Writes to ``result`` the collective ``start`` of ``given``, or its cached result.
 
         ``given`` may be the same tensor as ``result``; otherwise the collective may use it as scratch memory.
         """

@@ -30,7 +30,7 @@ from torch.utils._pytree import TreeSpec
 
 
 class FromValue(NamedTuple):
-    """Output leaf that is a traced value."""
+    """Leaf of a call's output that is a traced value."""
 
     value: int
 
@@ -88,7 +88,7 @@ class Material:
     arguments: list[Arguments] = field(default_factory=list)
     """Arguments of each call, by call index."""
     kept_by_glue: list[int] = field(default_factory=list)
-    """Bytes that each glue operation saves for backward, without tensors that an earlier one has saved."""
+    """Bytes that each operation between calls saves for backward, without tensors saved earlier."""
 
     def clear(self) -> None:
         """Discards the data of an earlier forward."""
@@ -104,7 +104,7 @@ class Recipe:
     leaves: tuple[Leaf, ...]
 
     def values(self) -> Iterator[int]:
-        """Yields the numbers of the values among the leaves."""
+        """Yields the numbers of the traced values among the leaves."""
         return (leaf.value for leaf in self.leaves if isinstance(leaf, FromValue))
 
 
@@ -119,7 +119,7 @@ class Value:
     inputs: tuple[int, ...]
     """Numbers of the traced values that this value is computed from."""
     parameters: frozenset[str]
-    """Names of the parameters that the glue operation reads."""
+    """Names of the parameters that the operation reads."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """Strides in the unpartitioned model; contiguous if elements would share memory. A receiver with equal strides can
@@ -161,7 +161,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """Torch function outside units that reads a value or a parameter."""
+    """Operation between calls ("glue"): a torch function outside units that reads a value or a parameter."""
 
     name: str
     event: int
@@ -170,7 +170,7 @@ class Glue:
     """Numbers of the values that the operation returns or writes, including aliases of written memory."""
     output: Recipe
     place: str
-    """File and line of the user's code that runs it."""
+    """File and line of the user's code that runs the operation."""
     flops: int = 0
     writes: tuple[tuple[int, int], ...] = ()
     """Pairs (k, value number): the operation writes the value into argument leaf k in place."""

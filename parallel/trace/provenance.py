@@ -30,7 +30,7 @@ _PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch
 
 @dataclass
 class OpenCall:
-    """Call in progress, with the values that it has read so far."""
+    """Module call in progress, with the values that it has read so far."""
 
     index: int
     unit: str

@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one operation; returns its result for user code."""
+        """Records one operation; returns the result that the user's code gets."""
         if self._quiet:
             return call_user_code(function, args, kwargs)
         self._quiet = True

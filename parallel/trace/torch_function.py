@@ -159,7 +159,7 @@ def writes_in_place(name: str) -> bool:
 
 @dataclass
 class Operation:
-    """Torch function with its arguments."""
+    """Call of a torch function, with its arguments."""
 
     function: Function
     args: tuple[Any, ...]

@@ -1,15 +1,15 @@
 """Agreement of data ranks on extra gathers, and on the module calls that a backward will reach (ZeRO 3).
 
-A data rank cannot know that another one calls a module once more (a vision tower for images and for videos, a loop with
-a length that depends on the data). So every forward ends with a round in which the ranks tell each other that they have
-ended it, and a rank that needs something out of order asks for it in such a round:
+A data rank cannot know that another rank calls a module once more (a vision tower for images and videos, a loop of
+data-dependent length). So every forward ends with a round, an all-gather of messages, in which ranks report its end or
+request extra buckets:
 
     rank 0   gathers 0 1 2 3 in order | needs 1: round      | needs 2: round      | end: round
     rank 1   gathers 0 1 2 3 in order | end: round, gathers 1 | round, gathers 2  | round
 
-A rank begins its first round after it has started all gathers of the order, so nobody waits for it in one. The last
-round compares the calls. A backward after equal calls asks in equal order on all ranks. After unequal calls a rank
-keeps the buckets that its backward will reach again, and requests nothing out of order.
+A rank starts its first round after all gathers in the common order. The last round compares the calls: after equal
+calls, backwards make equal requests on all ranks; after unequal calls, a rank keeps the buckets that its backward will
+reach again, and requests nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ ROUND = "gather round"
 
 
 def round_bytes(buckets: int) -> int:
-    """Returns the bytes of one rank's message in a round: flags, a digest of its calls, one bit per bucket."""
+    """Returns the bytes of one rank's message: flags, a digest of its calls, and one bit per bucket."""
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
 
@@ -39,7 +39,7 @@ class Said:
     everywhere: bool = False
     """True: the requested buckets stay gathered in every later pass."""
     ended: bool = False
-    """True: this rank's forward has ended; it requests nothing."""
+    """True if this rank's forward has ended, so that it requests nothing."""
     calls: bytes = bytes(_DIGEST_BYTES)
     """Digest of the module calls of an ended forward."""
 
@@ -54,7 +54,7 @@ class GatherRounds:
         self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
-        """All-gathers ``said``; returns the messages of all ranks, in order."""
+        """All-gathers the messages ``said``; returns those of all ranks, in order."""
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
         return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]

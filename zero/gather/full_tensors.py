@@ -56,7 +56,7 @@ class HeldPart:
         return True
 
     def of(self, slot: Slot) -> "HeldPart | None":
-        """Returns the elements of one parameter; None if there are none."""
+        """Returns the part with one parameter's elements; None if it has none."""
         start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
         if start >= stop:
             return None
@@ -77,7 +77,7 @@ class NamedShards:
     """All trained buckets of this rank."""
     pieces: Sequence[HeldPart]
     sharded: bool
-    """True: each data rank stores a shard; False: each stores everything."""
+    """True if each data rank stores a shard; False if each stores everything."""
     refresh: Callable[[Sequence[FlatBucket]], None] | None = None
     """Function called on all data ranks with the buckets that some rank has written to."""
 

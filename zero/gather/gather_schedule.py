@@ -38,7 +38,7 @@ class GatherOrder:
     """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the positions of a forward or backward pass, in its order."""
+        """Returns the gather positions of a forward or backward pass, in the order of use."""
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
             return range(0)

@@ -7,12 +7,10 @@ Autograd walks the graph from the newest operation to the oldest, so everything 
 gradient of the call's output arrives. Recomputed forwards run inside a backward; the groups they enter are gathered
 too.
 
-Every rank gathers the groups in their order, independent of the model's calls (a module that one rank skips is gathered
-there all the same), through communicators of their own, so that no reduction comes between. In a forward, a rank that
-needs something outside that order (for a module that runs again or before its turn, or a weight that other code reads)
-asks for it in a round of all data ranks (``call_agreement``). In a backward after equal calls all ranks send equal
-requests, and compare their requests before such a gather; after unequal calls a rank keeps the buckets that it will
-reach again.
+Every rank gathers the groups in the same order, even for modules that it skips, in separate process groups. In a
+forward, a rank that needs parameters outside this order (a module that runs again or early, a weight that other code
+reads) requests them from all data ranks (``call_agreement``). In a backward after equal calls all ranks make equal
+requests, and compare them before such a gather; after unequal calls a rank keeps the buckets that it will reach again.
 """
 
 from collections import defaultdict, deque

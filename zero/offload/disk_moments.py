@@ -42,7 +42,7 @@ class DiskAgreement:
         self._comm, self._device = comm, device
 
     def first(self, own: bool) -> int | None:
-        """Returns the lowest rank with ``own`` True; None if there is none. One all-reduce of 8 bytes."""
+        """Returns the lowest rank with ``own`` True; None if there is none. One 8-byte all-reduce."""
         if self._comm.grid.world_size == 1:
             return 0 if own else None
         return first_rank(own, self._comm, self._device, LABEL)
@@ -236,7 +236,9 @@ class DiskMoments:
                 self._refuse(failed, lost)
 
     def allows(self, number: int) -> bool:
-        """Returns True if set ``number`` may be updated; before the first set in memory, ranks agree on their disks."""
+        """Returns True if bucket set ``number`` may be updated; before the first set in memory, all ranks compare the
+        success of their disks.
+        """
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:

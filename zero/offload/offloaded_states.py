@@ -26,7 +26,7 @@ from engine.zero.state_inventory import Home, StateInventory, StateTensor
 
 MOMENTS, MASTERS, PARAMETERS, GRADIENTS = "optim_states", "hp_params", "lp_params", "lp_grads"
 KINDS = (MOMENTS, MASTERS, PARAMETERS, GRADIENTS)
-"""Names of the kinds of state, as in DeepSpeed."""
+"""Kinds of offloadable state, named as in DeepSpeed."""
 _SAME = MappingProxyType({"contiguous_grad_buffer": GRADIENTS})
 
 _FORWARD = frozenset({PARAMETERS})

@@ -55,7 +55,7 @@ class WeightAverage:
                 average.lerp_(weights, 1 - self._decay)
 
     def forget(self) -> None:
-        """Discards the averages; the next update starts them again from the weights."""
+        """Discards the averages; the next update restarts them from the weights."""
         self._values.clear()
 
     def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
@@ -63,7 +63,7 @@ class WeightAverage:
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Allocates the averages that a checkpoint contains under "ema/" names; the others restart."""
+        """Allocates the averages that a checkpoint has under "ema/" names; other averages restart."""
         self.forget()
         for place in self._places:
             if all(f"{FAMILY}/{name}" in stored for name in place.names()):
@@ -100,7 +100,7 @@ class Average(Protocol):
 
 
 class AveragedWeights:
-    """Swap of this rank's trained weights for their average, and back."""
+    """Temporary replacement of this rank's trained weights by their average."""
 
     def __init__(self, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer, average: Average) -> None:
         self._buckets, self._optimizer, self.average = buckets, optimizer, average

@@ -56,7 +56,7 @@ class FullShapes:
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """Returns the position of this rank's shard in the full parameter; None if the rank stores all of it."""
+        """Returns the positions of this rank's shard in the full parameter; None if the rank stores all of it."""
         row = self.rows[name]
         if row.dim is None:
             return None

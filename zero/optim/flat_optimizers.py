@@ -42,9 +42,9 @@ class UpdateOrder:
 
     sets: Sequence[Sequence[Tensor]]
     begins: Callable[[int], bool] | None
-    """Function called with a set's number before its update; returns False to skip the set."""
+    """Function called with the number of a set of tensors before its update; returns False to skip the set."""
     updated: Callable[[int], None]
-    """Function called with a set's number once its update is made or launched."""
+    """Function called with the number of a set once its update is computed or started."""
     later: Callable[[Callable[[], None]], None] | None = None
     """Function that receives the counted update to run it once, on any thread; None: the update runs at once."""
 

@@ -66,14 +66,14 @@ class WholeUpdates(Protocol):
 
     @property
     def shapes(self) -> WholeShapes:
-        """Shapes of the state of every parameter updated here, on any rank."""
+        """Shapes of the state of every parameter with such updates, on any rank."""
 
     @property
     def state(self) -> WholeState:
         """State tensors on this rank; empty before the first update."""
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the parameters of the bucket that are updated here, and not by the optimizer's step."""
+        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
         """Updates all parameters except ``unused`` ones; yields the names of updated parameters.
@@ -82,7 +82,7 @@ class WholeUpdates(Protocol):
         """
 
     def forget(self) -> None:
-        """Discards the state; the next update starts it again."""
+        """Deletes the state of whole parameters; the next update creates new state."""
 
     def prepare(self) -> WholeState:
         """Returns the state tensors; zeros before the first update."""

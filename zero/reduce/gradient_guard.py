@@ -4,11 +4,10 @@
     plain parameters   | gradients move into buckets,  | guarded: to read, write or delete ``p.grad`` raises,
                        | p.grad is None again          | since None would let clipping find nothing
 
-A parameter with values elsewhere (a shard under ZeRO 3, another stage's) is guarded too, so that every rank refuses the
-same code. The objects stay the user's; only their class changes and changes back, so that nothing stands between torch
-and a parameter while the model runs.
+Parameters without full values on this rank (ZeRO 3, other stages) are guarded too, so that every rank refuses the same
+code. Only the parameter's class changes, and is restored before the model runs.
 
-Notices a backward that the user starts himself, and keeps the engine's context of it open until it ends.
+Also detects a backward that the user starts, and keeps the engine's context open until its end:
 
     loss.backward()    | the first gradient arrives    | the others arrive    | autograd's final callback
                        | start: open the context       | are taken            | end: close the context

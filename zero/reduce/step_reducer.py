@@ -8,8 +8,8 @@
 Collectives are issued in the order of the buckets on every rank, independent of the order of the hooks, so that they
 match even on ranks with different backwards (an unused parameter, another branch).
 
-Deferred buckets come last and wait for ``finish``: gradients that are partial over tensor ranks are summed before their
-reduction, gradients of parameters tied over pipeline ranks after it, on the shard.
+Deferred buckets are reduced last, by ``finish``: gradients partial over tensor ranks are summed before their reduction,
+gradients of parameters tied over pipeline ranks after it, on the shard.
 
 A rank may have several stages, and a backward may be split in two parts (``pipeline/runtime/split_backward``): a bucket
 is complete after the last of all backwards that contribute to it.

@@ -27,7 +27,9 @@ def glue_flops(trace: ModelTrace) -> dict[int, int]:
 
 
 def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """Sums numbers ``of_glue``, one per glue operation, by the index of the call before the operation."""
+    """Sums ``of_glue``, one number per operation between calls, by the index of the module call before the
+    operation.
+    """
     found: dict[int, int] = {}
     for glue, number in zip(trace.glue, of_glue, strict=True) if trace.calls else ():
         index = max(glue.calls_before - 1, 0)

@@ -37,14 +37,14 @@ class StagePlan:
 
     stage: int
     last: bool
-    """True if the stage runs the program to its end and returns the result."""
+    """True if the user's forward ends on this stage, which returns its result."""
     calls: frozenset[int]
     receives: Mapping[int, int]
-    """Sending stage of each received value, ascending by value number."""
+    """Sending stage of each received tensor, by value number in the trace, ascending."""
     sends: Mapping[int, tuple[int, ...]]
-    """Receiving stages of each sent value, ascending by value number."""
+    """Receiving stages of each sent tensor, by value number in the trace, ascending."""
     glue: frozenset[int]
-    """Numbers of the glue operations that must run on this stage with real data."""
+    """Numbers of the operations between calls that must run on this stage with real data."""
     parameters: frozenset[str]
     tier: Literal[1, 2]
     """1: absent calls return received values or NaN, and all operations run. 2: each operation between calls is matched
@@ -64,7 +64,7 @@ class _Draft:
 
 
 class Planner:
-    """Planner of all stages, given the stage of each call.
+    """Makes the plans of all stages from the stage of each call.
 
     Args:
         held: parameters stored on each stage, if a stage cannot get others; empty: no restriction.

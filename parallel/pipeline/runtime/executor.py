@@ -56,7 +56,7 @@ class StageMicrobatch(NamedTuple):
 
     plan: StagePlan
     values: Sequence[Value]
-    """Traced values, indexed by the numbers in the plan."""
+    """All values of the trace, indexed by the numbers in the plan."""
 
 
 class StageOutput(NamedTuple):
@@ -72,7 +72,7 @@ class StageRunner(Protocol):
     """Interface of this rank's stages: the computations that the executor calls."""
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns plan and traced values of ``stage`` for ``microbatch``."""
+        """Returns the plan of ``stage`` for ``microbatch``, with the values of its trace."""
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         """Computes the forward of ``stage``; the tensors in ``received`` are leaves of the graph."""
@@ -83,7 +83,9 @@ class StageRunner(Protocol):
         """
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Computes the gradients that the I of ``stage`` and ``microbatch`` has deferred."""
+        """Computes the weight gradients that the input-gradient action (I) of ``stage`` and ``microbatch`` has
+        deferred.
+        """
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Allows :meth:`weights` to run ahead during the collectives of the action inside the context."""
@@ -129,7 +131,7 @@ class Executor:
         return len(self._live) + len(self._split)
 
     def apart(self) -> "Executor":
-        """Returns another executor over the same transport, for a second set of live microbatches."""
+        """Returns another executor over the same transport, for microbatches that are live at the same time."""
         return Executor(self._transport, self._recorder)
 
     def run(self, row: RankSchedule, runner: StageRunner) -> None:

@@ -150,7 +150,7 @@ class SplitBackward:
 
     @property
     def open(self) -> DeferredWeightGrads | None:
-        """Deferred weight gradients of the running backward; None outside an I."""
+        """Deferred weight gradients of the running backward; None outside an input-gradient action (I)."""
         return self._open
 
 

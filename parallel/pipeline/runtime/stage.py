@@ -3,10 +3,9 @@
 A model may contain several stages (virtual stages) and get several input signatures: each forward has its own trace and
 plan. This module communicates nothing: the caller passes received tensors and gets the tensors to send.
 
-Parameters of other stages are placeholders without values, which code outside the engine must not read: NaNs would
-silently get into a user's results of ``eng.module`` on one rank, such as an output, a moving average of the weights or
-a file of ``torch.save``. While the engine runs the model, glue may compute on placeholders; its results are compared
-with the trace and replaced by received values.
+Parameters of other stages are placeholders; code outside the engine must not read them, because their NaNs would
+silently enter its results, such as an average of the weights. While the engine runs the model, operations between calls
+may compute on placeholders; their results are replaced by received values.
 
 Tier 2 of a stage's forward compares every operation between calls that reads or writes a value with the trace by name:
 

@@ -141,7 +141,7 @@ class StageForward:
             raise StopForward(self)
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
-        """Returns the result of another stage's event: received values, or NaN."""
+        """Returns the result of an operation of another stage: received values, or NaN."""
         for position, number in writes:
             if number in self._received:
                 self._put(arguments[position], number)

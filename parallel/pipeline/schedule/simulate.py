@@ -158,7 +158,7 @@ A transfer overlaps with the action before its use, at the price of one more buf
 """
 
 Releases = tuple[tuple[tuple[int, ...], ...], ...]
-"""For each rank and action, positions of earlier actions with sends that the rank waits for before it."""
+"""For each action of each rank, positions of the earlier actions whose sends must have completed before it."""
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:

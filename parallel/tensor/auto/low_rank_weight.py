@@ -1,7 +1,7 @@
 """Large weights in a search or proof of a tensor plan: products of two thin random matrices, with the full shape.
 
-A block of a billion parameters, with gradients and a copy for every rank, does not fit into a host. The code of the
-block needs the weight's shape and products; a proof needs only the gradient's product with a random vector. So
+A billion parameters, with gradients and a copy for every rank, do not fit into host memory. A proof needs only shapes,
+products, and the gradient's product with a random vector. So
 
     W = A B' + P v' + u Q'        A, B thin and random; u, v random vectors; P, Q zero
 

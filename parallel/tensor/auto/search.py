@@ -59,7 +59,7 @@ class Decided:
 
     group: CoupledParameters
     way: ShardingStrategy
-    """Strategy; "replicate" has no styles."""
+    """Strategy of the group; "replicate" has no styles."""
     note: str
 
     @property
@@ -284,7 +284,7 @@ def enclosing_module(group: CoupledParameters) -> str:
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
-    """Returns the same group with the parameter names relative to the module at ``path``.
+    """Returns the group with parameter names relative to the module at ``path``.
 
     Partial parameters outside the module are dropped: a trial of the module alone has complete gradients of the input.
     """
@@ -304,7 +304,7 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
 
 
 def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
-    """Returns the same strategy with names relative to the block around the module at ``path``."""
+    """Returns the strategy with names relative to the block around the module at ``path``."""
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))
 

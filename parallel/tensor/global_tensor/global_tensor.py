@@ -110,7 +110,7 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the shard; conversion of a parameter changes it."""
+        """Dtype of the shard; converting the parameter changes it."""
         return self.local.dtype
 
     @property

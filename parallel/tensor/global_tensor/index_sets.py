@@ -70,7 +70,7 @@ class Index:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """The distinct values among ``holders``."""
+        """Distinct values of ``holders``."""
         return tuple(np.unique(self.holders).tolist())
 
     @cached_property
@@ -95,7 +95,7 @@ class Index:
 
     @cached_property
     def owned(self) -> "Index":
-        """The Index with every index on the first of its holders only."""
+        """Index set in which only the first holder of each index stores it."""
         masks = self.holders
         first = masks & -masks
         return Index((held[first[held] == 1 << rank] for rank, held in enumerate(self.ranks)), self.size)
@@ -117,7 +117,7 @@ Sets = tuple[Index | None, ...]
 
 
 def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
-    """Returns the Index of these ranks; None if every rank holds all indices.
+    """Returns the index set of these ranks; None if every rank stores all indices.
 
     Raises:
         NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.

@@ -67,9 +67,7 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of ``func`` on uncomputed lazy logits, or ``NotImplemented`` if ``func`` needs them
-    computed.
-    """
+    """Returns the result of ``func`` on lazy logits without computing them; ``NotImplemented`` if it needs them."""
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
 

@@ -131,7 +131,7 @@ class LogitShard:
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """Returns a shard with the tensor ``local`` and its vocabulary along ``dim``.
+        """Returns a copy with the tensor ``local``, whose vocabulary is along ``dim``.
 
         ``same``: values and order of tokens are unchanged, so the softmax is shared.
         """

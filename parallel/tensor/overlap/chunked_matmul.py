@@ -71,12 +71,12 @@ class Pieced:
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:
-        """Returns axis, label and number of chunks for ``part``, this rank's rows."""
+        """Returns (axis, label, number of chunks) for this rank's rows ``part``."""
         pieces = choose_pieces(part.shape[-2], part.numel() * part.element_size(), part.device.type, self.axis)
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Returns the weight as [I, O], a view."""
+        """Returns the weight as a view [I, O]."""
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def sum_in_turns(
 
 
 def last_turn(turns: Generator[None, None, Tensor]) -> Tensor:
-    """Runs all launches of one rank without pauses; returns their result."""
+    """Runs all remaining launches of one rank; returns their result."""
     while True:
         try:
             next(turns)

@@ -66,7 +66,7 @@ class Style:
     ratios: tuple[tuple[str, str, str], ...] = ()
     """Triples (attribute, child above, child below), one for each ``ratio``."""
     counts: tuple[tuple[str, bool, str], ...] = ()
-    """Triples (attribute, True if it may be absent, child), one for each ``heads``."""
+    """Triples (attribute, True if it may be absent, child module), one for each ``heads``."""
 
     @property
     def changes_attributes(self) -> bool:

@@ -124,11 +124,11 @@ class MatrixUpdates:
         return all(len(each.data.members) == 1 for each in self._routes.rounds)
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the parameters of the bucket that are updated here, and not by the optimizer's step."""
+        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._routes.rows)
 
     def forget(self) -> None:
-        """Discards the state; the next update starts it again."""
+        """Deletes the state of whole parameters; the next update creates new state."""
         self.state.clear()
         self._begun.clear()
 

@@ -22,7 +22,9 @@ Shape = tuple[int, ...]
 
 
 def declares_whole(given: object) -> bool:
-    """Returns True for an optimizer class with ``whole_parameters = True``, its instance, or a factory of either."""
+    """Returns True for an optimizer class with ``whole_parameters = True``, an instance of it, or a factory of
+    either.
+    """
     if getattr(given, "whole_parameters", False):
         return True
     if isinstance(given, torch.optim.Optimizer) or not callable(given):

@@ -98,7 +98,7 @@ class FactoredUpdates:
         return {row.name: mean_shapes(row.shape) for row in self._routes.rows}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the parameters of the bucket that are updated here, and not by the optimizer's step."""
+        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
 
     def forget(self) -> None:

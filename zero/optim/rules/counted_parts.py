@@ -17,7 +17,7 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 LABEL = "statistics"
-"""Label of these all-reduces in traffic counts."""
+"""Label of the all-reduces of norms and sums."""
 
 
 @dataclass(frozen=True, slots=True)

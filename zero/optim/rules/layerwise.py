@@ -126,7 +126,7 @@ class LayerwiseUpdates:
         self.shapes: WholeShapes = {}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the parameters of the bucket that are updated here, and not by the optimizer's step."""
+        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
         return frozenset(slot.name for slot in flat.bucket.slots) & self._names
 
     def forget(self) -> None:
