@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """Benchmark: a module with ``main(arguments)``, and the shared options that it accepts."""
+    """Module with ``main(arguments)`` that runs a benchmark, and the shared options that it accepts."""
 
     module: str
     about: str

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class CommandParser(ArgumentParser):
-    """Parser of one command: an error shows the command's own usage and its most similar option.
+    """Command-line parser whose errors show the command's usage and its most similar option.
 
     Options may precede, separate and follow positional arguments, up to ``--``.
     """

@@ -10,7 +10,7 @@ from difflib import SequenceMatcher, get_close_matches
 from engine.launch.raised_errors import RaisedError, raised_errors
 
 SHOWN = 3
-"""Maximum number of errors in an answer."""
+"""Maximum number of errors that ``trine explain`` prints."""
 ENOUGH = 0.5
 """Minimum share of the words that a matching error contains."""
 PASTED = 6

@@ -90,7 +90,7 @@ def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Variables around a message, with their possible texts."""
+    """Variables visible to an error message, with their possible texts."""
 
     function: ast.AST | None
     tree: ast.Module

@@ -29,7 +29,7 @@ CHECKPOINT_EVERY = 50
 
 
 def job_place() -> tuple[int, int]:
-    """Returns this process's rank and the number of ranks of the job, before the engine has started it."""
+    """Returns this process's rank and the job's number of ranks, before the engine starts."""
     place = find_place(os.environ)
     return (place.rank, place.size) if place is not None else (0, 1)
 

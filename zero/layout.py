@@ -40,7 +40,7 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """Use of a gather group by a pipeline stage, ordered as in a forward through all stages."""
+    """Gather group of a pipeline stage; sorted by the order of use in a forward through all stages."""
 
     stage: int
     group: int

@@ -5,11 +5,11 @@ ZeRO    weights                  masters, moments      equal on the data ranks
 1, 2    whole buckets            shards                weights
 3       shards                   shards                nothing
 
-What an optimizer keeps of whole parameters is equal where all data ranks have it, and not where its owner has. For the
-parameters of experts, the data ranks are those along "edp", which hold the same experts.
+Optimizer state of whole parameters is equal on the data ranks, or on its owner only. For expert parameters, the data
+ranks are the ranks along "edp", which store the same experts.
 
-Frozen parameters are weights too: whole ones of their own below ZeRO 3. Gradients, residuals of encodings and secondary
-shards are held between steps as well, and no checkpoint has the latter.
+Frozen parameters are full weights below ZeRO 3. Gradients, quantization residuals and secondary shards are stored
+between steps too; secondary shards are in no checkpoint.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,15 +1,14 @@
 """Choice of the buckets and steps with quantized traffic, used by both the plan and the run.
 
-Encoded gradients go to their owner by an all-to-all of messages. If the data ranks of a group are on several nodes, it
-has two hops, and every hop encodes anew:
+Quantized gradients are sent to their owner by an all-to-all; in two hops, each with its own quantization, if the data
+ranks are on several nodes:
 
     node 0: ranks 0 1   node 1: ranks 2 3          shard k belongs to rank k
     within nodes     0 -> 1: shards 1 and 3        1 -> 0: shards 0 and 2       messages of two shards, in the node
     across nodes     0 -> 2: shard 2               2 -> 0: shard 0              messages of one, summed over the node
 
-The gradients of experts go to their owners along the axis of the bucket, in one hop.
-
-Buckets of fp64, of integers, those that are marked exact, and those of one rank are sent as they are.
+Gradients of experts are sent in one hop. Buckets of fp64 or integers, exact buckets, and those of one rank are not
+quantized.
 """
 
 from collections.abc import Iterator

@@ -222,7 +222,7 @@ class Bench:
 
 
 def make_filled_image(tensors: Tensors) -> HostImage:
-    """Returns the file image in host memory, as a snapshot makes it."""
+    """Returns a checkpoint's file image in host memory, as an asynchronous save makes it."""
     image = make_image({name: kind_of(values) for name, values in tensors.items()}, {}, ImageMemory(), "all")
     for name, values in tensors.items():
         image.tensor(name).copy_(values)
@@ -262,7 +262,7 @@ def measure(size: Size, rounds: int, folder: Path | None = None) -> Rounds:
 
 
 def conclude(rounds: Rounds) -> tuple[str, dict[str, Any], bool]:
-    """Returns (text, JSON object, True if all goals are reached)."""
+    """Returns the results as text and as a JSON object, and True if all goals are reached."""
     verdicts = [judge(rounds, goal) for goal in GOALS]
     text = "\n".join([table(rounds, BASES), "", *map(str, verdicts)])
     return text, as_json(rounds, verdicts), all(verdict.passed for verdict in verdicts)

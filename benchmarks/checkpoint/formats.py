@@ -104,7 +104,7 @@ def make_landing(tensors: Tensors) -> Landing:
 
 @dataclass(frozen=True)
 class Format:
-    """Functions that write and read a checkpoint in one format; each takes the folder."""
+    """Functions that write and read a checkpoint in one format, given its folder."""
 
     name: str
     write: Callable[[Path], object]
@@ -163,7 +163,7 @@ def write_raw(landing: Landing, folder: Path, direct: bool) -> None:
 
 
 def read_direct(landing: Landing, folder: Path) -> None:
-    """Reads that file with direct I/O if the file system allows it."""
+    """Reads the file with direct I/O if the file system supports it."""
     try:
         file = os.open(folder / FILE, os.O_RDONLY | os.O_DIRECT)
     except OSError:

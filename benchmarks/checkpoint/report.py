@@ -13,7 +13,7 @@ class Sample:
     """Measurement of one operation in one format."""
 
     part: str
-    """Operation: "write", "read warm" and others."""
+    """Operation, such as "write" or "read warm"."""
     mode: str
     """Name of the checkpoint format."""
     seconds: float

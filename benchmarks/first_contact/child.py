@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def main(command: Sequence[str]) -> int:
-    """Runs the part in this process, and prints its findings."""
+    """Runs the part in this process, and prints its results."""
     task, names = command[0], command[1:]
     if task == "facts":
         from benchmarks.first_contact.facts import run_facts

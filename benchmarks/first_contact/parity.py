@@ -26,7 +26,7 @@ BOUNDS = {True: (5e-6, 5e-5, 1e-4), False: (1e-6, 1e-5, 2e-5)}
 LOOSE = (1e-2, 5e-2, 1.0)
 """Maximum deviations of losses, norms and weights in 16 bits."""
 OWN_RULES = ("adamw8bit", "bf16 no master")
-"""Cases without an equivalent in plain torch; their loss must decrease."""
+"""Cases without an equivalent in plain torch, for which the loss must decrease."""
 
 
 def changes_of(name: str) -> Config:
@@ -87,13 +87,13 @@ def make_batches(steps: int = 3) -> list[dict[str, torch.Tensor]]:
 
 
 def judged(found: Any, bounds: tuple[float, float, float]) -> Finding:
-    """Returns a comparison with its verdict as a finding."""
+    """Returns a loss comparison with its verdict as a JSON object."""
     figures = {"loss": f"{found.loss:.1e}", "norm": f"{found.norm:.1e}", "weight": f"{found.weight:.1e}"}
     return {"ok": found.holds(*bounds), **figures}
 
 
 def run_parity(names: Sequence[str]) -> None:
-    """Trains every case in ``names`` and prints its finding."""
+    """Trains every case in ``names`` and prints its result."""
     torch.backends.cuda.matmul.allow_tf32 = False
     each(names, _case)
 
@@ -167,7 +167,7 @@ def grid_config(name: str) -> Config:
 
 
 def run_ranks(names: Sequence[str]) -> None:
-    """Trains every grid in ``names`` with thread ranks on one device, and prints its finding."""
+    """Trains every grid in ``names`` with thread ranks on one device, and prints the result."""
     from engine.verify import verify
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -182,7 +182,7 @@ def run_ranks(names: Sequence[str]) -> None:
 
 
 def run_gloo(names: Sequence[str]) -> None:
-    """Trains every grid in ``names`` with two gloo processes on one device, and prints its finding."""
+    """Trains every grid in ``names`` with two gloo processes on one device, and prints the result."""
 
     def body(name: str) -> Finding:
         own = ("-m", "benchmarks.first_contact.child", "gloo-rank", name)

@@ -28,9 +28,9 @@ STEPS: Mapping[str, float] = MappingProxyType(
 """Time limits in seconds by contender and model size."""
 STEPS_BEFORE_KERNELS = 3
 CORRECTNESS = ("main", "torchrun", "doctor", "parity", "ranks", "gloo", "kernel tests")
-"""Names of the parts of ``--only correctness``."""
+"""Parts that ``--only correctness`` selects."""
 SPEED = ("facts", *(f"step {name}" for name in STEPS), "kernels", "overlap")
-"""Names of the parts of ``--only speed``."""
+"""Parts that ``--only speed`` selects."""
 GPU_TESTS = "tests/gpu"
 TINY_TESTS = "tests/kernels/optim/test_update_rules.py"
 """Test file that replaces :data:`GPU_TESTS` without a GPU."""
@@ -52,7 +52,7 @@ class Part:
     beside: bool = False
     """True if the part does no timing and may run concurrently with others."""
     keeps: tuple[str, ...] = ()
-    """Names of files in its folder to retain."""
+    """Names of files in the part's folder to retain."""
 
 
 def select(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:

@@ -11,11 +11,11 @@ from benchmarks.harness.figures import ROOT, read, record_cells, render
 
 NAME = "first-contact"
 TOLD = ("step_ms", "MFU", "tokens_per_s", "peak_GB", "host_bound_ms", "busy_share", "waits")
-"""Figures of a finding that a table cell shows."""
+"""Numbers of a result that a table cell shows."""
 
 
 def store(folders: Sequence[Path], root: Path = ROOT) -> str:
-    """Merges the findings of ``folders``, later over earlier, into the figure; returns its table.
+    """Merges the results of ``folders``, later over earlier, into the figure; returns its table.
 
     Raises:
         LookupError: a folder has no findings, or its run had no GPU.
@@ -31,7 +31,7 @@ def store(folders: Sequence[Path], root: Path = ROOT) -> str:
 
 
 def read_parts(folder: Path) -> list[list[dict[str, Any]]]:
-    """Returns the findings of a run, grouped by part."""
+    """Returns the results of a run, grouped by part."""
     files = sorted(folder.glob("part-*.json"))
     read_ = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     if not read_ or any(one["device"] == "cpu" for one in read_):

@@ -28,7 +28,7 @@ def on_gpu() -> bool:
 
 
 def settle() -> None:
-    """Synchronizes the GPU, if there is one."""
+    """Waits until the GPU, if there is one, has finished all work."""
     if on_gpu():
         torch.cuda.synchronize()
 
@@ -40,7 +40,7 @@ def tell(name: str, ok: bool | None, began: float, **more: Any) -> None:
 
 
 def each(names: Sequence[str], body: Callable[[str], Finding]) -> None:
-    """Runs ``body`` for each case and prints its finding; ``ok`` defaults to True."""
+    """Runs ``body`` for each case and prints its result; ``ok`` defaults to True."""
     for name in names:
         began = time.monotonic()
         try:

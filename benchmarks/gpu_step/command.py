@@ -39,7 +39,7 @@ CONTENDERS = (
     Contender("engine, kernels triton", "engine", kernels="triton"),
     Contender("DeepSpeed ZeRO-1", "deepspeed"),
 )
-"""Contenders in the order of their waves; ones that are compared run together."""
+"""Contenders in the order of their waves; contenders that are compared are in one wave."""
 QUICK = (CONTENDERS[0].name, PLAIN)
 MICROBATCHES = (4, 2, 1)
 WANTED_AT_ONCE = 3

@@ -25,7 +25,7 @@ LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Contender, a row of the table: name, kind, options."""
+    """Row of the table: name, kind and options of a trainer."""
 
     name: str
     kind: Literal["engine", "torch", "deepspeed"]

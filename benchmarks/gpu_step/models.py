@@ -42,7 +42,7 @@ class Sizes:
     vocabulary: int
     sequence: int
     title: str = ""
-    """Name of its row in a table; default: the architecture."""
+    """Name in the table; default: the architecture."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "title", self.title or self.name)

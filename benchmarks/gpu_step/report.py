@@ -26,7 +26,7 @@ def known_peak(device_name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results of a contender on a model; ``error``: reason if there are none."""
+    """Results of a contender on a model, or the reason ``error`` for their absence."""
 
     model: str
     contender: str
@@ -47,7 +47,7 @@ class Row:
 
 
 def make_row(job: Job, found: Mapping[str, Any], peak: float | None) -> Row:
-    """Makes a row from the answers of a process, "start", "warm_up" and "turns", or its "error"."""
+    """Makes a row from a process's answers to "start", "warm_up" and "turns", or from its "error"."""
     model, name = job.sizes.title, job.contender.name
     turns: Sequence[Mapping[str, Any]] = found.get("turns", ())
     if not turns:

@@ -182,7 +182,7 @@ def with_whole_figures(text: str, root: Path = ROOT) -> str:
 
 
 def show(name: str, text: str, root: Path = ROOT, short: str = "") -> None:
-    """Writes ``text`` to the sections ``name`` of all pages, and ``short`` to their summary sections.
+    """Writes ``text`` to all page sections ``name``, and ``short`` to their summary sections.
 
     Raises:
         LookupError: no page has such a section.

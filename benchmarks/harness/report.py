@@ -70,7 +70,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Reference of the table's ratios: the mean of these modes in the same round."""
+    """Mode that the table's ratios refer to: the mean of these modes in the same round."""
 
     heading: str
     modes: tuple[str, ...]

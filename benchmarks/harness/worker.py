@@ -48,7 +48,7 @@ class Worker:
             raise WorkerError("the process died before it was asked", ended=True) from None
 
     def receive(self, seconds: float) -> Any:
-        """Returns the answer to the oldest open request.
+        """Returns the answer to the oldest unanswered request.
 
         Raises:
             WorkerError: the request raised, the process died, or the answer timed out; the last two end the process.

@@ -20,7 +20,7 @@ _QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """Returns versions, and the GPU with its present clocks."""
+    """Returns software versions, and the GPU's name and current clocks."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in PACKAGES:
         try:

@@ -71,7 +71,7 @@ def _tables(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[tuple[st
 
 
 def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
-    """Returns one update of each contender as a function, with its bytes moved per element."""
+    """Returns one update of each contender as a function, and the bytes that it moves per element."""
     arrays = _Arrays(elements)
     source, target = torch.ones(elements), torch.zeros(elements)
     found: dict[str, tuple[Work, int]] = {"a plain copy": (partial(target.copy_, source), 8)}

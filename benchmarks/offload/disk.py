@@ -28,7 +28,7 @@ from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 BUCKETS = 8
 READ, WRITTEN = 8, 12
-"""Bytes read and written per element: two moments; the same plus the old weights."""
+"""Bytes per element: two fp32 moments read; two moments and the old fp32 weight written."""
 MIXED, APART, UPDATE = "the disk, reads among writes", "the disk, reads before writes", "an update"
 
 

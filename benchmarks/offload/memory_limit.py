@@ -73,7 +73,7 @@ class Limit:
         return int((self.group / "memory.max_usage_in_bytes").read_text())
 
     def close(self) -> None:
-        """Removes the cgroup once its processes have ended."""
+        """Removes the cgroup after its processes have ended."""
         if self.group is None:
             return
         until = time.monotonic() + SECONDS

@@ -18,7 +18,9 @@ from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 RULE_BYTES = 28
 """Bytes per fp32 element: weight, gradient and two moments read; weight and moments written."""
 ENGINE_BYTES = RULE_BYTES + 8 + 8 + 6 + 6 + 4
-"""The same plus the engine's gradient copy and scaling, check for written weights, and cast master."""
+"""Bytes per element that the engine moves: AdamW's, plus gradient copy, scaling, check for written weights, and
+cast.
+"""
 VOCABULARY, LENGTH, ROWS = 4096, 64, 4
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "on the device": {},

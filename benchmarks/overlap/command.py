@@ -75,7 +75,7 @@ def make_virtual_desk(order: OverlapOrder) -> Callable[..., dict[str, Any]]:
 
 
 class VirtualDesk:
-    """Client of a measuring process, which restarts it after a loss."""
+    """Client of a measuring process, which is restarted after a crash."""
 
     def __init__(self, order: OverlapOrder) -> None:
         self._order = order

@@ -32,13 +32,13 @@ COMMUNICATES, PLAIN = "communicating alone", "plain alone"
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Numbers of samples per way, fewer if time is short."""
+    """Numbers of timed samples per implementation, fewer if time is short."""
 
     rounds: int = 5
     samples: int = 7
     """Samples per round, 35 in all."""
     tuning: int = 5
-    """Samples per tile."""
+    """Number of samples per tile."""
 
 
 def run_case(case: OverlapCase, place: Place, seconds: float, sampling: Sampling) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def name_of(tile: tuple[int, int, int, int, int]) -> str:
 
 
 def check_ways(trial: OverlapTrial, tile: Tile, place: Place) -> dict[str, Any]:
-    """Returns the error of every way; kernels must be exact."""
+    """Returns the largest error of every implementation; kernels must be exact."""
     trial.fill(whole_numbers=True)
     wanted = trial.expected()
     scale = max(float(one.abs().max()) for one in wanted)
@@ -139,7 +139,7 @@ def _tune(trial: OverlapTrial, tile: Tile, sampling: Sampling) -> float | str:
 
 
 def time_ways(trial: OverlapTrial, tile: Tile, sampling: Sampling, budget: Budget) -> dict[str, Any]:
-    """Returns the seconds of every way and part, in rounds of changing order, equal on all ranks."""
+    """Returns the seconds of every implementation and part, equal on all ranks; the order changes each round."""
     trial.fill(whole_numbers=False)
     runs = trial.ways(tile) | trial.parts(tile) | trial.alone(tile)
     samples: dict[str, list[float]] = {name: [] for name in runs}

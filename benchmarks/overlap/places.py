@@ -28,7 +28,7 @@ Turns = Generator[None, None, Tensor]
 
 
 class Place(Protocol):
-    """Ranks of a case, some or all of them in this process."""
+    """Ranks of a case, with some or all of them in this process."""
 
     device: torch.device
     ranks: int
@@ -50,7 +50,7 @@ class Place(Protocol):
         """Runs the work of the ranks in this process; results are ready on the current stream."""
 
     def of_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the tensors of all ranks, given this process's."""
+        """Returns the tensors of all ranks; ``tensors``: those of this process."""
 
     def longest(self, seconds: Sequence[float]) -> list[float]:
         """Returns the elementwise maximum over all processes."""
@@ -162,4 +162,4 @@ class ProcessPlace:
 
 
 MakePlace = Callable[[int], Place]
-"""Function that makes a place for a number of ranks."""
+"""Function that creates the ranks of a case, given their number."""

@@ -21,7 +21,7 @@ Found = Mapping[str, Any]
 
 
 def seconds_of(found: Found, way: str) -> float | None:
-    """Returns the median seconds of a way; None if not measured."""
+    """Returns the median seconds of an implementation; None if not measured."""
     value = found.get("seconds", {}).get(way, {}).get("seconds")
     return None if value is None else float(value)
 
@@ -96,8 +96,8 @@ CHECKED = ("fused", "copied", "chunks", "collectives", "async-TP")
 
 
 def check_table(cases: Sequence[Found]) -> str:
-    """Formats checks as a Markdown table: whether each way equals plain products and sums of integers, by number of
-    tiles.
+    """Formats checks as a Markdown table: whether each implementation equals plain products and integer sums, by number
+    of tiles.
     """
     headings = ("operation", "of", "ranks", "M x N x K", "dtype", "tiles", *CHECKED)
     return "\n".join([_line(headings), _line(["---"] * len(headings)), *(_line(_checks(found)) for found in cases)])

@@ -35,8 +35,8 @@ Run = Callable[[], Sequence[Tensor]]
 
 
 class OverlapTrial:
-    """Inputs [1, L, K] (for a scatter or sum [1, W, L, K]) and matrices [K, N] of the ranks in this process, with all
-    ways.
+    """Inputs [1, L, K] (for a scatter or sum [1, W, L, K]) and matrices [K, N] of this process's ranks, with all
+    implementations.
     """
 
     def __init__(self, case: OverlapCase, place: Place) -> None:
@@ -92,7 +92,7 @@ class OverlapTrial:
     # ------------------------------------------------------------------------------------------ all ranks together
 
     def ways(self, tile: Tile) -> dict[str, Run]:
-        """Returns all ways to compute the operation as functions."""
+        """Returns all implementations of the operation as functions to time."""
         made: dict[str, Run] = {"fused": partial(self._run, partial(self._fused, tile))}
         if self.case.operation == "gather_product":
             made["copied"] = partial(self._run, partial(self._copied, tile))

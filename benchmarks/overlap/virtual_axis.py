@@ -35,13 +35,13 @@ class Board:
         """By rank and number of the call."""
 
     def begin(self, inputs: Sequence[Tensor], pieces: int) -> None:
-        """Starts an operation with the ranks' ``inputs``, in ``pieces`` chunks."""
+        """Starts an operation on the ranks' ``inputs``, in ``pieces`` chunks."""
         self.inputs, self.pieces = inputs, pieces
         self.posted.clear()
 
 
 class VirtualAxis(TensorAxis):
-    """Tensor axis of one virtual rank; ``side``: stream of its transfers."""
+    """Tensor axis of one virtual rank; ``side``: CUDA stream of its transfers."""
 
     def __init__(self, index: int, board: Board, device: torch.device, side: SideStream) -> None:
         self.index, self.size, self.dry, self.listener = index, board.ranks, False, None

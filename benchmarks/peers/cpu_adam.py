@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 
 def make_cpu_adam(parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> Callable[[], object]:
-    """Returns a function that updates ``parameter`` from its gradient and its ``moments`` (torch's names) once.
+    """Returns a function that makes one DeepSpeed AdamW update of ``parameter`` from its gradient; ``moments``: state
+    by torch's names.
 
     Raises:
         ImportError, RuntimeError: DeepSpeed is missing, or its extension does not compile.

@@ -25,7 +25,7 @@ class _Zeros:
 
 
 class EmptyLaunches(Trine):
-    """:class:`Trine` with empty kernel launches. The process has no other engine."""
+    """:class:`Trine` with kernel launches that do nothing. The process must have no other engine."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         _launch_nothing()

@@ -90,7 +90,7 @@ def stage_blocks(blocks: int, stage: int, stages: int) -> range:
 
 
 class Entry(nn.Module):
-    """First part of a decoder, before its blocks."""
+    """First part of a decoder: everything before its blocks."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__()

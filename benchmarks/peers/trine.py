@@ -26,7 +26,7 @@ class Trine:
         return self._engine.train_batch({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}).loss
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns all weights on rank 0, none on others."""
+        """Returns all weights on rank 0, nothing on other ranks."""
         return self._engine.full_state_dict()
 
 

@@ -80,7 +80,7 @@ class Mode:
     watched: bool = True
     """True if Trine's watchdog runs."""
     model: Name | None = None
-    """Model in place of the workload's."""
+    """Model of the mode, if not the workload's."""
 
     @property
     def virtual_stages(self) -> int:
@@ -94,7 +94,7 @@ class Mode:
 
 
 class Trainer(Protocol):
-    """Interface of one rank of a mode, ready for its first step."""
+    """Interface of one rank's trainer of a mode, ready for its first step."""
 
     def step(self, rows: Tensor) -> float | None:
         """Trains one optimizer step on this rank's sequences [rows, context + 1].

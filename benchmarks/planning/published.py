@@ -21,7 +21,7 @@ NODE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """Published speed with its settings."""
+    """Published training speed with its settings."""
 
     name: str
     gpu: str
@@ -46,7 +46,9 @@ class PublishedRow:
     """True if the factors were fitted to this row; False if the row only checks them."""
 
     def predict(self, reached: ReachedShares | None = None) -> tuple[float, LayoutEstimate]:
-        """Returns the predicted figure in its unit, with the estimate; ``reached``: factors in place of the file's."""
+        """Returns the predicted figure in its unit, and the estimate; ``reached``: factors to use instead of the GPU
+        file's.
+        """
         gpu = _gpu(self.gpu)
         changed: GpuSpec = replace(gpu, reached=reached or gpu.reached, **self.hardware)
         work = DecoderShape(**self.shape).workload()

@@ -23,7 +23,7 @@ STATE_BYTES = 23_000
 
 @dataclass(frozen=True)
 class PaperCheckpoint:
-    """Manifest of a checkpoint without its files, made from a plan."""
+    """Manifest of a checkpoint that is never written, computed from a plan."""
 
     manifest: Manifest
 
@@ -79,7 +79,7 @@ def _stored(ownership: SaveOwnership, row: ShardRow) -> Iterator[tuple[int, Piec
 
 @dataclass(frozen=True, slots=True)
 class PaperReading:
-    """Reads of one rank before its tensors."""
+    """Bytes that one rank reads before its tensors."""
 
     manifest_bytes: int
     """Bytes of the index and all parts."""
@@ -90,7 +90,7 @@ class PaperReading:
 
 
 def read_as(paper: PaperCheckpoint, plan: Plan, rank: int) -> PaperReading:
-    """Reads the entries that ``rank`` needs to resume on the same grid."""
+    """Reads the entries that ``rank`` needs to resume on an equal grid."""
     index, parts = paper.parts
     read = dict[str, int]()
 

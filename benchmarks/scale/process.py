@@ -21,7 +21,7 @@ class Spent:
 
 
 def spend(arguments: Sequence[str]) -> Spent:
-    """Runs ``python -m`` with ``arguments`` on one core; torch's import counts.
+    """Runs ``python -m`` with ``arguments`` on one core; includes the import of torch.
 
     Raises:
         RuntimeError: the command failed.

@@ -9,7 +9,7 @@ from hashlib import sha256
 from engine.parallel.comm.rendezvous import JointCalls, Rendezvous
 
 GIVEN = {f"model blocks.{block}.weight": "(1024, 1024) torch.bfloat16" for block in range(2000)}
-"""Arguments of a rank; their length is irrelevant, since digests are compared."""
+"""Arguments of a rank, of any length: only digests are compared."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class CountingStore:
     """Keys that this rank has set."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Sets a key; other ranks answer at once."""
+        """Sets a key; other ranks respond at once."""
         self._count("set", len(key) + len(value))
         self.keys.add(key)
         self.values[key] = value.encode()
@@ -68,7 +68,7 @@ class AnsweringStore(CountingStore):
     """Store in which rank 0 answers each hello at once."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Sets a key, and rank 0's answer to a hello."""
+        """Sets a key; if it is a hello, also sets rank 0's answer."""
         super().set(key, value)
         if key.startswith("hello/"):
             self.values[f"answer/{key.partition('/')[2]}"] = f"{value.split()[0]} meeting".encode()

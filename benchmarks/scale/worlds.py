@@ -23,7 +23,7 @@ BUCKET = 64_000_000
 
 @dataclass(frozen=True, slots=True)
 class ScaledWorld:
-    """Number of ranks with their division into a grid."""
+    """Number of ranks and their grid."""
 
     pp: int
     dp: int

@@ -75,7 +75,7 @@ class Ranks:
 
     @property
     def of_node(self) -> int:
-        """Number of ranks per host."""
+        """Number of ranks on each host."""
         return self.world.size // self.nodes
 
     @property

@@ -61,7 +61,7 @@ def _cells(row: ScalingRow, record: ScalingRecord) -> tuple[str, ...]:
 
 
 def parts_of(row: ScalingRow) -> list[tuple[str, float]]:
-    """Returns the parts (name, seconds) of a predicted step."""
+    """Returns (name, seconds) of each part of a predicted step."""
     told = row.predicted
     return [("computation", told.computation), ("bubble", told.bubble), *told.communication.items()] if told else []
 

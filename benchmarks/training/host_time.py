@@ -87,7 +87,7 @@ class HostTime(NamedTuple):
     block: float
     """CPU seconds of one block and microbatch on one rank, forward and backward."""
     step: float
-    """CPU seconds of a step besides its microbatches, on one rank."""
+    """CPU seconds of a step without its microbatches, on one rank."""
 
 
 Rounds = Sequence[Mapping[str, HostTime]]

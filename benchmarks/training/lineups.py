@@ -68,13 +68,13 @@ class Lineup:
     """Maximum loss difference in nats between modes after equal steps."""
 
     def of_peers(self, kinds: Sequence[Kind]) -> "Lineup":
-        """Returns only the rows of Trine, the peers ``kinds`` and the baseline, with their comparisons."""
+        """Returns a lineup with only Trine, the peers of ``kinds`` and the baseline, and their comparisons."""
         return self._of(
             [m for m in self.modes if m.kind in ("plain", "trine", *kinds) or m.name in self.baseline.modes]
         )
 
     def without(self, left_out: Sequence[Mode]) -> "Lineup":
-        """Returns the rows without ``left_out``, with their comparisons."""
+        """Returns a lineup without the rows in ``left_out``, and their comparisons."""
         return self._of([mode for mode in self.modes if mode not in left_out])
 
     def _of(self, kept: Sequence[Mode]) -> "Lineup":

@@ -93,7 +93,7 @@ class _Clock:
 
 
 def measure(turns: int) -> Spent:
-    """Measures on one rank: medians over the steps of all turns."""
+    """Measures on one rank; returns medians over all steps."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     config = {

@@ -68,7 +68,7 @@ def judge_clipping(apart: Mapping[str, float]) -> tuple[str, bool]:
 
 
 def that_starts(lineup: Lineup) -> Lineup:
-    """Returns the rows that the installed torch can start; prints a line about others.
+    """Returns the rows that the installed torch can run; prints a line about each other one.
 
     In a V the last rank has neighbouring stages, which some versions of torch connect by a message to itself that gloo
     refuses.

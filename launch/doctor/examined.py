@@ -50,7 +50,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Host, from the view of one of its ranks."""
+    """Facts about a host, as one of its ranks sees it."""
 
     name: str
     identity: str
@@ -204,7 +204,7 @@ class Hosts:
     facts: tuple[RankFacts, ...]
     of_rank: dict[int, str] = field(init=False)
     ranks: dict[str, list[RankFacts]] = field(init=False)
-    """Ranks by host name, in the order of their first ranks."""
+    """Ranks by host name, ordered by first rank."""
 
     def __post_init__(self) -> None:
         first = {one.host.identity: one.host for one in reversed(self.facts)}
@@ -219,7 +219,7 @@ class Hosts:
             self.ranks.setdefault(self.of_rank[one.rank], []).append(one)
 
     def host(self, name: str) -> HostFacts:
-        """Returns the facts about a host that its first rank has reported."""
+        """Returns the facts that a host's first rank has reported."""
         return self.ranks[name][0].host
 
 

@@ -44,7 +44,7 @@ _REACHING = "reaching the meeting point"
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """One rank's part of the examination of a job; ``run`` is called once.
+    """One rank's part in the examination of a job; call ``run`` once.
 
     Args:
         own: facts about this rank.

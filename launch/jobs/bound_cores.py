@@ -16,7 +16,7 @@ MODULE = "engine.launch.jobs.bound_cores"
 
 
 def read_cores(text: str) -> tuple[int, ...]:
-    """Parses a list of cores such as ``0-3,8``.
+    """Parses a list of CPU cores such as ``0-3,8``.
 
     Raises:
         LaunchError: it is not such a list.
@@ -33,7 +33,7 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 
 def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Returns the cores of the local rank ``rank`` of ``ranks``: a contiguous part of ``cores``.
+    """Returns the cores of local rank ``rank`` of ``ranks``: a contiguous slice of ``cores``.
 
     Raises:
         LaunchError: there are fewer cores than ranks.

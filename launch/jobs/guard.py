@@ -27,7 +27,7 @@ MARK = "\x1etrine-guard "
 """Prefix of a line of stderr for the launcher only."""
 SILENCE_SECONDS = 30.0
 AFTER_SECONDS = 1.4
-"""Seconds for processes that outlive torchrun, such as the watchdog's monitor."""
+"""Seconds for processes that run on after torchrun, such as the watchdog's monitor."""
 SET_CHILD_SUBREAPER = 36
 SET_PARENT_DEATH_SIGNAL = 1
 

@@ -20,7 +20,7 @@ from engine.launch.jobs.hostfile import Host
 from engine.launch.jobs.request import JobRequest, refuse_all
 
 LOST = 255
-"""Exit status of ssh for a failed connection; the guard uses others."""
+"""Exit code of ssh for a failed connection, which the guard never uses."""
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """Options of ssh that drop a host after 15 s of silence."""
 _FIRST = "import sys,json;exec(json.loads(sys.stdin.readline()))"
@@ -46,7 +46,7 @@ class SshRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Reply of a host to the probe, or the reason of its absence."""
+    """Answer of a host to the probe, or the reason why there is none."""
 
     facts: Mapping[str, Any] | None
     """Facts about the host; None: no answer."""

@@ -78,7 +78,7 @@ class JobRequest:
     """Timeout of the rendezvous of all nodes in seconds."""
     form: ScriptForm = "script"
     cores: str | None = None
-    """Cores divided among the ranks of a host, such as 0-3,8; empty: all cores; None: ranks are not bound."""
+    """Cores to divide among the ranks of a host, such as 0-3,8; empty: all cores; None: ranks are not bound."""
     grace_seconds: int
     """Seconds between SIGTERM and SIGKILL, for a last checkpoint."""
 

@@ -73,7 +73,7 @@ class Screen:
 
 
 class HostRun:
-    """Process of torchrun on one host over ssh, with its output."""
+    """Process that runs torchrun on one host over ssh, with its output."""
 
     def __init__(self, host: Host, command: list[str], wish: Mapping[str, Any], screen: Screen) -> None:
         self.host = host
@@ -199,7 +199,7 @@ class SshPlan:
 
 
 class Running:
-    """Processes on all running hosts, with control words to them."""
+    """Processes on all running hosts; sends them control words."""
 
     def __init__(self, plan: SshPlan, screen: Screen) -> None:
         self._plan = plan

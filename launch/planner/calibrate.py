@@ -71,7 +71,7 @@ def gpu_kind_of(name: str) -> str | None:
 
 
 def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns the data of a known kind of GPU under ``name``, as the start of another one's file."""
+    """Returns the data of a known GPU kind under ``name``, as a template for another GPU's file."""
     for entry in (*content.values(), *content["reached"].values()):
         if isinstance(entry, dict) and "source" in entry:
             entry["source"] = f"not measured, as in the file of its kind: {entry['source']}"

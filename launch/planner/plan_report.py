@@ -31,7 +31,7 @@ class Planned:
     """Proposed configuration, if the user passed none."""
     fits: bool
     change: LayoutEstimate | None
-    """Nearest layout that fits in memory, if this one does not; None if there is none."""
+    """Nearest layout that fits in memory, if the planned one does not; otherwise None."""
     smallest: LayoutEstimate | None
     """Layout with the least memory, if this one does not fit."""
     passed: tuple["PlanCosts", ...] = ()

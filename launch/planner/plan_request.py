@@ -51,7 +51,7 @@ class PlanAsked:
     dollars: float | None
     """Price of a GPU hour in dollars; None: unknown."""
     counts: bool
-    """True: activations are counted in a run on shapes, if the model allows it."""
+    """True if activations are counted in a run on shapes, where the model allows it."""
 
 
 def add_plan_options(command: ArgumentParser) -> None:

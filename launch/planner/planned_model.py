@@ -238,7 +238,7 @@ MOST_SILENT = 150
 
 
 def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
-    """Returns the reason why activations of ``plan`` stay estimates; empty if they are counted.
+    """Returns why the activations of ``plan`` are estimated, not counted; empty if they are counted.
 
     Args:
         searches: True if the plan is one of several, for which deep models with long pipelines stay estimates too.

@@ -164,7 +164,7 @@ class HeatMap:
     cells: Sequence[Sequence[float]]
     """Load by row and column, relative to the mean."""
     rows: Sequence[str]
-    """Names of the rows."""
+    """Row names."""
     tips: Sequence[str]
     """Tooltip of each row, shown at the pointer."""
     columns: Sequence[float]

@@ -365,7 +365,7 @@ def amount(count: int) -> str:
 
 
 def bars(lines: Sequence[Sequence[tuple[int, float]]]) -> str:
-    """Returns a table cell of stacked bars; each bar is pieces (colour, fraction of the width)."""
+    """Returns a table cell with stacked bars; each bar is a list of pieces (colour, fraction of the width)."""
     drawn = (
         "".join(f'<i class="k{colour % 6}" style="width:{min(share, 1.0):.2%}"></i>' for colour, share in pieces)
         for pieces in lines

@@ -56,7 +56,7 @@ SEED = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Model under test, with rows for it."""
+    """Model under test, with token rows for it."""
 
     words: str
     """Description of the model for the first line of output."""

@@ -3,8 +3,8 @@
     q * cos          bf16 * fp32   torch promotes to fp32: no cast
     softmax(..) @ v  fp32 @ bf16   torch refuses: the operands are cast to bf16, as under torch.autocast
 
-Models have rotary tables and masks as fp32 buffers, and get fp32 inputs. If the first whole forward of a model needs no
-cast, the mode is off from then on.
+Such operands come from fp32 buffers (rotary tables, masks) and inputs. If a model's first whole forward needs no cast,
+the mode is disabled.
 """
 
 from collections.abc import Iterator

@@ -5,8 +5,7 @@
     layer.weight  a property of the layer's class: a matrix without memory, a new one at each read, because a gather
                   swaps the memory of a parameter between uses (``kernels.quantized.quantized_weight``)
 
-The new class derives from the layer's class; forward and hooks are unchanged. The new class stays after the engine is
-closed.
+The new class derives from the layer's class, with its forward and hooks, and stays after the engine is closed.
 """
 
 from collections.abc import Mapping, Sequence

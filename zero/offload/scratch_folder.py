@@ -4,11 +4,9 @@ one.
     nvme_path/trine-moments-rank3-x8k2/lock          held by flock, which the kernel frees when the process ends
                                        bucket-0 ...
 
-The files are of no use to another process, since weights and counters that belong to them are gone; runs go on from
-checkpoints. So files of a killed run are removed, and never read.
+Files of a killed run are deleted, never read: runs resume from checkpoints.
 
-Memory in files of the same folder (``MappedMemory``) has no names there: the system keeps it in its page cache while
-there is room, and writes it out when not.
+``MappedMemory`` uses unnamed files in this folder: the system writes their pages to disk when memory is short.
 """
 
 import fcntl

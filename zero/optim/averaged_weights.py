@@ -3,15 +3,12 @@
     train    | enter |  evaluate, save for others  | leave | train
     weights     average                               the same bits as before
 
-For the moving average of a configuration, and for schedule-free optimizers, which evaluate at another point than where
-they take gradients.
-
-The exponential moving average of the weights, in the shards in which the optimizer updates them.
+The average is that of a schedule-free optimizer, or an exponential moving average, stored like the optimizer's shards:
 
     first update     average = weights
     every later one  average = decay * average + (1 - decay) * weights
 
-as ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` makes it, from the masters. Nothing is sent.
+as in ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``, from the masters, without communication.
 """
 
 from collections.abc import Mapping, Sequence

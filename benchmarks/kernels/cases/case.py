@@ -94,7 +94,7 @@ class Case:
     rows: int
     ours: Callable[[Kernels], Operator]
     eager: Operator
-    """Reference in plain torch, as models write it."""
+    """Plain torch reference, written as in models."""
     forward: Cost
     backward: Cost | None = None
     """Cost of the backward; None: the operator has no gradient."""

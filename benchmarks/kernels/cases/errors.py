@@ -36,7 +36,7 @@ class Deviation:
 
 
 def results(operator: Operator, inputs: Sequence[Tensor], narrow: torch.dtype | None = None) -> list[Tensor]:
-    """Returns the outputs of ``operator`` and the gradients of its float inputs, for random output gradients.
+    """Returns the outputs of ``operator``, and the gradients of its float inputs for random output gradients.
 
     Only outputs if none requires a gradient. ``narrow``: dtype to which output gradients are rounded, so that runs in
     several dtypes get equal ones.

@@ -1,7 +1,6 @@
 """Executor of one rank's row of actions: receive, compute, send, release.
 
-The executor is independent of the kind of schedule and of the optimizer. The partition alone defines the messages
-before and after the compute of an action:
+The partition alone, not the kind of schedule, defines the messages of an action:
 
     F of stage s    values from earlier stages  ->  compute  ->  values for later stages
     B of stage s    their gradients, summed     ->  compute  ->  gradients of the received values

@@ -21,7 +21,7 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.schedule.actions import Op, Schedule
 
 Columns = tuple[Sequence[int], ...]
-"""Dependencies as columns of action numbers: in each column, action ``column[i]`` must precede action i; -1: none."""
+"""Dependencies as columns of action numbers, one column per rule: entry i must precede action i; -1: none."""
 
 
 class DependencyGraph:

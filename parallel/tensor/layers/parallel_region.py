@@ -4,11 +4,10 @@
                 ├─ key   ─┤ region: activations are sharded   row ─ g ─ full y
                 └─ value ─┘
 
-A region does two things. Its column layers share one copy of their input, so that the gradient is summed once. The
-region also has its own random stream: inside, activations are sharded and dropout must differ between tensor ranks;
-outside, activations and dropout must be equal on all ranks. The region draws one number from the CPU's generator, which
-agrees on all ranks, and seeds two streams from this number: one by rank when the region opens, one for all ranks when
-it closes. A region has no counter, so a block that runs again from the same random state draws the same masks.
+The column layers of a region share one copy of their input, so that the gradient is summed once. Inside, activations
+are sharded and dropout differs between tensor ranks; outside, both are equal on all ranks. So the region draws one
+number from the CPU's generator, equal on all ranks, and seeds the generators from it: by rank when the region opens,
+equally when it closes. A recomputed block draws the same masks, since a region has no counter.
 """
 
 from collections.abc import Iterator

@@ -6,9 +6,9 @@
                   in any forward   an adapter that was off when the plan was made, so that its layers were not planned
                   in the first     a sharded layer inside a transform of torch.func, where no trace has looked for one
 
-A parameter that meets activations sharded along the sequence has a partial gradient on each tensor rank, and the
-partial gradients are summed once a step. If inputs unlike the example's (an image with the text) apply the parameter to
-full activations as well, that gradient is complete on every rank, and the sum would count it once per rank.
+A parameter applied to activations sharded along the sequence has partial gradients, which are summed over tensor ranks
+once a step. If other inputs (an image with the text) apply it to full activations, the gradient is complete on every
+rank, and the sum would be too large.
 """
 
 from collections.abc import Callable, Iterator, Mapping
