@@ -4,10 +4,10 @@
     "triton"      Triton, if the kernel supports the tensor
     "auto"        on a GPU with Triton, the winner in ``tuned.json`` for the device, dtype and width; else PyTorch
 
-A row of ``tuned.json`` applies from its width up to the next row of the same device. Rows that name the device take
-precedence over rows of "*", which are estimates without a measurement; the log names them as such.
+A row of ``tuned.json`` applies from its width up to the next row of the same device. Rows that name the device precede
+rows of "*", which are estimates.
 
-Main gradients are sums to which products add the gradients of weights (Megatron-LM: gradient accumulation fusion).
+Products may add weight gradients to main gradients (Megatron-LM: gradient accumulation fusion).
 
     apart    dW = dy' x    separate memory         main += dW    another pass over both
     added    main += dy' x                         in the product's epilogue
@@ -57,7 +57,7 @@ class MainGradient(Protocol):
         """
 
     def end(self, node: Any | None) -> None:
-        """Ends the addition, after the product's kernel has been launched."""
+        """Ends the addition, after the kernel of the product has been launched."""
 
 
 class MainGradients:

@@ -13,10 +13,9 @@ A :class:`Mailbox` contains the addresses of memory that all ranks can write:
 An *epoch* is the number of a call, from 1, equal on all ranks. Nothing is ever reset, so a late or repeated signal has
 an old epoch and no effect.
 
-No rank signals that it has read a slot, because each rank waits for every other rank in every call. A rank that writes
-in epoch e has ended epoch e - 1, in which all others wrote after the end of epoch e - 2, and the slot contains tiles of
-e - 2. For the same reason an arrival in epoch e is at most e; a larger value means that the ranks do not make the same
-calls.
+Each rank waits for every other rank in every call, so no rank signals that it has read a slot: a rank that writes in
+epoch e has ended epoch e - 1, which all others began after they had read the slot's tiles of epoch e - 2. An arrival
+above e in epoch e means that ranks make different calls.
 
 Experts are numbered over all ranks; rank r owns experts r*X to (r+1)*X. A rank's tokens are sorted by expert, so the
 rows for another rank are one run. An owner stores received rows sorted by expert, then by rank:

@@ -12,10 +12,9 @@ neighbours. With the order "tp-pp-dp" the stages of a replica are closer to each
                                      dp 0   0   1     dp 0   2   3
                                      dp 1   4   5     dp 1   6   7
 
-Code outside the grid, the configuration and the plan asks for an axis by its meaning: ``grid.rows`` (ranks read
-different rows), ``grid.copies`` (ranks hold equal parameters), ``grid.sharding`` (ZeRO shards state over it),
-``replica`` (the ranks of one full model, which read the same rows). Each is the name of an axis; where several axes
-have the meaning, it is their names joined by "+".
+Code outside the grid, configuration and plan selects an axis by its meaning: ``grid.rows`` (ranks read different rows),
+``grid.copies`` (ranks hold equal parameters), ``grid.sharding`` (ZeRO shards state over it), ``replica`` (the ranks of
+one full model, which read the same rows). Each is the name of an axis, or several names joined by "+".
 """
 
 import math

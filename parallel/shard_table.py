@@ -1,7 +1,7 @@
 """Shard table: the ranks and the stage that hold each part of every parameter.
 
-It is built once from the model, on any device, without processes. Clipping, gradient sums, the ZeRO layout, checkpoints
-and memory budgets read this one table, so they cannot disagree.
+Built once from the model, on any device; clipping, gradient sums, the ZeRO layout, checkpoints and memory budgets read
+it.
 
 Each logical parameter has one row; a tied parameter is one row with aliases. The ranges of a row describe its sharding
 over the tensor axis or, for the parameters of experts, over the expert axis. A row that is not sharded has a single

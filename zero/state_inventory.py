@@ -254,7 +254,7 @@ class StateInventory:
                     yield replace(held, name=next(iter(place.names()), "padding of a bucket"))
 
     def whole_state(self, updates: KeepsWhole) -> Iterator[StateTensor]:
-        """Yields the state tensors of whole-parameter updates."""
+        """Yields the state tensors of optimizers that update whole parameters."""
         for name, own in updates.state.items():
             for kind, value in own.items():
                 yield StateTensor(
@@ -262,7 +262,7 @@ class StateInventory:
                 )
 
     def averages(self) -> Iterator[StateTensor]:
-        """Yields the moving averages of the updated tensors."""
+        """Yields the moving averages of the weights on this rank."""
         return self.element_state(self.average.tensors() if self.average is not None else {})
 
     def gradients(self) -> Iterator[StateTensor]:
@@ -278,7 +278,7 @@ class StateInventory:
             yield StateTensor(kind="residual", tensor=residual)
 
     def secondary(self) -> Iterator[StateTensor]:
-        """Yields the secondary shards on this rank."""
+        """Yields the secondary shards (hpZ: parameters partitioned within a node) on this rank."""
         for shard in self.gatherer.secondary if self.gatherer is not None else ():
             yield StateTensor(kind="secondary shard", tensor=shard)
 

@@ -203,8 +203,8 @@ def raw(landing: Landing) -> Format:
 
 
 def safetensors(tensors: Tensors, landing: Landing) -> Format:
-    """Returns the safetensors package as a format: ``save_file``, ``load_file`` and ``get_slice``, copied into
-    place.
+    """Returns the format of the safetensors package: ``save_file``, ``load_file`` and ``get_slice``, copied into
+    existing tensors.
     """
 
     def write(folder: Path) -> None:
@@ -225,7 +225,7 @@ def safetensors(tensors: Tensors, landing: Landing) -> Format:
 
 
 def torch_save(tensors: Tensors, landing: Landing) -> Format:
-    """Returns ``torch.save`` and ``torch.load(mmap=True)``, copied into place, as a format."""
+    """Returns the format of ``torch.save`` and ``torch.load(mmap=True)``, followed by a copy into existing tensors."""
 
     def write(folder: Path) -> None:
         with open(folder / FILE, "xb") as file:

@@ -30,7 +30,7 @@ OWN_RULES = ("adamw8bit", "bf16 no master")
 
 
 def changes_of(name: str) -> Config:
-    """Returns the changes of the configuration for the case ``name``."""
+    """Returns the configuration for the case ``name``, as changes to the default."""
     bf16, host = {"bf16": {"enabled": True}}, {"device": "cpu"}
     triton = "triton" if on_gpu() else "reference"
     adamw = {"type": "AdamW", "params": {"lr": 3e-3}}

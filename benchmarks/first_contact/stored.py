@@ -40,7 +40,7 @@ def read_parts(folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def cell(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Formats a part as a table cell: number of successes, failed cases, figures of a step."""
+    """Formats the cases of one part as a table cell: number that passed, names that failed, timings of a step."""
     wrong = [str(row["name"]) for row in rows if row["ok"] is False]
     figures = [f"{key} {row[key]}" for row in rows for key in TOLD if isinstance(row.get(key), int | float)]
     told = [counted(rows), *([f"failed: {', '.join(wrong)}"] if wrong else []), *figures]

@@ -149,7 +149,7 @@ class SplitAttention(nn.Module):
 
 
 class SplitBlock(nn.Module):
-    """``FusedBlock`` with ``SplitAttention``."""
+    """``FusedBlock`` with separate query, key and value layers."""
 
     def __init__(self, fused: FusedBlock) -> None:
         super().__init__()

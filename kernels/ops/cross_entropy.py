@@ -33,7 +33,7 @@ class Question(NamedTuple):
     target: Tensor | None = None
     """Target columns in the full vocabulary, [N] int64, equal on all ranks."""
     weight: Tensor | None = None
-    """Weights [W] of the local columns."""
+    """Class weights [W] for the weighted sum over the local columns."""
     even: bool = False
     """True: weight 1 for every column, in place of ``weight``."""
     start: int = 0

@@ -1,6 +1,6 @@
 """Fused linear layer and cross-entropy in chunks of tokens, without ever storing the full logits.
 
-Only one chunk's logits are in memory at a time, as in Liger and in Apple's CCE (Wijmans et al. 2024).
+One chunk's logits are in memory at a time, as in Liger and Apple's CCE (Wijmans et al. 2024).
 
     a chunk    logits_CW = x W' + b  ->  terms of the softmax  ->  gradient written over the logits  ->  dx, dW, db
 

@@ -54,7 +54,7 @@ def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: 
 
 
 def both_sides(left: Tensor | None, matrix_AB: Tensor, right: Tensor | None) -> Tensor:
-    """Returns left @ matrix @ right; None: the identity."""
+    """Returns left @ matrix @ right; a side of None is left out."""
     found = matrix_AB if left is None else left @ matrix_AB
     return found if right is None else found @ right
 

@@ -1,13 +1,12 @@
 """Guard of torchrun on a host: runs it for as long as its launcher is connected.
 
-It is sent to the host as text and run there, so it imports only Python's own modules.
+The source is sent to the host and run there, so it imports only the standard library.
 
     launcher --ssh--> guard --> torchrun --> ranks
 
 The launcher sends a word per line: ``beat`` every few seconds, ``TERM`` or ``INT`` to pass a signal on, ``KILL`` to end
-everything. A connection that is closed, or silent for too long, counts as TERM. No descendant outlives the guard: it
-adopts orphans, and ends them. Its status is torchrun's, or 128 plus the signal's number, and never 255, which is ssh's
-own.
+everything. A closed or silent connection counts as TERM. No descendant outlives the guard, which adopts and ends
+orphans. The exit code is torchrun's, or 128 plus the signal's number; never 255, which is ssh's.
 """
 
 import contextlib

@@ -36,7 +36,7 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Answers the question on stdin with one line of JSON."""
+    """Reads the launcher's request from stdin, and prints facts about this host as one line of JSON."""
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
 

@@ -5,8 +5,7 @@ Kubernetes   manifests: a JobSet, or a TrainJob of Kubeflow Trainer v2 with the 
 
 A JobSet ``jobset.x-k8s.io/v1alpha2`` gives its pods the DNS names ``<set>-<job>-<job index>-<pod index>.<set>`` by a
 headless service. A ``TrainJob`` of ``trainer.kubeflow.org/v1alpha1`` fills the container ``node`` of the job that is
-labelled as the trainer. A volume can only be in its runtime for all versions, since 2.2 has renamed the fields that
-patch one.
+labelled as the trainer. Volumes are in its runtime, because version 2.2 has renamed the fields that patch them.
 """
 
 import json

@@ -1,15 +1,14 @@
 """Model of a plan, on the meta device, and its activations, counted on shapes. Needs torch.
 
 The model comes from a Hugging Face folder, a function, or sizes. Activations of a whole plan are counted if that takes
-seconds. Otherwise the activations of one more block are counted, on a model of a few blocks without a pipeline, in
-about a second:
+seconds; otherwise those of one more block, on a model of a few blocks without a pipeline:
 
     blocks     | first | A A | last       plays a step, whose peak is counted; the increase of live bytes from the end
                                           of one period to the end of the next is the activations of a period
     layouts    with the same tensor ranks, sequence parallelism and recomputation share a sample
 
-A layout whose whole plan takes long to count thus has an estimate based on the code of the model, and the first layout
-that is counted completely is usually the one that fits.
+So a layout that takes long to count has an estimate based on the model's code, and the first layout that is counted in
+full usually fits.
 """
 
 import logging

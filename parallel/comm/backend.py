@@ -154,12 +154,12 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Copy this rank's slice of ``full``."""
+        """Copies this rank's slice of ``full`` to ``shard``."""
         shard.copy_(self._own(full, axis))
         return lambda: None
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copy ``shard`` to this rank's slice of ``full``."""
+        """Copies ``shard`` to this rank's slice of ``full``."""
         self._own(full, axis).copy_(shard)
         return lambda: None
 
@@ -181,7 +181,7 @@ class RecordingBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Copy each shard to this rank's slice of its full tensor."""
+        """Copies each shard to this rank's slice of its full tensor."""
         line = axis or self._grid.shard_line
         ranks = within or self._grid.size(line)
         for full, shard in pairs:
@@ -201,7 +201,7 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Fills ``tensor`` with zeros."""
+        """Fills ``tensor`` with zeros, in place of a message."""
         tensor.zero_()
         return lambda: None
 

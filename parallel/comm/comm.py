@@ -54,7 +54,7 @@ class Pending:
 
     @property
     def under_way(self) -> bool:
-        """True until ``wait`` or ``drop``."""
+        """True until ``wait`` or ``drop`` has been called."""
         return self._wait is not None
 
     def beside(self, work: Callable[[], None]) -> "Pending":

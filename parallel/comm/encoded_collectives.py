@@ -1,12 +1,11 @@
-"""Collectives of activations in fewer bits, over one axis.
+"""Quantized collectives of activations over one axis.
 
     all-reduce        encode -> all-to-all -> add in fp32 -> encode -> all-gather -> decode
     reduce-scatter    encode -> all-to-all -> add in fp32
     all-gather        encode -> all-gather -> decode
 
-Every rank decodes all messages of a gather, including its own, so all ranks get the same bits. These functions have no
-backward: the layers' autograd functions call them for activations in forward and for gradients in backward, as if they
-were exact (straight-through).
+Every rank decodes all messages of a gather, including its own, so all ranks get equal bits. The layers' autograd
+functions call these collectives in forward and backward as if they were exact (straight-through).
 
 Shape suffixes: T ranks, p elements of a shard, s of a shard in whole blocks, m bytes of its message.
 

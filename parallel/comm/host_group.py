@@ -75,7 +75,7 @@ class TorchHostGroup:
         return self._begin(target, source, lambda part: dist.irecv(part, source, self._group))
 
     def close(self) -> None:
-        """Destroy the group on this rank. A second call does nothing."""
+        """Destroys the group on this rank. A second call does nothing."""
         self._closed, self._group = True, None
         self._owned.close()
 

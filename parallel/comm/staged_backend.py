@@ -50,7 +50,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.all_gather(host, _on_host(shard), axis), (full, host))
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Forwards to the inner backend."""
+        """Calls the same method of the wrapped backend."""
         self._inner.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
@@ -64,19 +64,19 @@ class StagedBackend(Backend):
         return _brought(self._inner.exchange(host, _on_host(given), gets, gives, axis), (received, host))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Forwards to the inner backend."""
+        """Calls the same method of the wrapped backend."""
         self._inner.open_gathers(within, axis)
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gathers a host copy of each pair."""
+        """All-gathers a host copy of each (full, shard) pair."""
         hosts = [(host_memory_like(full), _on_host(shard)) for full, shard in pairs]
         filled = [(full, host) for (full, _), (host, _) in zip(pairs, hosts, strict=True)]
         return _brought(self._inner.gather_parameters(hosts, within, axis), *filled)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Forwards to the inner backend."""
+        """Calls the same method of the wrapped backend."""
         return self._inner.exchange_gathers(data, within)
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
@@ -89,11 +89,11 @@ class StagedBackend(Backend):
         return _brought(self._inner.receive(host, source, channel), (tensor, host))
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Forwards to the inner backend."""
+        """Calls the same method of the wrapped backend."""
         self._inner.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
-        """Forwards to the inner backend."""
+        """Calls the same method of the wrapped backend."""
         self._inner.link(links)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
@@ -102,7 +102,7 @@ class StagedBackend(Backend):
         return _brought(self._inner.sum_over_stages(host, stages), (tensor, host))
 
     def close(self) -> None:
-        """Closes the inner backend."""
+        """Closes the wrapped backend."""
         self._inner.close()
 
 

@@ -42,7 +42,7 @@ logger = logging.getLogger("trine")
 
 
 class PeerEndedError(RuntimeError):
-    """Error of a wait for a rank that has ended."""
+    """Raised by a wait for a rank that has ended."""
 
 
 class PeerWatch:
@@ -127,7 +127,7 @@ class SharedBytes:
 
     @property
     def looks_a_second(self) -> float:
-        """Approximate polls of a signal per second by a kernel."""
+        """Approximate number of times per second that a waiting kernel polls a signal."""
         return _LOOKS_A_SECOND[not is_host(self.own.device)]
 
 

@@ -323,7 +323,7 @@ class _Post:
 
 
 class ThreadBackend(Backend):
-    """Backend of one rank that is a thread.
+    """Backend of one rank that runs as a thread of this process.
 
     The first use opens a group or channel. ``share_bytes`` returns None: a process interprets one kernel at a time, so
     kernels would deadlock.
@@ -394,7 +394,7 @@ class ThreadBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gathers each pair over ``axis``, or over data ranks, independent of other collectives."""
+        """All-gathers each (full, shard) pair over ``axis``, or over data ranks, independent of other collectives."""
         line = axis or self._grid.shard_line
         size = within or self._grid.size(line)
         first = self._grid.index(line) // size * size

@@ -15,7 +15,7 @@ from engine.parallel.tensor.layers.linear import has_plain_forward
 Function = Callable[..., Any]
 
 SCALES = (1.0, 30.0, 1e4)
-"""Scales of the random inputs; large inputs reveal clamps."""
+"""Factors that scale the random inputs of a trial; large inputs reveal clamps."""
 
 
 INJECTION_TOLERANCE = 1e-5

@@ -6,8 +6,8 @@
                  first of which makes an output that is split in half (Phi-3, GLM)
     activation   linear layers whose output goes through an activation and nowhere else: both become one operator
 
-A rotation is recognised by its parameters (q, k, cos, sin, ...) and by what it computes. A module that calls it gets a
-copy of its forward in which the function's name refers to our operator; the source file is untouched.
+A rotation is recognised by its parameters (q, k, cos, sin, ...) and its results. A module that calls it gets a copy of
+its forward in which the function's name refers to our operator.
 
 Trials of MLPs use small layers. In the model, the operator calls the layers as modules, so their hooks and sharding
 remain. The trial of an activation runs twice: with the original layers, and with the activation moved into the linear
@@ -134,7 +134,7 @@ def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def find_rotary(function: FunctionType) -> Rotary | None:
-    """Returns the rotary embedding that ``function`` computes with default arguments after sin; None if it computes
+    """Returns the rotary embedding that ``function(q, k, cos, sin, ...)`` computes by default; None if it computes
     none.
     """
     given = [random(2, heads, 5, 8, seed=heads) for heads in (3, 1)]

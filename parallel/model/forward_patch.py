@@ -62,7 +62,7 @@ class PatchLayer(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Change of one module that can be undone."""
+    """Reversible change to one module."""
 
     module: nn.Module
     layer: PatchLayer
@@ -219,7 +219,7 @@ class Interception:
     """
 
     def install(self, unit: str, module: nn.Module, note: str) -> None:
-        """Passes the calls of ``module``, named ``unit``, to the handler."""
+        """Passes calls of ``module``, with unit name ``unit``, to the handler."""
         compiled = getattr(module, _COMPILED, None)
         own: Callable[..., Any] = getattr(module, _FORWARD if compiled is None else _COMPILED)
 

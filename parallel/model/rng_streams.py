@@ -323,7 +323,7 @@ class HostDraws:
         self._seed(seed, watch=self._watched is not None)
 
     def again(self, seed: int) -> None:
-        """Seeds both generators for recomputation of a unit; ``end_backward`` restores the user's generators."""
+        """Reseeds Python's and NumPy's generators for recomputation of a unit; ``end_backward`` restores the user's."""
         if self._drawn:
             if self._users is None:
                 self._users = self._aside()

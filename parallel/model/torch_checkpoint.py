@@ -55,7 +55,9 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 
 @contextmanager
 def spread_checkpoints(run: Regions) -> Iterator[None]:
-    """Runs checkpoints outside units without recomputation inside the context; their options are in ``run.regions``."""
+    """Runs user checkpoints outside of pipeline units without recomputation, inside the context; ``run.regions`` has
+    their options.
+    """
     original = getattr(module, _GENERATOR)
 
     def generator(function: Function, preserve: bool, context_fn: Function, *rest: Any, **kwargs: Any) -> Iterator[Any]:

@@ -3,9 +3,8 @@
     forward    a module of group k is entered      -> free k - 1, start the gather of k + 1, wait for k
     backward   the gradient of its output arrives  -> free k + 1, start the gather of k - 1, wait for k
 
-Autograd walks the graph from the newest operation to the oldest, so everything that ran after a call is done when the
-gradient of the call's output arrives. Recomputed forwards run inside a backward; the groups they enter are gathered
-too.
+Autograd runs the newest operations first, so when the gradient of a call's output arrives, backward of all later calls
+is done. Groups of forwards that backward recomputes are gathered too.
 
 Every rank gathers the groups in the same order, even for modules that it skips, in separate process groups. In a
 forward, a rank that needs parameters outside this order (a module that runs again or early, a weight that other code

@@ -14,7 +14,7 @@ from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 
 class OutsideCalls:
-    """Module calls in progress outside passes, nested."""
+    """Context of module calls outside training passes, which may be nested; gathers their parameters."""
 
     def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
         self._whole, self._comm = whole, comm

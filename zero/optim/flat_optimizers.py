@@ -38,7 +38,7 @@ class UpdatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """Order of an update: sets of tensors, updated one set after another."""
+    """Order in which an update visits its sets of tensors, with callbacks before and after each set."""
 
     sets: Sequence[Sequence[Tensor]]
     begins: Callable[[int], bool] | None
@@ -195,7 +195,9 @@ class FusedAdam:
     kernels: Kernels
     decision: DeviceDecision
     narrow: Mapping[Tensor, Tensor | None]
-    """Narrow weights that receive the rounded values of each optimizer tensor; None if the tensor is no master."""
+    """Low-precision weights that receive the rounded values of each optimizer tensor; None if the tensor is no
+    master.
+    """
     rounding: RoundedUpdates | None
     """Update of bf16 weights with stochastic rounding; None if all weights have masters."""
 

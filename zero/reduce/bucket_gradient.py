@@ -44,7 +44,7 @@ class BucketGradient:
         return self._sums.open_sum(self.name, node)
 
     def end(self, node: Any | None) -> None:
-        """Records that a product has added, and that the sum is complete after the last one."""
+        """Records that one product has been added; after the last one the gradient sum is complete."""
         self._sums.added(self.name)
         if node is None:
             self._sums.complete(self.name)

@@ -112,7 +112,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique name of the case."""
+        """Unique name: operator, form, slice and dtype."""
         return f"{self.operator} [{self.form}] {self.where.name} {short(self.dtype)}"
 
     @property

@@ -27,7 +27,7 @@ class Event:
     """Name of the axis; empty for computation."""
     stream: str
     count: int
-    """Number of events in this stream so far, including this one."""
+    """Number of events in the event's stream so far, including this one."""
     label: str
     bytes: int
     dtype: str
@@ -35,7 +35,7 @@ class Event:
     """Global rank at the other end of a message; -1 for collectives and computation."""
     begun: int
     ended: int
-    """Time of the end; 0: still in progress."""
+    """End time in nanoseconds; 0: still in progress."""
 
     def __str__(self) -> str:
         if self.kind == EventKind.ACTION:
@@ -120,7 +120,7 @@ class FlightFile:
             os.close(file)
 
     def close(self) -> None:
-        """Unmaps the flight file from memory."""
+        """Closes the memory map of the file."""
         self._map.close()
 
     def read(self) -> Flight:

@@ -33,7 +33,7 @@ _REUSE = 8
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one stage of a partition."""
+    """Plan of one pipeline stage: calls to run, values to receive and send."""
 
     stage: int
     last: bool
@@ -51,7 +51,7 @@ class StagePlan:
     to the trace, then run, skipped, or replaced by a received value.
     """
     last_event: int
-    """Number of the last event that the stage needs."""
+    """Number of the last traced event that the stage needs."""
 
 
 @dataclass

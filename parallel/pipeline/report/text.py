@@ -92,7 +92,7 @@ class Panel:
         return ", ".join(filter(None, [schedule.name, self.title])) + ": " + ", ".join(filter(None, parts))
 
     def duration(self, time: float) -> str:
-        """Returns a time as text; empty if the unit is unknown."""
+        """Returns a duration as text; empty if the unit of time is unknown."""
         if not self.seconds:
             return ""
         unit, factor = next((pair for pair in (("s", 1.0), ("ms", 1e3)) if time * pair[1] >= 1), ("us", 1e6))

@@ -136,7 +136,7 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Ends the program if no event from number ``event`` on is needed."""
+        """Raises StopForward if the stage needs no traced event from number ``event`` on."""
         if not self.plan.last and (event is None or event > self.plan.last_event):
             raise StopForward(self)
 

@@ -17,8 +17,8 @@ The built-in kinds use three placements:
     loop    stage s on rank s % p                0  1  2     3  4  5
     v       down and back up                     0  1  2     5  4  3
 
-In a line and in a loop every stage sends to the next rank; in a loop the last rank sends to the first. In a V the last
-rank has two consecutive stages, and rank 0 reads the batch and computes the loss.
+In a line and a loop every stage sends to the next rank, in a loop the last rank also to the first. In a V the last rank
+has two consecutive stages, and rank 0 both reads the batch and computes the loss.
 """
 
 import re

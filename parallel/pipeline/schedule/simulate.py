@@ -47,7 +47,7 @@ class Cost:
     transfer: float = 0
     """Time from the end of an action until its result arrives on another rank."""
     stages: tuple[float, ...] = ()
-    """Factor on the times of each stage; empty: all stages are equal."""
+    """Factor on the times of each stage; empty: 1 for every stage."""
     times: tuple[StageTimes, ...] = ()
     """Times of each stage, in place of all fields above except ``transfer``; empty: unused."""
 

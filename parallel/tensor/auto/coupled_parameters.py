@@ -185,7 +185,9 @@ class CoupledParameters:
     columns: tuple[str, ...]
     """Names of the column layers' parameters, which compute the row layer's input."""
     cuts: Mapping[str, ParameterCut]
-    """Sharding of every parameter of the group; a column that is full on all ranks has one range with all holders."""
+    """Sharding of every parameter of the group; a column layer that is full on all ranks has one range with all
+    holders.
+    """
     partial: tuple[str, ...]
     """Replicated parameters used between columns and row, with a partial gradient on each rank."""
     beside: tuple[str, ...] = ()

@@ -3,12 +3,12 @@
 The proof compares the outputs and the input gradients of every rank, and every parameter's gradient, assembled from the
 rows of the ranks: rows with several holders and partial gradients are summed, as in training.
 
-The arithmetic is float64, so that the bound can be tight: a value is correct if the error is at most TOLERANCE times
-the largest value of the tensor. A tensor with all values below ZERO times the largest gradient of the block (the
-gradient of a key's bias) counts as zero, and must be zero on both sides.
+Arithmetic is float64, so that the bound is tight: a value is correct if its error is at most TOLERANCE times the
+tensor's largest value. A tensor with all values below ZERO times the largest gradient of the block (the gradient of a
+key's bias) counts as zero, and must be zero on both sides.
 
-:class:`Exact` keeps the block in float64 and switches dropout off: norms and softmax of many models convert to fp32,
-and their rounding would exceed the bound.
+:class:`Exact` keeps the block in float64, although many models convert to fp32 in norms and softmax, and disables
+dropout.
 """
 
 import copy

@@ -62,7 +62,7 @@ class LazyLMHead(nn.Module):
         return ShardedLogits.late(hidden, product_of(hidden, weight))
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """Returns the product of the original head."""
+        """Computes the logits with the head's own forward."""
         own: Any = super()
         logits: Tensor = own.multiply(x_D) if isinstance(self, HeadLayer) else own.forward(x_D)
         return logits

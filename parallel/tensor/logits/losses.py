@@ -16,14 +16,13 @@ Terms of the softmax over a sharded vocabulary (Megatron-LM, Shoeybi et al. 2019
 Each rank computes maximum and terms of its shard, and two all-reduces combine them in fp32: one for the maximum, one
 for all terms. Backward needs no communication: every rank has the softmax of its own columns. The implementation in
 torch saves this softmax; kernels recompute it (``kernels.ops.cross_entropy``) and save two numbers per token.
-Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss sends 2 alone, and none in addition to
-cross-entropy.
+Cross-entropy all-reduces 3 scalars per token, or 4 with label smoothing; a z-loss 2 alone, none after cross-entropy.
 
-The maximum is a constant for gradients: in every formula above its contributions cancel.
+The maximum has no gradient: its contributions cancel in every formula above.
 
-Lazy logits use the same terms and send the same bytes: every rank first computes its chunks of tokens, then reduces one
-maximum and one sum for all tokens; backward computes the chunks once more. The logits never exist all at once. The
-gradient of the hidden states is summed over "tp" at the entrance of the head.
+Lazy logits use the same terms and send the same bytes: every rank computes its chunks of tokens, then all-reduces one
+maximum and one sum for all tokens; backward recomputes the chunks. The gradient of the hidden states is summed over
+"tp" before the head.
 
 Shape suffixes: N tokens, V the vocabulary, W this rank's columns of the vocabulary, K terms.
 """

@@ -7,11 +7,10 @@ A chunk is the same slice of every rank's rows, so its product has rows of all r
 
     rank 0  a0 a1 | rank 1  b0 b1      chunk 0: a0 b0      chunk 1: a1 b1      result: a0 a1 b0 b1
 
-One chunk is the plain form (gather, multiply; multiply, scatter), for devices without overlap and for small tensors
+One chunk means gather, then multiply, or multiply, then scatter: for devices without overlap and small tensors
 (:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last sum of the input
-gradient is in flight, from the gathered input, which is saved or, with ``regather``, gathered again next to the input
-gradient (T times less memory, one more all-gather). Results equal the results of one chunk up to rounding: a BLAS may
-add in another order.
+gradient is in flight, from the gathered input, which is saved or, with ``regather``, gathered again (T times less
+memory, one more all-gather). Results equal those of one chunk up to rounding.
 
 In a region the first column layer gathers its input this way, and the others share the gathered rows
 (:class:`SharedInPieces`); the row layer scatters its product (:func:`scatter_product`).

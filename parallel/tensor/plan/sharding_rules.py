@@ -369,7 +369,7 @@ def _alone(name: str, kind: str) -> PlanError:
 
 
 def check_embedding(module: nn.Embedding, name: str) -> None:
-    """Refuses the options that need all rows on one rank.
+    """Raises if the embedding has an option that needs all rows on one rank, such as ``max_norm``.
 
     Raises:
         PlanError: ``module`` has such an option.

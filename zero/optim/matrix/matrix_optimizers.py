@@ -20,7 +20,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
     """
 
     apart = False
-    """True if tensors are shards of matrices, or contain several."""
+    """True if a tensor is a shard of a matrix, or contains several matrices."""
     reads_weights = False
     """True if the update of a matrix needs its weights too."""
     families = frozenset[str]()

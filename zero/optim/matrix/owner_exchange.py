@@ -28,7 +28,7 @@ ROUNDS = 4
 SURPLUS = 1.25
 """Maximum bytes of all rounds' messages, relative to a single round; padding to equal sizes grows with rounds."""
 ROUND_ELEMENTS = 1 << 24
-"""Maximum elements that an owner gathers in a round; it also stores the neighbouring rounds'."""
+"""Maximum elements that an owner gathers in one round; it also stores those of the neighbouring rounds."""
 Arrived = TypeVar("Arrived")
 
 

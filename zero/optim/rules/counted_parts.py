@@ -27,7 +27,7 @@ class SumRoutes:
     rows: tuple[ShardRow, ...]
     """Parameters of one pipeline coordinate, as rows of the shard table."""
     axes: tuple[tuple[Axis, int], ...]
-    """Pairs (axis, ranks) over which elements are divided: the shard axis, and "tp"."""
+    """(axis, number of ranks) pairs that shard the elements: the ZeRO shard axis, and "tp"."""
     copied: bool
     """True if ranks of the first axis store equal elements, which only the first of them adds to the sum."""
     dtype: torch.dtype
