@@ -157,7 +157,7 @@ def saves_slowly(line: Line, folder: str, seconds: float) -> None:
 
 
 def test_stopped_while_a_save_is_under_way(tmp_path: Path) -> None:
-    with Launch(saves_slowly, 2, str(tmp_path), 0.3, env=ENV) as launch:
+    with Launch(saves_slowly, 2, str(tmp_path), 0.1, env=ENV) as launch:
         launch.hear("saving")
         launch.send(signal.SIGTERM, 1)
         launch.tell("go on")
