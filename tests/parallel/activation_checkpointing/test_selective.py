@@ -114,11 +114,11 @@ WAYS: dict[str, tuple[int, Settings]] = {
 }  # fmt: skip
 
 
-SHORT = ("ZeRO 3",)
+SHORT_WAYS = ("ZeRO 3",)
 """Schedules of several stages a rank are in rows of ``test_covering_array``."""
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in SHORT)) for way in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in SHORT_WAYS)) for way in WAYS])
 def test_every_way_of_running_keeps_the_same(run_ranks: RunRanks, way: str) -> None:
     ranks, settings = WAYS[way]
     run_ranks(trains, ranks, "decoder", settings, [SAVES["default"], SAVES["every"]])
