@@ -134,6 +134,8 @@ _ANSWER = struct.Struct("<q")
 _LINE = 1 << 16
 _PATIENCE = 60.0
 """Seconds for an answer."""
+_POLL_SECONDS = 0.02
+"""Seconds that a closed server needs to stop at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,9 @@ class FileServer:
         self._server = ThreadingTCPServer((address, 0), Handler, bind_and_activate=True)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="memory checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="memory checkpoint", daemon=True
+        )
         self._thread.start()
 
     def answer(self, link: socket.socket, line: bytes) -> bool:
