@@ -1,4 +1,4 @@
-"""Rules between the keys of a configuration, for any model. Every way to read a configuration applies them."""
+"""Rules between keys of a configuration that hold for any model. Every reader of a configuration applies them."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
 
 def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastConfig, problems: Problems) -> None:
-    """Notes dtypes that exclude each other."""
+    """Adds a problem if bf16, fp16 and autocast exclude each other."""
     if autocast.enabled and fp16.enabled:
         problems.add(
             "torch_autocast.enabled",
@@ -45,7 +45,7 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
 
 
 def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
-    """Notes copies in memory of a run without a folder, which stores the identity of the run's copies."""
+    """Adds a problem if checkpoints in memory lack ``checkpoint.folder``, which stores the run's identity."""
     if checkpoint.memory_every and checkpoint.folder is None:
         problems.add(
             "checkpoint.memory_every",
@@ -55,7 +55,7 @@ def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
 
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    """Notes keys of a mode that is not chosen, and two choices of the recomputed operators."""
+    """Adds problems for activation-checkpointing keys that the mode does not read, or that contradict each other."""
     takes = {
         "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
         "every": given.mode in ("selective", "offload"),
@@ -88,7 +88,7 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
 
 
 def check_zero(zero: ZeroConfig, problems: Problems) -> None:
-    """Notes settings that need another stage, or a folder."""
+    """Adds problems for ZeRO settings that need another stage, or a folder on disk."""
     _check_offload(zero.offload_optimizer, problems)
     if zero.reduce == "microbatch" and zero.stage < 2:
         problems.add(
@@ -149,7 +149,7 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
 
 
 def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
-    """Notes secondary shards that no gather would read."""
+    """Adds a problem if secondary shards (hpZ) are configured but no gather would read them."""
     asked = zero.zero_hpz_partition_size
     if asked in (0, 1):
         return
@@ -168,7 +168,7 @@ def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
-    """Notes encoded traffic at a stage without such traffic, and settings of traffic that is not encoded."""
+    """Adds problems for quantized ZeRO traffic that the stage does not send, and settings of unquantized traffic."""
     for key, what in (("zero_quantized_weights", "gather parameters"), ("zero_quantized_gradients", "reduce shards")):
         if getattr(zero, key) and zero.stage == 0:
             problems.add(
@@ -198,7 +198,7 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
-    """Notes settings of the axes that need others."""
+    """Adds problems for ``parallel`` keys that contradict each other."""
     automatic = [axis for axis in ("data", "tensor", "pipeline", "context") if getattr(parallel, axis) == "auto"]
     if len(automatic) > 1:
         named = " and ".join(automatic)
@@ -234,7 +234,7 @@ def check_context(parallel: ParallelConfig, problems: Problems) -> None:
 
 
 def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
-    """Notes settings of checks that are never made."""
+    """Adds problems for ``integrity`` settings without ``every``, which have no effect."""
     if integrity.every:
         return
     for key, asks in (("rerun", integrity.rerun), ("on_failure", integrity.on_failure != "raise")):
@@ -247,7 +247,7 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 
 
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Notes data ranks that do not divide evenly into nodes or shard groups, for a configuration with known sizes."""
+    """Adds problems if data ranks do not divide evenly into nodes, shard or expert groups. Sizes must be known."""
     asked, ranks, shared = zero.zero_hpz_partition_size, parallel.data, zero.shard_size
     fits = shared is None or (isinstance(ranks, int) and ranks % shared == 0)
     if fits and isinstance(ranks, int) and (problem := expert_problem(parallel.expert, ranks, shared)) is not None:
@@ -296,7 +296,7 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
 
 
 def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Notes steps that run twice with error feedback, since each run would add a rounding error."""
+    """Adds a problem if steps run twice with error feedback, because each run would add a rounding error."""
     if integrity.rerun and zero.zero_gradient_error_feedback:
         problems.add(
             "integrity.rerun",
@@ -306,7 +306,7 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
 
 
 def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -> None:
-    """Notes an average that would read weights during their update."""
+    """Adds a problem if a moving average would read weights during a delayed update."""
     if ema is not None and zero.offload_optimizer.delayed_update:
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
@@ -315,7 +315,7 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Notes settings of formats that are not chosen, and overlaps that cannot encode their messages."""
+    """Adds problems for ``wire`` settings that the format ignores, and for overlaps that cannot encode messages."""
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
     if wire.block_size != 256 and not blocks:
         problems.add(
@@ -344,10 +344,10 @@ def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityC
 
 
 def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
-    """Refuses a schedule or a tensor plan that is invalid for every model; sizes that are not known yet are left out.
+    """Raises if a schedule or a tensor plan is invalid for every model; checks that need unknown sizes are left out.
 
     Raises:
-        ConfigError, PlanError, ScheduleError: the sentence that ``engine.initialize`` would raise.
+        ConfigError, PlanError, ScheduleError: the same sentence as ``engine.initialize`` raises.
     """
     kind, ranks = parallel.schedule, parallel.pipeline
     if isinstance(ranks, int) and microbatches is not None and (kind != "auto" or ranks == 1):
@@ -358,7 +358,7 @@ def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
 
 
 def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Problems) -> None:
-    """Notes a profile that is not a range of steps, or that lacks a folder or a flight recorder."""
+    """Adds a problem if ``monitor.profile`` is not a range of steps, or lacks a folder or a flight recorder."""
     if (given := monitor.profile) is None:
         return
     steps = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", given)
@@ -390,7 +390,7 @@ _ORDERED = (
 def check_optimizer(
     optimizer: OptimizerConfig | None, zero: ZeroConfig, bf16: Bf16Config, ema: EmaConfig | None, problems: Problems
 ) -> None:
-    """Notes params of an optimizer that need others, and settings that lists of optimizers or some types lack."""
+    """Adds problems for contradicting optimizer params, and for settings that a list or a type does not support."""
     if optimizer is None:
         return
     for index, entry in enumerate(optimizer.entries):
@@ -464,7 +464,7 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
 
 
 def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None, problems: Problems) -> None:
-    """Notes params of a schedule that contradict each other or the optimizer."""
+    """Adds problems for scheduler params that contradict each other or the optimizer."""
     if scheduler is None:
         return
     params, at = scheduler.params, "scheduler.params"

@@ -168,7 +168,7 @@ def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> 
 
 
 def result_json(seen: Examined, findings: Sequence[HostFinding]) -> dict[str, Any]:
-    """Returns all results as plain values."""
+    """Returns all results as a JSON object."""
     starts = not any(finding.severity == "error" for finding in findings)
     return {"starts": starts, "findings": [asdict(finding) for finding in findings], **seen.to_json()}
 

@@ -39,7 +39,7 @@ EMBEDDING = "embedding"
 LOGITS = "logits"
 LOSS = "loss"
 ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
-"""Labels of activations, which may be rounded when sent; logits, losses and statistics may not."""
+"""Labels of collectives of activations, which may be rounded; logits, losses and statistics may not."""
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """A collective of a dry run: one that the forward makes, or one that the backward of its result will make."""
+    """Collective of a dry run, made by the forward or by the backward of its result."""
 
     op: Op
     label: str
@@ -30,30 +30,30 @@ class Expected(NamedTuple):
 
 
 Node = Any
-"""A node of autograd's graph, whose backward makes a collective."""
+"""Autograd node whose backward runs a collective."""
 Listener = Callable[[Expected, Node | None], None]
-"""A function of a dry run's collective and of the autograd node that makes it; None: the forward makes it."""
+"""Function (collective, autograd node) that a dry run calls; node None: the forward makes the collective."""
 
 
 class Overlap(NamedTuple):
-    """Bound for overlap of compute and collectives: on ``devices``, for tensors of at least ``bytes``."""
+    """Condition for overlap of compute and collectives: on ``devices``, for tensors of at least ``bytes``."""
 
     devices: frozenset[str] = frozenset(ACCELERATORS)
     bytes: int = 1 << 20
 
 
 class Repeats(Protocol):
-    """Store of results of a forward's collectives, for the recomputation of that forward in backward."""
+    """Cache of results of a forward's collectives, for recomputation in backward."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Fills ``result`` from ``given``: by ``start``, or with the stored result.
+        """Writes to ``result`` the collective ``start`` of ``given``, or its cached result.
 
-        The collective overwrites ``given`` if both are the same tensor, and may use it as scratch memory otherwise.
+        ``given`` may be the same tensor as ``result``; otherwise the collective may use it as scratch memory.
         """
 
 
 class TensorAxis:
-    """Collectives between the tensor ranks of one data coordinate and pipeline stage.
+    """Collectives of the tensor axis, between the tensor ranks of one data and pipeline coordinate.
 
     While ``dry`` is set nothing is communicated: sums leave the local tensor as it is, gathers repeat it, and scatters
     keep one slice, so that all shapes are right; each collective is reported to ``listener``. Runs on shapes use this
@@ -62,16 +62,18 @@ class TensorAxis:
 
     overlap = Overlap()
     kernels: Kernels = REFERENCE
-    """The implementation of the operators of the layers on this axis."""
+    """Implementation of the layers' operators on this axis."""
     repeats: Repeats | None = None
     symmetric: SymmetricBuffer | None = None
-    """Memory through which kernels of the ranks communicate; None: layers use collectives."""
+    """Memory through which kernels of all ranks communicate; None: layers use collectives."""
     fill_wait: Callable[[], None] | None = None
-    """A function that computes a piece of another microbatch; called before each wait for a collective."""
+    """Function that computes a piece of another microbatch, called before each wait for a collective."""
     wire: ActivationFormat | None = None
-    """Format that sends activations and activation gradients in fewer bits; None: they are sent unencoded."""
+    """Format of encoded activations and activation gradients; None: they are sent unencoded."""
     measured: OverlapChoices | None = None
-    """Measured shapes on which the communicating kernels are faster and run; None: they run wherever they fit."""
+    """Shapes for which communicating kernels are measured to be faster; None: the kernels run on all supported
+    shapes.
+    """
 
     name: Axis = "tp"
     """Axis of the grid over which the collectives run."""
@@ -104,10 +106,9 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports a collective over the tensor ``whole`` to the listener of a dry axis; otherwise does nothing.
+        """Reports a collective of ``whole`` bytes to the listener of a dry axis; otherwise does nothing.
 
-        ``made``: the tensor with the backward that will run the collective, if that backward is reached; None: it runs
-        now.
+        ``made``: tensor with a backward that makes the collective, if reached; None: the forward does.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -133,13 +134,13 @@ class TensorAxis:
         self.start_all_reduce(tensor, label, op).wait()
 
     def all_gather(self, part: Tensor, label: str) -> Tensor:
-        """Gathers ``part`` [...] of every rank, contiguous and of one shape, into a new tensor [size, ...]."""
+        """All-gathers ``part`` [...], contiguous and of equal shape on all ranks, into a new tensor [size, ...]."""
         full, pending = self.start_all_gather(part, label)
         pending.wait()
         return full
 
     def reduce_scatter(self, full: Tensor, label: str) -> Tensor:
-        """Sums ``full`` [size, ...] over the ranks and returns this rank's slice as a new tensor [...].
+        """Sums ``full`` [size, ...] over the ranks; returns this rank's slice as a new tensor [...].
 
         ``full`` is contiguous and serves as scratch memory.
         """
@@ -172,7 +173,7 @@ class TensorAxis:
         return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
-        """Counts and returns a collective over a tensor like ``full`` that the kernel launched by ``call`` performs."""
+        """Issues a collective that the kernel launched by ``call`` performs, counted by the size of ``full``."""
         return self._comm.in_kernel(op, full, self.name, label, call)
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
@@ -203,7 +204,7 @@ class TensorAxis:
 
 
 class DryAxis(TensorAxis):
-    """Axis of the first of ``size`` ranks without processes; it is always dry."""
+    """Tensor axis without processes, as rank 0 of ``size``; always dry."""
 
     def __init__(self, size: int, listener: Listener | None = None) -> None:
         self.index, self.size, self.dry, self.listener = 0, size, True, listener

@@ -1,4 +1,4 @@
-"""Redistribution of shards to full tensors and back, and sums over the ranks (DTensor: redistribute).
+"""Gathers shards to full tensors and back, and sums over the tensor ranks (DTensor: redistribute).
 
                                               forward                   backward
     full            global -> plain           all-gather                own slice
@@ -6,8 +6,7 @@
     add             partial sums -> plain     all-reduce                identity
     add_rows        ... sharded along rows    reduce-scatter            all-gather
 
-
-``full`` is for plain code: the gradient of the result is equal on all ranks, so each rank takes its own slice.
+ ``full`` is for plain code: the gradient of the result is equal on all ranks, so each rank takes its own slice.
 ``gather_global`` is for further sharded computation: each rank has a partial gradient of the result, and the ranks sum
 them.
 
@@ -48,7 +47,7 @@ STATISTICS = "statistics"
 
 
 class SequenceError(PlanError):
-    """Sequence length that the number of tensor ranks does not divide."""
+    """Error for a sequence length that the number of tensor ranks does not divide."""
 
 
 def full(x: GlobalTensor, reason: str) -> Tensor:
@@ -95,7 +94,7 @@ def gather_global(x: GlobalTensor) -> GlobalTensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """All-reduces ``local`` over the ranks of the axis, in place: no other code may read ``local``."""
+    """All-reduces ``local`` over the ranks of the axis, in place; nothing else may read ``local`` afterwards."""
     if context.plain is PlainGradient.PARTIAL:
         return sum_parts(local, context.axis, label)
     return reduce_from(local, context.axis, label)
@@ -109,7 +108,7 @@ def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
 
 
 def stream_dim(x: GlobalTensor) -> int | None:
-    """Returns the sharded dim if there is one only, sharded into equal blocks in rank order; otherwise None."""
+    """Returns the sharded dim, if it is the only one and in equal blocks in rank order; otherwise None."""
     cut = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None

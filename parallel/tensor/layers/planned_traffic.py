@@ -40,13 +40,13 @@ from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, Model
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective of a forward and its backward."""
+    """Collective of a forward or backward, with label and bytes."""
 
     module: str
-    """The innermost running module; outside all modules the last one that ran."""
+    """Innermost running module; outside all modules, the last one that ran."""
     what: Expected
     repeated: bool = False
-    """True if recomputation of the module's block repeats it."""
+    """True if recomputation of a block repeats the collective."""
 
 
 class CollectiveRecorder:
@@ -101,8 +101,7 @@ class CollectiveRecorder:
                 self._running.clear()
 
     def keep_reached(self, loss: Tensor) -> None:
-        """Discards the collectives of backward that no gradient of ``loss`` reaches, for example because of
-        ``detach``."""
+        """Discards backward collectives that no gradient of ``loss`` reaches, for example after ``detach``."""
         reached = _nodes_before(loss.grad_fn)
         kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
         self._sent, self._nodes = kept, [None] * len(kept)
@@ -155,30 +154,30 @@ class TrafficRecorder(CollectiveRecorder):
 
     @property
     def read_outside(self) -> tuple[str, ...]:
-        """Names of sharded parameters that code outside the owning modules reads."""
+        """Names of sharded parameters that code outside their modules reads."""
         return tuple(self._reads.names)
 
     @property
     def partial(self) -> frozenset[str]:
-        """Names of replicated parameters that met sharded activations, so that each rank has a partial gradient."""
+        """Names of replicated parameters used with sharded activations, so with partial gradients."""
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
 
     @property
     def used_both_ways(self) -> frozenset[str]:
-        """Names of replicated parameters that met sharded and full activations, in code that no style covers."""
+        """Names of replicated parameters used with both sharded and full activations, in code that no style covers."""
         both = self._partial & self._reads.plain
         names = (name for name, p in self._model.named_parameters() if id(p) in both)
         return frozenset(names) - self._plan.partial
 
     @property
     def used_one_way(self) -> frozenset[str]:
-        """Names of replicated parameters that met sharded activations only."""
+        """Names of replicated parameters used with sharded activations only."""
         one = self._partial - self._reads.plain
         return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Gives the model the shapes of one tensor rank's shards inside the context."""
+        """Replaces the model's parameters by the shapes of one tensor rank's shards inside the context."""
         patches, sizes = ForwardPatches(), WholeSizeAnswers(self._model, self._plan)
         context = apply_shapes(self._model, self._plan, self._axis, patches)
         sizes.install(self._model, patches)
@@ -205,7 +204,7 @@ def _nodes_before(last: Node | None) -> set[Node]:
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> dict[int, Tally]:
-    """Returns one tensor rank's traffic for one microbatch, forward and backward, for each call of the timeline."""
+    """Returns one tensor rank's traffic of one microbatch, forward and backward, by index of the traced call."""
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
         calls.setdefault(call.unit, []).append(index)
@@ -230,13 +229,13 @@ def traffic_over(axis: Axis, sent: Sequence[Sent], ranks: int) -> Tally:
 
 @dataclass(frozen=True, slots=True)
 class LogitUse:
-    """Traffic of one tensor rank for the logits of one microbatch, and the functions that need the full logits."""
+    """Traffic of one tensor rank for the logits of one microbatch, and functions that gather the full logits."""
 
     sent: tuple[Expected, ...]
     gathers: tuple[str, ...]
     """Function, file and line of each gather."""
     unknown: tuple[str, ...] = ()
-    """Function, file, line and reason of each operation that cannot be replayed; ``sent`` misses their collectives."""
+    """Function, file, line and reason of each operation that cannot be replayed; ``sent`` lacks its collectives."""
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
@@ -249,7 +248,7 @@ def _traffic(label: str, op: Op, payload: int, tp: int) -> Traffic:
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Replays the glue of ``timeline`` that reads the outputs of the heads of ``plan``."""
+    """Replays the operations of ``timeline`` on the outputs of the heads of ``plan``, and records their traffic."""
     told: list[Expected] = []
     axis = DryAxis(tp, lambda what, _: told.append(what))
     logits = {number: _wrap(timeline, number, size, axis) for number, size in _made_by_heads(plan, timeline)}

@@ -1,6 +1,6 @@
 """Matrix products on shards: linear, matmul, addmm, einsum, grouped products, embedding.
 
-Every dim of every operand gets a letter; a rank narrows operands to the indices that it has of all of them:
+Every dim of every operand has a letter; a rank computes with the indices that it stores of all operands:
 
     x_BSI  w_OI  ->  y_BSO     w sharded along O   y is sharded along O                                column
                                w sharded along I   each rank has a partial sum over I                  row
@@ -191,7 +191,7 @@ def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: An
 
 
 def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
-    """Runs ``other @ input``."""
+    """Rule of ``Tensor.__rmatmul__``: ``other @ input``."""
     return matmul(context, func, other, input)
 
 
