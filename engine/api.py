@@ -74,8 +74,7 @@ def initialize(
     Args:
         model: a module, or a callable that builds one, equal on all ranks. DDP and torch.compile are unwrapped.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics; or a torch loss. None: the model's
-            loss.
+        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics; or a torch loss. None: the model's.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
         optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or one over the model's parameters.

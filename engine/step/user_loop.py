@@ -61,9 +61,7 @@ class LoopControl:
     """User's settings for later steps of the loop; they may be set before the model is sharded."""
 
     boundary: bool | None = None
-    """True if the next ``step`` updates the weights, False if not; None: after ``gradient_accumulation_steps``
-    calls.
-    """
+    """True if the next ``step`` updates the weights; None: after ``gradient_accumulation_steps`` calls."""
     held: int = 0
     """Number of open ``no_sync`` blocks."""
     piped: bool = False
