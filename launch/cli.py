@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config, load_config
-from engine.config.between import check_plans
 from engine.config.config_file import OVERRIDES_HELP
+from engine.config.grid_rules import check_plans
 from engine.config.json_schema import schema
 from engine.config.sections import check_installed
 from engine.errors import EngineError

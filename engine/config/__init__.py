@@ -13,23 +13,20 @@ from typing import Any, Literal, cast
 
 from engine.config.between import (
     check_average,
-    check_context,
     check_copies,
     check_integrity,
-    check_nodes,
     check_optimizer,
-    check_parallel,
     check_precision,
     check_profile,
     check_rates,
     check_recomputation,
     check_reruns,
-    check_wire,
     check_zero,
 )
 from engine.config.config_file import overridden, read_config_file, remarks
 from engine.config.deepspeed.keys import KEYS
 from engine.config.deepspeed.translate import translate
+from engine.config.grid_rules import check_context, check_nodes, check_parallel, check_wire
 from engine.config.optim_sections import (
     COUNT,
     GLOBS,

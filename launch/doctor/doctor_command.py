@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, load_config
-from engine.config.between import check_plans
+from engine.config.grid_rules import check_plans
 from engine.config.sections import check_installed
 from engine.errors import ConfigError, EngineError
 from engine.launch.doctor.examined import AxisFigure, Examined, HostFacts, Hosts, RankFacts, host_facts, with_gpus

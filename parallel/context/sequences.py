@@ -66,8 +66,9 @@ class SequenceEntry(TorchFunctionMode):
         ranks, length = self._context.axis.size, tensor.shape[dim]
         if length < 2 * ranks:
             raise EngineError(
-                f"dim {dim} of a batch tensor of shape {list(tensor.shape)} is to be sharded over {ranks} context ranks, "
-                f"but has fewer than 2 x {ranks} positions; give longer sequences, or a smaller parallel.context."
+                f"a sequence of {length} positions (dim {dim} of a batch tensor of shape {list(tensor.shape)}) with "
+                f"parallel.context {ranks}: every context rank computes two runs of a sequence; pass at least "
+                f"{2 * ranks} positions, or set parallel.context to at most {max(1, length // 2)}."
             )
         index = self._context.find(("positions", length), lambda: zigzag(length, ranks))
         sets = tuple(index if place == dim else None for place in range(tensor.ndim))
