@@ -74,6 +74,7 @@ from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch
 from engine.program.context_program import with_context
 from engine.program.expert_load import ExpertCounter
+from engine.program.program import Program
 from engine.step.runtime import PipelineRuntime, RankRuntime
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
@@ -161,10 +162,7 @@ def assemble_rank(
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    user_backward, program = (
-        UserBackward(),
-        with_context(request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp")),
-    )
+    user_backward, program = UserBackward(), _program(model, plan, comm, device, request)
     encoder, (buckets, frozen) = _encoder(config, kernels), _parts(placed, plan, comm.grid)
     optimizer = _optimizer(plan, buckets, comm, request, device)
     reducer = _reducer(model, plan, comm, optimizer.copies, user_backward, kernels)
@@ -222,6 +220,11 @@ def _within_gathers(
     streams = RandomStreams(model, device, patches)
     policy = plan.config.activation_checkpointing
     return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams
+
+
+def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:
+    """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
+    return with_context(request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"))
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

@@ -60,8 +60,8 @@ class ContextProgram(Program):
         self._sequences.clear()
         if not entry.found:
             raise EngineError(
-                "parallel.context needs a model whose embedding reads token ids of the batch, or whose first linear "
-                "layer reads rows [B, S, H] of it, but this forward reads neither; set parallel.context to 1."
+                "parallel.context shards token ids [B, S] that an embedding reads, or rows [B, S, H] that a linear "
+                "layer reads, but this model reads no batch tensor in such a layer; set parallel.context to 1."
             )
         return made
 
