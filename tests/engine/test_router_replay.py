@@ -123,6 +123,7 @@ def on(kind: str, settings: Mapping[str, Any], given: Tensor, ranks: int = 1) ->
         ("mixtral", {**PP2, **FULL}),
         ("list", {**EP2, **FULL}),
         wide("mixtral", TP2),
+        *(wide("mixtral", {"parallel": {"context": 2}, **more}) for more in ({}, FULL)),
         wide("mixtral", {**STAGE3, **FULL, "parallel": {"data": 2}}),
         *(
             wide(kind, {**grid, **more})
@@ -142,10 +143,10 @@ def on(kind: str, settings: Mapping[str, Any], given: Tensor, ranks: int = 1) ->
 def test_choices_of_one_process_are_replayed_on_every_grid(kind: str, settings: dict[str, Any]) -> None:
     given = recorded(kind)
     ((_, logits, values, weights),) = on(kind, {}, given)
-    sizes = [settings["parallel"].get(axis, 1) for axis in ("pipeline", "data", "tensor")]
+    sizes = [settings["parallel"].get(axis, 1) for axis in ("pipeline", "data", "context", "tensor")]
     ranks, share = on(kind, settings, given, prod(sizes)), len(given) // sizes[1]
     for rank, (choices, own_logits, own_values, _) in enumerate(ranks):
-        first = rank // sizes[2] % sizes[1] * share
+        first = rank // prod(sizes[2:]) % sizes[1] * share
         mine = slice(first, first + share)
         assert torch.equal(choices, given[mine])
         torch.testing.assert_close(own_logits, logits[mine], atol=1e-5, rtol=1e-5)
