@@ -35,7 +35,7 @@ def check_context(parallel: ParallelConfig, problems: Problems) -> None:
     """Notes axes that sequences are not sharded together with."""
     if parallel.context == 1:
         return
-    for axis in ("tensor", "pipeline", "expert"):
+    for axis in ("expert",):
         if (size := getattr(parallel, axis)) != 1:
             problems.add(
                 "parallel.context",

@@ -206,5 +206,5 @@ class TensorAxis:
 class DryAxis(TensorAxis):
     """Tensor axis without processes, as rank 0 of ``size``; always dry."""
 
-    def __init__(self, size: int, listener: Listener | None = None) -> None:
-        self.index, self.size, self.dry, self.listener = 0, size, True, listener
+    def __init__(self, size: int, listener: Listener | None = None, name: Axis = "tp") -> None:
+        self.name, self.index, self.size, self.dry, self.listener = name, 0, size, True, listener
