@@ -19,6 +19,7 @@ from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, Pl
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
+from engine.parallel.tensor.layers.position_layer import layer_input
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 CONTEXT_RULES = Rules(
@@ -53,12 +54,14 @@ class SequenceEntry(TorchFunctionMode):
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in batch if tensor.numel()}
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READERS and args and self._is_given(args[0], least := _READERS[func]):
-            args = (self._sharded(args[0], args[0].ndim - 1 if least == 1 else args[0].ndim - 2), *args[1:])
+        if func in _READERS and args and self._is_given(args[0]):
+            ids = not args[0].is_floating_point()
+            if args[0].ndim >= (1 if ids else 3):
+                args = (self._sharded(args[0], args[0].ndim - (1 if ids else 2)), *args[1:])
         return func(*args, **(kwargs or {}))
 
-    def _is_given(self, tensor: Any, least: int) -> bool:
-        if type(tensor) is not Tensor or tensor.ndim < least or tensor.requires_grad:
+    def _is_given(self, tensor: Any) -> bool:
+        if type(tensor) is not Tensor or tensor.requires_grad:
             return False
         return tensor.untyped_storage().data_ptr() in self._memory
 
@@ -76,5 +79,5 @@ class SequenceEntry(TorchFunctionMode):
         return GlobalTensor(cut_operand_as(self._context, tensor, sets), tuple(tensor.shape), sets, self._context)
 
 
-_READERS = {functional.embedding: 1, torch.embedding: 1, functional.linear: 3, torch.matmul: 3}
-"""Functions that read a sequence, with the least number of dims of their input."""
+_READERS = frozenset((functional.embedding, torch.embedding, functional.linear, torch.matmul, layer_input))
+"""Functions that read token ids [.., S] or rows [.., S, H] of a sequence."""

@@ -75,11 +75,14 @@ class TensorAxis:
     shapes.
     """
 
+    nested = False
+    """True if activations are global tensors over "cp", and their shards are the activations of this axis."""
     name: Axis = "tp"
     """Axis of the grid over which the collectives run."""
 
     def __init__(self, comm: Comm, name: Axis = "tp") -> None:
         self.name, self.index, self.size = name, comm.grid.index(name), comm.grid.size(name)
+        self.nested = name == "tp" and comm.grid.cp > 1
         self.dry = False
         self.listener: Listener | None = None
         self._comm = comm

@@ -150,7 +150,7 @@ class TrafficRecorder(CollectiveRecorder):
         *others: DryAxis,
     ) -> None:
         self._plan, self._axis = plan, DryAxis(tp)
-        self._axis.wire = wire
+        self._axis.wire, self._axis.nested = wire, bool(others)
         super().__init__(model, recomputed, self._axis, *others)
         self._reads = OutsideReads(model, plan)
         self._partial: set[int] = set()
