@@ -270,9 +270,10 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data ranks on a node; all of them without ``parallel.gpus_per_node``."""
-    node = config.parallel.gpus_per_node
-    return config.dp if node is None else min(config.dp, max(1, node // config.grid(0).stride("dp")))
+    """Returns the number of data and context ranks on a node; all of them without ``parallel.gpus_per_node``."""
+    node, grid = config.parallel.gpus_per_node, config.grid(0)
+    ranks = grid.size(grid.sums)
+    return ranks if node is None else min(ranks, max(1, node // grid.stride(grid.sums)))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:

@@ -8,7 +8,7 @@ logits    the glue operations after the head run once more on meta tensors, unde
           so that the traffic of the loss is counted by the code that causes it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
