@@ -45,7 +45,7 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
-from engine.planning.budgets import shards_parameters, tensor_format
+from engine.planning.budgets import sequence_unit, shards_parameters, tensor_format
 from engine.planning.example_trace import trace_example
 from engine.planning.expert_plan import ExpertPlan
 from engine.planning.found_styles import FoundStyles, kept_or_found
@@ -138,7 +138,7 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     if tensor is not None:
         _check_hooks(request.program.model, tensor)
     axes = (DryAxis(config.cp, name="cp"),) if config.cp > 1 else ()
-    program = with_context(request.program, axes[0]) if axes else request.program
+    program = with_context(request.program, axes[0], unit=sequence_unit(config)) if axes else request.program
     watch = _watch(config, request, tensor, axes) if tensor or axes else None
     try:
         trace = _trace(config, request, program, stages, tensor, watch)

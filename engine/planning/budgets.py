@@ -259,6 +259,11 @@ def tensor_format(config: Config) -> ActivationFormat | None:
     return ActivationFormat(wire, ACTIVATIONS) if wire is not None and config.tp > 1 else None
 
 
+def sequence_unit(config: Config) -> int:
+    """Returns the divisor of the positions of a context rank, which tensor ranks shard under sequence parallelism."""
+    return config.tp if config.parallel.sequence_parallel else 1
+
+
 def _number_format(name: str, block: int) -> NumberFormat | None:
     formats: dict[str, NumberFormat] = {
         "bf16": CastFormat(torch.bfloat16),

@@ -90,12 +90,12 @@ class ContextProgram(Program):
         return made
 
 
-def with_context(program: Program, axis: TensorAxis, staged: bool = False) -> Program:
+def with_context(program: Program, axis: TensorAxis, *, staged: bool = False, unit: int = 1) -> Program:
     """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank."""
     if axis.size == 1:
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
-    return ContextProgram(**own, sequences=ContextOfSequences(axis), staged=staged)
+    return ContextProgram(**own, sequences=ContextOfSequences(axis, unit), staged=staged)
 
 
 def gather_sequences(output: Any) -> Any:

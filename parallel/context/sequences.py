@@ -37,8 +37,10 @@ class ContextOfSequences(GlobalTensorContext):
 
     plain = PlainGradient.PARTIAL
 
-    def __init__(self, axis: TensorAxis) -> None:
+    def __init__(self, axis: TensorAxis, unit: int = 1) -> None:
         super().__init__(axis, CONTEXT_RULES)
+        self.unit = unit
+        """Divisor of the number of positions of each rank: tensor ranks shard them under sequence parallelism."""
 
 
 class SequenceEntry(TorchFunctionMode):
@@ -66,14 +68,20 @@ class SequenceEntry(TorchFunctionMode):
         return tensor.untyped_storage().data_ptr() in self._memory
 
     def _sharded(self, tensor: Tensor, dim: int) -> GlobalTensor:
-        ranks, length = self._context.axis.size, tensor.shape[dim]
-        if length < 2 * ranks:
+        ranks, unit, length = self._context.axis.size, self._context.unit, tensor.shape[dim]
+        given = f"a sequence of {length} positions (dim {dim} of a batch tensor of shape {list(tensor.shape)})"
+        if length < 2 * ranks * unit:
             raise EngineError(
-                f"a sequence of {length} positions (dim {dim} of a batch tensor of shape {list(tensor.shape)}) with "
-                f"parallel.context {ranks}: every context rank computes two runs of a sequence; pass at least "
-                f"{2 * ranks} positions, or set parallel.context to at most {max(1, length // 2)}."
+                f"{given} with parallel.context {ranks}: every context rank computes two runs of at least {unit} "
+                f"position{'s' * (unit > 1)}; pass at least {2 * ranks * unit} positions, or set parallel.context to "
+                f"at most {max(1, length // (2 * unit))}."
             )
-        index = self._context.find(("positions", length), lambda: zigzag(length, ranks))
+        if length % unit:
+            raise EngineError(
+                f"{given} does not divide among {unit} tensor ranks, as sequence_parallel requires; pad it to a "
+                f"multiple of {unit}, or set parallel.sequence_parallel to false."
+            )
+        index = self._context.find(("positions", length), lambda: zigzag(length, ranks, unit))
         sets = tuple(index if place == dim else None for place in range(tensor.ndim))
         self.found += 1
         return GlobalTensor(cut_operand_as(self._context, tensor, sets), tuple(tensor.shape), sets, self._context)

@@ -244,6 +244,11 @@ def refuse_below(context: "GlobalTensorContext") -> None:
         EngineError: always; the text names the code.
     """
     caller, context.reached_below = context.reached_below, None
+    if context.axis.name == "cp":
+        raise EngineError(
+            f"{caller} got a tensor with this rank's positions of a sequence, but accepts plain tensors only; compute "
+            "it with functions of torch, or set parallel.context to 1."
+        )
     raise EngineError(
         f"{caller} got a tensor that is sharded over tensor ranks, but accepts plain tensors only; set the style "
         '"replicate" for the module that calls it in parallel.tensor_plan.'

@@ -30,7 +30,7 @@ class PositionLayer(nn.Module):
 
 def layer_input(x: Tensor) -> Tensor:
     """Returns ``x``; a mode of torch functions may return a batch tensor as a global tensor over "cp" instead."""
-    if has_torch_function_unary(x):  # type: ignore[no-untyped-call]
+    if has_torch_function_unary(x):
         entered: Tensor = handle_torch_function(layer_input, (x,), x)
         return entered
     return x
