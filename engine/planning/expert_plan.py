@@ -45,6 +45,11 @@ class ExpertPlan:
         return (*self.routed, *self.listed)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The different numbers of experts of its layers."""
+        return tuple(dict.fromkeys(each.experts for each in self.shared))
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Names of the modules that own experts."""
         return (*(each.name for each in self.routed), *(name for each in self.listed for name in each.names))

@@ -26,6 +26,7 @@ With P the parameters of the fullest stage on a tensor rank and N data ranks, in
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from engine.planning.cost_model.expert_exchange import ExpertExchange
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import (
     EngineTraits,
@@ -132,6 +133,24 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
     )
 
 
+def exchange_seconds(work: Workload, layout: TrainingLayout, links: Links) -> tuple[float, float]:
+    """Returns the seconds that the forward and the backward of a microbatch wait for rows of experts, in all blocks.
+
+    Routing is even, the stream has 16 bits, and a recomputed forward sends its rows again.
+    """
+    if layout.ep == 1 or work.experts is None:
+        return 0.0, 0.0
+    _, experts, chosen, layers = work.experts
+    tokens = layout.micro * work.context / layout.cp / layout.tp
+    exchange = ExpertExchange(experts=experts, chosen=chosen, ranks=layout.ep, tokens=tokens, width=work.width)
+    link, rows = links.experts(), exchange.mean()
+    forward, backward = (
+        layers * link.seconds(2 * (layout.ep - 1), count)
+        for count in (exchange.forward_bytes(rows), exchange.backward_bytes(rows))
+    )
+    return forward, backward + forward * (layout.recomputation != "none")
+
+
 BUCKETS = 8.0
 """Collectives of a step over data ranks with a latency that counts (more of them overlap with each other)."""
 
@@ -191,7 +210,7 @@ class StepModel:
         roofline, links = Roofline(work, layout, self._gpu, traits), Links(layout, self._gpu, self._node)
         block, head, m = roofline.block(), roofline.head(), layout.microbatches
         again = roofline.recomputed(block)
-        sums = self._tensor_sums(layout, links) + self._dispatch(layout, links)
+        sums = self._tensor_sums(layout, links) + sum(exchange_seconds(work, layout, links)) / work.blocks
         rings = self._context_ring(layout, block, links)
         one = block.forward + block.backward + again + sums + rings
         share = slowest(work, layout.pp, one, head, traits.balanced)
@@ -232,17 +251,6 @@ class StepModel:
         whole = count * (size / ring.rate + 2 * (t - 1) * ring.latency)
         beside = self._traits.tensor_overlap * whole
         return whole - beside + (1 - self._gpu.reached.overlap) * beside
-
-    def _dispatch(self, layout: TrainingLayout, links: Links) -> float:
-        """Returns the seconds that a block and microbatch waits for rows of experts: there and back, twice.
-
-        A token of the stream has two bytes an element; recomputation sends the rows of a forward again.
-        """
-        if layout.ep == 1 or self._work.experts is None:
-            return 0.0
-        ways = 4 * (1.5 if layout.recomputation == "full" else 1.0)
-        rows = self._tokens(layout) / layout.tp * self._work.experts.other_ranks(layout.ep)
-        return links.experts().seconds(ways * (layout.ep - 1), ways * rows * 2 * self._work.width)
 
     def _context_ring(self, layout: TrainingLayout, block: BlockSeconds, links: Links) -> float:
         """Returns the seconds that a block and microbatch waits for the ring of keys and values during attention."""

@@ -12,7 +12,6 @@ Sizes of a decoder, given or read from a Hugging Face configuration, and the wor
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb
 from typing import Any, Literal, NamedTuple
 
 Recomputation = Literal["none", "selective", "full"]
@@ -59,15 +58,8 @@ class ExpertWork(NamedTuple):
     """Number of experts."""
     chosen: int
     """Number of experts of a token."""
-
-    def other_ranks(self, ranks: int) -> float:
-        """Returns the number of other ranks that a token is sent to if ``ranks`` share the experts, on average.
-
-        Each set of experts is equally likely: (ranks - 1) (1 - C(E - E/ranks, k) / C(E, k)) for E experts of which k
-        are chosen.
-        """
-        away = comb(self.experts - self.experts // ranks, self.chosen) / comb(self.experts, self.chosen)
-        return (ranks - 1) * (1 - away)
+    layers: int
+    """Number of blocks that have experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,15 @@ from engine.planning.cost_model.estimate import (
     LayoutEstimate,
     RankMemory,
     StepModel,
+    exchange_seconds,
     working_bytes,
 )
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
-from engine.planning.cost_model.links import UPDATE_BYTES, LinkSpeed, Roofline, tensor_groups_cross
+from engine.planning.cost_model.links import UPDATE_BYTES, Links, LinkSpeed, Roofline, tensor_groups_cross
 from engine.planning.cost_model.workload import Workload
 from engine.planning.plan import Plan
+from engine.planning.step_time.expert_traffic import ExpertTraffic, expert_traffic
 from engine.planning.step_time.prediction import Computation, HostLinks, StepTime, place_axes, predict_step
 
 
@@ -40,6 +42,8 @@ class PlanCosts:
     tokens: int
     """Tokens of a step."""
     flops_of_token: float
+    experts: ExpertTraffic | None
+    """Rows of shared experts that the first rank exchanges; None if data ranks share none."""
     crossing_seconds: float
     """Seconds a step that a tensor group costs because it crosses nodes; 0 where it does not."""
 
@@ -96,6 +100,7 @@ def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: Bloc
         closed=StepModel(work, gpu, node).estimate(layout),
         tokens=layout.rows * work.context,
         flops_of_token=work.flops_of_token(),
+        experts=expert_traffic(plan, work, Coord()),
         crossing_seconds=crossing,
     )
 
@@ -109,7 +114,7 @@ def host_links(gpu: GpuSpec, node: int) -> HostLinks:
 
 
 def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roofline) -> StepTime:
-    grid, tp = plan.grid(0), plan.config.tp
+    grid, tp, layout = plan.grid(0), plan.config.tp, planned_layout(plan)
     block, head = roofline.block(), roofline.head()
     hosts = [str(rank // node) for rank in range(grid.world_size)]
     besides = 1 + gpu.reached.step
@@ -118,6 +123,7 @@ def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roof
         forward=whole * (work.blocks * block.forward + head / 3),
         backward=whole * (work.blocks * (block.backward + roofline.recomputed(block)) + head * 2 / 3),
         update=besides * work.parameters * UPDATE_BYTES / roofline.memory_rate,
+        exchange=exchange_seconds(work, layout, Links(layout, gpu, node)),
     )
     return predict_step(plan, computation, place_axes(grid, hosts, host_links(gpu, node)))
 

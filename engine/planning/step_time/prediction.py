@@ -10,6 +10,7 @@ The parts of a step that count:
                them less what it computes meanwhile, whichever is longer.
                Messages between stages travel while their sender computes, one after another out of a pipeline rank; a
                stage waits for those that it needs.
+    experts    shared experts exchange rows in both passes, which nothing hides; the routing is taken as even.
     reduce     a bucket of gradients is reduced once the last backward has made it, beside the rest of that backward,
                one bucket after another; deferred buckets (tied, partial over tensor ranks) after all others, and their
                sums over stages or tensor ranks too. What is left when the last action ends is waited for. With
@@ -161,6 +162,8 @@ class Computation:
     """Part of both, from 0 to 1, that does not depend on a rank's part of each layer: work that tensor ranks repeat."""
     update: float = 0.0
     """Seconds of all that a step computes once: norm, clipping, optimizer."""
+    exchange: tuple[float, float] = (0.0, 0.0)
+    """Seconds that a forward and a backward of a microbatch wait for rows of shared experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,17 +231,20 @@ class _Prediction:
         schedule, seconds = self._plan.schedule, self._seconds_by_action()
         tensor = _with_waits(seconds, self._tensor_waits(seconds))
         gathers = _with_waits(tensor, self._gather_waits(seconds))
-        played = play_schedule(schedule, gathers, self._hop)
-        spans = [play_schedule(schedule, each).makespan for each in (seconds, tensor, gathers)] + [played.makespan]
+        exchanged = _with_waits(gathers, self._exchange_waits())
+        played = play_schedule(schedule, exchanged, self._hop)
+        waiting = (seconds, tensor, gathers, exchanged)
+        spans = [play_schedule(schedule, each).makespan for each in waiting] + [played.makespan]
         reduced = [self._reduced(pp, played) for pp in range(self._grid.pp)]
         ties = max(self._late(pp, "pp") for pp in range(self._grid.pp))
         partial = max(self._late(pp, "tp") for pp in range(self._grid.pp))
         computed = max(sum(seconds[op, stage] for op, stage, _ in row) for row in schedule.per_rank)
         communication: dict[Axis, float] = {
             "tp": spans[1] - spans[0] + partial,
-            self._grid.sharding: spans[2] - spans[1] + max(0.0, max(reduced) - spans[3]) + self._gathered(),
+            self._grid.sharding: spans[2] - spans[1] + max(0.0, max(reduced) - spans[4]) + self._gathered(),
+            "ep": spans[3] - spans[2],
             "dp_replicate": max(self._replica_sums(pp) for pp in range(self._grid.pp)),
-            "pp": spans[3] - spans[2] + ties,
+            "pp": spans[4] - spans[3] + ties,
             "replica": self._latency("replica"),
             "world": self._latency("world"),
         }
@@ -313,6 +319,15 @@ class _Prediction:
             ) / len(passes)
             for op, stage, _ in passes:
                 waits[op, stage] = max(whole / groups, whole - computed[op, stage] * (groups - 1) / groups)
+        return waits
+
+    def _exchange_waits(self) -> dict[_Key, float]:
+        """Returns the waits for rows of experts, of which each stage has its share."""
+        forward, backward = self._computation.exchange
+        waits: dict[_Key, float] = {}
+        for stage, share in enumerate(self._shares()):
+            waits[Op.FORWARD, stage] = share * forward
+            waits[Op.BACKWARD, stage] = waits[Op.BACKWARD_INPUT, stage] = share * backward
         return waits
 
     def _hop(self, action: Action, target: int) -> tuple[float, float]:
