@@ -102,7 +102,8 @@ class _Trial:
     @torch.no_grad()
     def failure(self) -> str | None:
         """Returns the rule that does not hold; None if all hold."""
-        with ThinProducts() if any(map(is_expanded, self._twin.parameters())) else nullcontext():
+        thin = any(map(is_expanded, self._twin.parameters()))
+        with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
             return self._failure_in(False) or self._failure_in(True)
 
     def _failure_in(self, training: bool) -> str | None:

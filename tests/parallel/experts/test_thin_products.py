@@ -12,7 +12,7 @@ from engine.parallel.experts.forms import RoutedExperts
 from engine.parallel.experts.proof import prove_routed
 from engine.parallel.experts.thin_products import ThinProducts
 
-WIDTH, INNER = 4096, 5120
+WIDTH, INNER = 1024, 1280
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
