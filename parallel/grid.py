@@ -405,18 +405,24 @@ def _data_parts(dp: int, shards: int, experts: int) -> _DataParts:
 
 def expert_problem(experts: int, dp: int, shard_size: int | None) -> str | None:
     """Returns the rule that a number of expert ranks breaks, with a remedy; None if it fits the data ranks."""
-    shards = shard_size or dp
+    shards, sizes = shard_size or dp, ", ".join(map(str, expert_sizes(dp, shard_size)))
     if experts > 1 and dp == 1:
         return "is laid over data ranks, and there is one; give more of them, or one expert rank"
     if experts < 1 or dp % experts:
-        fitting = [str(size) for size in range(1, dp + 1) if dp % size == 0]
-        return f"does not divide the {dp} data ranks, over which experts are laid; give one of {', '.join(fitting)}"
+        return f"does not divide the {dp} data ranks, over which experts are laid; give one of {sizes}"
     if max(shards, experts) % min(shards, experts):
         return (
             f"and zero_optimization.shard_size {shards} do not fit into each other, but groups of experts and shard "
-            "groups are runs of neighbours, one inside the other; let one be a multiple of the other"
+            f"groups are runs of neighbours, one inside the other; give one of {sizes}"
         )
     return None
+
+
+def expert_sizes(dp: int, shard_size: int | None) -> list[int]:
+    """Returns the numbers of data ranks that may share the experts of a layer."""
+    shards = shard_size or dp
+    fitting = (size for size in range(1, dp + 1) if dp % size == 0)
+    return [size for size in fitting if max(shards, size) % min(shards, size) == 0]
 
 
 def _digits(sizes: Mapping[str, int], order: Order, data: _DataParts) -> dict[str, tuple[int, int]]:

@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", action="store_true", help="plan and search published mixtures of experts instead")
     asked = parser.parse_args(arguments)
     if asked.experts:
-        for cells in recipe_cells():
-            print(*(f"{row:30} {column:50} {text}" for (row, column), text in cells.items()), sep="\n", flush=True)
+        for found in recipe_cells():
+            print(*(f"{row:30} {column:50} {text}" for (row, column), text in found.items()), sep="\n", flush=True)
             if asked.write_figures:
-                record_cells("planning-experts", "mixture on H100s", cells)
+                record_cells("planning-experts", "mixture on H100s", found)
         return 0
     rows = read_rows()
     if asked.search:

@@ -156,7 +156,7 @@ def setting_text(name: str, value: Any) -> str:
     """Formats a value of a layout's setting: ``dp4 x tp2 x pp1`` for (4, 2, 1)."""
     match name, value:
         case "grid", (dp, tp, pp, ep):
-            return f"dp{dp} x tp{tp} x pp{pp}" + f" (ep{ep})" * (ep > 1)
+            return f"dp{dp} x tp{tp} x pp{pp}{f' (ep{ep})' if ep > 1 else ''}"
         case "microbatches", (micro, count):
             return f"{count} of {micro} row{'s' * (micro != 1)}"
         case "schedule", (kind, virtual):

@@ -51,7 +51,7 @@ def test_products_with_expanded_matrices_equal_those_with_copies(dim: int) -> No
     draw = torch.Generator().manual_seed(0)
     thin = torch.randn(3, *((1, 16) if dim == 0 else (16, 1)), generator=draw).expand(3, 16, 16)
     a, bias, offs = torch.randn(3, 8, 16, generator=draw), torch.randn(16, generator=draw), torch.tensor([2, 2, 8])
-    with ThinProducts():
+    with ThinProducts():  # type: ignore[no-untyped-call]
         found = a[0] @ thin[0], a @ thin, torch.addmm(bias, a[0], thin[1], beta=0.5), torch.baddbmm(bias, a, thin)
         left, chosen = thin @ a.mT, torch.bmm(a, thin[torch.tensor([2, 0, 0])])
         grouped = nn.functional.grouped_mm(a[0], thin, offs=offs.int())
