@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", action="store_true", help="plan and search published mixtures of experts instead")
     asked = parser.parse_args(arguments)
     if asked.experts:
-        for found in recipe_cells():
-            print(*(f"{row:30} {column:50} {text}" for (row, column), text in found.items()), sep="\n", flush=True)
+        for mixture in recipe_cells():
+            print(*(f"{row:30} {column:50} {text}" for (row, column), text in mixture.items()), sep="\n", flush=True)
             if asked.write_figures:
-                record_cells("planning-experts", "mixture on H100s", found)
+                record_cells("planning-experts", "mixture on H100s", mixture)
         return 0
     rows = read_rows()
     if asked.search:

@@ -29,7 +29,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("implementation", [pytest.param("eager", marks=pytest.mark.long), "grouped_mm", "batched_mm"])
 def test_a_trial_of_wide_experts_needs_no_memory_of_their_size(implementation: str) -> None:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock

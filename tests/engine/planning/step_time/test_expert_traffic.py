@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.engine import Engine
+from engine.parallel.comm.comm import Comm
+from engine.parallel.experts.dispatch import Dispatch
+from engine.parallel.experts.forms import expert_bounds
 from engine.planning.cost_model.expert_exchange import ExpertExchange
 from engine.planning.cost_model.workload import DecoderShape, ExpertWork, Workload
 from engine.planning.step_time.expert_traffic import ExpertTraffic, expert_traffic
 from tests.engine.parity.expert_runs import TOKENS, WORDS, own_batch, run
-from tests.parallel.experts.moe import WIDTH, Listed, Stacked
+from tests.parallel.experts.moe import WIDTH, Listed, Stacked, on_expert_ranks
 
 BLOCKS, CHOSEN, STEPS = 2, 2, 12
 
@@ -90,7 +93,7 @@ def counted(
 @pytest.mark.parametrize(
     ("kind", "experts", "parallel", "mode"),
     [
-        (Drawn, 5, {"data": 2, "expert": 2}, "none"),
+        pytest.param(Drawn, 5, {"data": 2, "expert": 2}, "none", marks=pytest.mark.long),
         (Drawn, 8, {"data": 3, "expert": 3}, "full"),
         pytest.param(Drawn, 8, {"data": 4, "expert": 2}, "selective", marks=pytest.mark.long),
         pytest.param(Drawn, 8, {"data": 2, "expert": 2, "tensor": 2}, "none", marks=pytest.mark.long),
@@ -109,12 +112,16 @@ def test_steps_with_random_routing_send_the_expected_bytes(
         spread = planned.expected * 5 / calls**0.5
         assert abs(sent - planned.expected) <= spread, (sent, planned.expected, spread)
         assert sent < planned.most
+        assert planned.placement == ((experts, expert_bounds(experts, parallel["expert"])),)
 
 
-def test_the_plan_has_the_experts_of_each_rank() -> None:
-    ((_, planned), _) = counted(Drawn, 5, {"data": 2, "expert": 2}, {})
-    assert planned.placement == ((5, (0, 3, 5)),)
-    assert (
-        planned.round
-        == ExpertExchange(experts=5, chosen=CHOSEN, ranks=2, tokens=TOKENS, width=WIDTH, itemsize=4).round_bytes
-    )
+@pytest.mark.parametrize(("ranks", "rounds"), [(4, 1), (8, 3)])
+def test_a_round_of_a_dispatch_has_as_many_rows_as_the_plan_says(ranks: int, rounds: int) -> None:
+    exchange = ExpertExchange(experts=8, chosen=2, ranks=ranks, tokens=9, width=4)
+
+    def body(comm: Comm) -> tuple[int, int]:
+        numbers = torch.tensor([[2, 3]] * 9)  # all tokens go to one or two ranks
+        found = Dispatch(numbers, torch.tensor(expert_bounds(8, ranks)), comm).rounds
+        return len(found), max(max(each.gets) for each in found)
+
+    assert max(on_expert_ranks(ranks, body)) == (rounds, exchange.limit) and exchange.rounds_repeat == (rounds > 1)
