@@ -18,7 +18,8 @@ With P the parameters of the fullest stage on a tensor rank and N data ranks, in
     gradients    4 P (or the engine's width), ZeRO 2 and 3 that reduce every microbatch: / N
     optimizer    12 P (master and two moments), ZeRO 1 to 3: / N
     activations  what a token keeps x tokens of a microbatch x blocks of the rank x microbatches that are held
-    buffers      logits in 16 and 32 bits with their gradient, one block that is recomputed, gathered blocks of ZeRO 3
+    buffers      logits in 16 and 32 bits with their gradient, one block that is recomputed, gathered blocks of ZeRO 3,
+                 a round of rows of experts
     comm         buffers of the communication library
     slack        context of the device, and what the allocator cannot use of what it holds
 """
@@ -112,6 +113,15 @@ def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) ->
     return kept, logits, whole
 
 
+def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | None:
+    """Returns the exchange of rows of a block's experts, in 16 bits; None if data ranks share none."""
+    if layout.ep == 1 or work.experts is None:
+        return None
+    _, experts, chosen, _ = work.experts
+    tokens = layout.micro * work.context / layout.cp / layout.tp
+    return ExpertExchange(experts=experts, chosen=chosen, ranks=layout.ep, tokens=tokens, width=work.width)
+
+
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
     """Returns bytes of the fullest rank."""
     share, held = layout.dp * layout.cp, stage_parameters(work, layout, stage)
@@ -120,7 +130,8 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
     gathered = 2 * 2 * block if layout.stage == 3 and share > 1 else 0.0
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)
     activations = kept * stage.blocks * microbatches_held(layout)
-    buffers = max(last, again) + gathered
+    exchange = block_exchange(work, layout)
+    buffers = max(last, again) + gathered + (exchange.round_bytes if exchange is not None else 0.0)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
         parameters=2 * held.over(layout, layout.stage == 3),
@@ -136,16 +147,14 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
 def exchange_seconds(work: Workload, layout: TrainingLayout, links: Links) -> tuple[float, float]:
     """Returns the seconds that the forward and the backward of a microbatch wait for rows of experts, in all blocks.
 
-    Routing is even, the stream has 16 bits, and a recomputed forward sends its rows again.
+    Routing is even, and a recomputed forward sends its rows again.
     """
-    if layout.ep == 1 or work.experts is None:
+    exchange = block_exchange(work, layout)
+    if exchange is None or work.experts is None:
         return 0.0, 0.0
-    _, experts, chosen, layers = work.experts
-    tokens = layout.micro * work.context / layout.cp / layout.tp
-    exchange = ExpertExchange(experts=experts, chosen=chosen, ranks=layout.ep, tokens=tokens, width=work.width)
     link, rows = links.experts(), exchange.mean()
     forward, backward = (
-        layers * link.seconds(2 * (layout.ep - 1), count)
+        work.experts.layers * link.seconds(2 * (layout.ep - 1), count)
         for count in (exchange.forward_bytes(rows), exchange.backward_bytes(rows))
     )
     return forward, backward + forward * (layout.recomputation != "none")

@@ -42,10 +42,15 @@ class PlanCosts:
     tokens: int
     """Tokens of a step."""
     flops_of_token: float
-    experts: ExpertTraffic | None
-    """Rows of shared experts that the first rank exchanges; None if data ranks share none."""
+    exchanges: tuple[ExpertTraffic, ...]
+    """Rows of shared experts that the first rank of each pipeline rank exchanges; empty if data ranks share none."""
     crossing_seconds: float
     """Seconds a step that a tensor group costs because it crosses nodes; 0 where it does not."""
+
+    @property
+    def experts(self) -> ExpertTraffic | None:
+        """Rows of shared experts that the first rank exchanges; None if data ranks share none."""
+        return self.exchanges[0] if self.exchanges else None
 
     @property
     def fullest(self) -> RankMemory:
@@ -100,7 +105,7 @@ def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: Bloc
         closed=StepModel(work, gpu, node).estimate(layout),
         tokens=layout.rows * work.context,
         flops_of_token=work.flops_of_token(),
-        experts=expert_traffic(plan, work, Coord()),
+        exchanges=tuple(filter(None, (expert_traffic(plan, work, Coord(pp=pp)) for pp in range(layout.pp)))),
         crossing_seconds=crossing,
     )
 
@@ -139,7 +144,8 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample:
     last = 0.0
     if pp == plan.last_rank:
         last = logits if sample is None else max(logits, sample.around * layout.micro)
-    buffers = max(last, again) + _gathered(plan, coord)
+    exchanged = expert_traffic(plan, work, coord)
+    buffers = max(last, again) + _gathered(plan, coord) + (exchanged.round if exchanged is not None else 0.0)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
     return RankMemory(
         parameters=state["parameters"] + state["frozen parameters"] + state.get("secondary shards", 0),

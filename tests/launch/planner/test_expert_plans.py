@@ -45,6 +45,25 @@ def test_a_plan_has_the_bytes_of_shared_experts(tmp_path: Path, capsys: pytest.C
     assert "3 on the first rank and 2 on others" in text
 
 
+@pytest.mark.parametrize("options", [("--estimate",), ()])
+def test_the_memory_of_a_plan_has_a_round_of_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"mlp_only_layers": [0]}))
+    (tmp_path / "run.json").write_text(json.dumps(RUN | {"parallel": {"data": 2, "expert": 2, "pipeline": 2}}))
+    (tmp_path / "alone.json").write_text(json.dumps(RUN | {"parallel": {"data": 2, "pipeline": 2}}))
+    found = []
+    for run in ("run.json", "alone.json"):
+        command = ["plan", str(tmp_path), str(tmp_path / run), "--world", "4", *options, "--json"]
+        assert main(command) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert ("by storages on shapes" in made["counted"]) == (options == ())
+        found.append([rank["buffers"] for rank in made["memory_bytes"]])
+    row, result = (WIDTH + 2) * 2 + 2 * 4, WIDTH * 2
+    rounds = (2 * TOKENS + 2 * TOKENS) * (row + result)  # rows of both ranks, and own rows to both
+    assert [shared - alone for shared, alone in zip(*found, strict=True)] == [0, rounds]
+
+
 @pytest.mark.long
 def test_a_search_weighs_the_expert_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MIXTURE, "num_experts": 8}))
