@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 _EXCHANGE = "tests/engine/planning/cost_model/test_expert_exchange.py"
 _TRAFFIC = "tests/engine/planning/step_time/test_expert_traffic.py"
+_PLANS = "tests/launch/planner/test_expert_plans.py"
 _LISTED = "tests/parallel/experts/test_listed.py"
 _THIN = "tests/parallel/experts/test_thin_products.py"
 
@@ -39,6 +40,22 @@ EXPERT_PLANS = (
         old='forwards = 1 if config.activation_checkpointing.mode == "none" else 2',
         new="forwards = 1",
         tests=(f"{_TRAFFIC}::test_steps_with_random_routing_send_the_expected_bytes[Drawn-8-parallel1-full]",),
+    ),
+    Fault(
+        name="round-of-rows-not-in-the-memory",
+        about="The memory of a plan leaves out the rows of experts that a rank gives and receives in a round.",
+        file="engine/planning/step_time/plan_costs.py",
+        old="_gathered(plan, coord) + (exchanged.round if exchanged is not None else 0.0)",
+        new="_gathered(plan, coord)",
+        tests=(f"{_PLANS}::test_the_memory_of_a_plan_has_a_round_of_rows",),
+    ),
+    Fault(
+        name="round-of-the-first-pipeline-rank-for-all",
+        about="Counted memory of a plan has the round of the first pipeline rank on each, with and without experts.",
+        file="launch/planner/planned_model.py",
+        old="costs.exchanges[pp].round",
+        new="costs.exchanges[0].round",
+        tests=(f"{_PLANS}::test_the_memory_of_a_plan_has_a_round_of_rows",),
     ),
     Fault(
         name="idle-listed-experts-leave-the-backward",
