@@ -58,16 +58,23 @@ def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
 def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> str | None:
     """Returns an error sentence if ``experts`` ranks do not divide the data and context ranks or a shard group."""
     named = f"{dp} data x {cp} context ranks" if cp > 1 else f"{dp} data ranks"
+    sizes = expert_sizes(dp, cp, shard_size)
+    given = ", ".join(map(str, sizes))
     if experts > 1 and dp * cp == 1:
         return "is laid over data ranks, and there is one; give more of them, or one expert rank"
-    fitting = [cp * size for size in range(1, dp + 1) if dp % size == 0]
-    fitting = [*(size for size in range(1, cp) if cp % size == 0), *fitting]
-    if experts not in fitting:
-        return f"does not divide the {named}, over which experts are laid; give one of {', '.join(map(str, fitting))}"
-    shards, experts = shard_size or dp, max(1, experts // cp)
-    if max(shards, experts) % min(shards, experts):
+    if experts not in expert_sizes(dp, cp, None):
+        return f"does not divide the {named}, over which experts are laid; give one of {given}"
+    if experts not in sizes:
         return (
-            f"and zero_optimization.shard_size {shards} do not fit into each other, but groups of experts and shard "
-            "groups are runs of neighbours, one inside the other; let one be a multiple of the other"
+            f"and zero_optimization.shard_size {shard_size} do not fit into each other, but groups of experts and shard "
+            f"groups are runs of neighbours, one inside the other; give one of {given}"
         )
     return None
+
+
+def expert_sizes(dp: int, cp: int, shard_size: int | None) -> list[int]:
+    """Returns the numbers of data and context ranks that may share the experts of a layer."""
+    shards = shard_size or dp
+    inside = [size for size in range(1, cp) if cp % size == 0]
+    outside = [size for size in range(1, dp + 1) if dp % size == 0 and max(shards, size) % min(shards, size) == 0]
+    return [*inside, *(cp * size for size in outside)]

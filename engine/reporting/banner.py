@@ -255,9 +255,10 @@ def _expert_line(plan: Plan) -> dict[str, str]:
     words = []
     for (pattern, experts), names in kinds.items():
         least, more = divmod(experts, shared.ranks)
-        held = f"{least} or {least + 1}" if more else f"{least}"
+        first = f"the first {more} ranks" if more > 1 else "the first rank"
+        held = f"{least + 1} on {first} and {least} on others" if more else f"{least} on a rank"
         where = pattern if len(names) > 1 else names[0]
-        words.append(f"{experts} of {where} ({len(names)} module{'s' * (len(names) > 1)}), {held} on a rank")
+        words.append(f"{experts} of {where} ({len(names)} module{'s' * (len(names) > 1)}), {held}")
     asked = "; blocks with lists of experts run twice" * bool(shared.listed)
     return {"experts": f"{shared.ranks} data ranks share {', '.join(words)}; tokens are sent to them{asked}"}
 
