@@ -66,8 +66,8 @@ def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> st
         return f"does not divide the {named}, over which experts are laid; give one of {given}"
     if experts not in sizes:
         return (
-            f"and zero_optimization.shard_size {shard_size} do not fit into each other, but groups of experts and shard "
-            f"groups are runs of neighbours, one inside the other; give one of {given}"
+            f"and zero_optimization.shard_size {shard_size} do not fit into each other, but groups of experts and "
+            f"shard groups are runs of neighbours, one inside the other; give one of {given}"
         )
     return None
 
