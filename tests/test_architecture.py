@@ -31,8 +31,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "optim",
     ),
     "engine.parallel": (
-        "data_digits", "grid", "shard_table", "comm", "model", "trace", "tensor", "context", "activation_checkpointing", "experts",
-        "kernel_injection", "pipeline",
+        "data_digits", "grid", "shard_table", "comm", "model", "trace", "tensor", "context", "activation_checkpointing",
+        "experts", "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (
         "tp_axis", "collectives", "deferred_linear", "global_tensor", "logits", "overlap", "plan", "layers",
