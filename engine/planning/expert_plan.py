@@ -8,6 +8,7 @@ from torch import nn
 
 from engine.config import Config
 from engine.errors import PlanError
+from engine.parallel.data_digits import expert_sizes
 from engine.parallel.experts.forms import (
     ExpertCut,
     ListedExperts,
@@ -45,6 +46,11 @@ class ExpertPlan:
     def shared(self) -> tuple[RoutedExperts | ListedExperts, ...]:
         """All modules whose experts are shared."""
         return (*self.routed, *self.listed)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The different numbers of experts of its layers."""
+        return tuple(dict.fromkeys(each.experts for each in self.shared))
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -148,9 +154,10 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     shared: tuple[RoutedExperts | ListedExperts, ...] = (*routed, *listed)
     fewest = min(shared, key=lambda each: each.experts)
     if fewest.experts < ranks:
+        fitting = expert_sizes(config.dp, config.cp, config.zero_optimization.shard_size)
         raise PlanError(
             f"parallel.expert is {ranks}, but {fewest.name} has {fewest.experts} experts, and every rank needs at "
-            f"least one; give a size from 1 to {fewest.experts}."
+            f"least one; give one of {', '.join(str(size) for size in fitting if size <= fewest.experts)}."
         )
     return ExpertPlan(ranks, routed, listed, _cuts(model, ranks, routed, listed), unproven)
 

@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -113,6 +113,10 @@ class Program:
             if len(args) == 1 and not kwargs:
                 return call_model(self.model, kept)
             return self.model(*self.cast(self.move(args)), **kept)
+
+    def on_shapes(self) -> AbstractContextManager[None]:
+        """Returns a context in which forwards communicate nothing."""
+        return nullcontext()
 
     def on(self, device: torch.device) -> "Program":
         """Returns the same program on another device."""

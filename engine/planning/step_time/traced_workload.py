@@ -141,7 +141,7 @@ def _experts(model: nn.Module, blocks: int) -> ExpertWork | None:
     config = getattr(model, "config", None)
     given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
     experts = max(each.experts for each in found)
-    return ExpertWork(owned / blocks, experts, min(given, experts))
+    return ExpertWork(owned / blocks, experts, min(given, experts), len(found))
 
 
 def _counted(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:
