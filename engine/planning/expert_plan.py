@@ -9,7 +9,6 @@ from torch import nn
 from engine.config import Config
 from engine.errors import PlanError
 from engine.parallel.experts.forms import (
-    ExpertCut,
     ListedExperts,
     RoutedExperts,
     alike_lists,
@@ -24,6 +23,7 @@ from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
 from engine.parallel.model.parametrized_weights import adapted_modules
 from engine.parallel.model.rng_streams import HostState
+from engine.parallel.shard_table import Range
 from engine.program.expert_load import find_experts
 
 
@@ -34,8 +34,8 @@ class ExpertPlan:
     ranks: int
     routed: tuple[RoutedExperts, ...]
     listed: tuple[ListedExperts, ...]
-    cuts: Mapping[str, ExpertCut]
-    """Division of the parameters of experts, by name."""
+    cuts: Mapping[str, tuple[Range, ...]]
+    """Ranges of the first dim of each parameter of experts, with the expert rank that holds them, by name."""
     unproven: tuple[Unproven, ...] = ()
     """Modules that stack experts, and hold all of them on every rank."""
 
@@ -151,7 +151,7 @@ def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven
 
 def _cuts(
     model: nn.Module, ranks: int, routed: tuple[RoutedExperts, ...], listed: tuple[ListedExperts, ...]
-) -> dict[str, ExpertCut]:
+) -> dict[str, tuple[Range, ...]]:
     cuts = {name: expert_cut(each.experts, ranks, rows) for each in routed for name, rows in each.parameters.items()}
     for each in listed:
         bounds = expert_bounds(each.experts, ranks)

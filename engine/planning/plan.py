@@ -174,7 +174,7 @@ class Plan:
         """Returns state and traffic of ``rank``, by arithmetic alone."""
         coord = self.grid(rank).coord()
         holder = self.grid(0).holder(coord)
-        held = sum(row.local_elements(row.part(holder)) for row in self.table.held_by(holder))
+        held = sum(row.local_elements(holder) for row in self.table.held_by(holder))
         state = self.state(coord)
         return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 

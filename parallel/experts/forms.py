@@ -81,18 +81,9 @@ class ListedExperts:
         return replace(self, block=block, names=names)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertCut:
-    """Division of a parameter of experts over the expert axis."""
-
-    dim: int | None
-    """Dim of the experts; None: the parameter belongs to one expert, and one rank holds it."""
-    ranges: tuple[Range, ...]
-
-
-def owner_cut(rows: int, rank: int) -> ExpertCut:
+def owner_cut(rows: int, rank: int) -> tuple[Range, ...]:
     """Returns the division of a parameter with ``rows`` along its first dim that ``rank`` holds alone."""
-    return ExpertCut(None, (Range(0, rows, (rank,)),))
+    return (Range(0, rows, (rank,)),)
 
 
 def list_members(members: nn.Module) -> dict[str, nn.Module]:
@@ -121,10 +112,10 @@ def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
 
 
-def expert_cut(experts: int, ranks: int, rows: int = 1) -> ExpertCut:
+def expert_cut(experts: int, ranks: int, rows: int = 1) -> tuple[Range, ...]:
     """Returns the sharding of parameters [experts * rows, ..] over ``ranks``."""
     bounds = [rows * bound for bound in expert_bounds(experts, ranks)]
-    return ExpertCut(0, tuple(Range(bounds[rank], bounds[rank + 1], (rank,)) for rank in range(ranks)))
+    return tuple(Range(bounds[rank], bounds[rank + 1], (rank,)) for rank in range(ranks))
 
 
 def stacked_experts(module: nn.Module) -> int:

@@ -25,7 +25,7 @@ from engine.checkpoint.format.pieces import Part, Piece, runs
 from engine.checkpoint.format.safetensors_file import TensorKind, code_of
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.model.quantized_layers import quantize_part
-from engine.parallel.shard_table import ShardRow
+from engine.parallel.shard_table import Range, ShardRow
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Bucket, Slot
@@ -49,19 +49,23 @@ class ModelTensor:
     """Row of the parameter; None for a buffer, which its owner holds in full."""
 
 
-def local_region(row: ShardRow, part: int) -> Part:
-    """Returns the part of a parameter on index ``part`` of its axis."""
+def local_region(row: ShardRow, holder: ShardHolder) -> Part:
+    """Returns the part of a parameter on a rank at ``holder``."""
+    return _region(row, row.tensor_ranges(holder), holder)
+
+
+def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part:
+    """Returns ``ranges`` of the rows of a parameter, of the experts of a rank at ``holder``."""
+    experts = tuple((r.start, r.stop) for r in row.expert_ranges(holder)) if len(row.experts) > 1 else ()
     if row.dim is None:
-        return Part(row.shape)
-    return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in row.ranges if part in r.holders))
+        return Part(row.shape, 0, experts) if experts else Part(row.shape)
+    return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in ranges), experts[0] if experts else None)
 
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
     """Returns the part that a rank stores: the rows that it holds first; None if there are none."""
-    first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == row.part(holder))
-    if not first or (row.axis == "ep" and holder.tp):
-        return None
-    return Part(row.shape) if row.dim is None else Part(row.shape, row.dim, first)
+    first = [each for each in row.ranges if each.holders[0] == holder.tp]
+    return _region(row, first, holder) if first and row.held(holder._replace(pp=row.owners[0])) else None
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,15 @@ class SaveOwnership:
 
     def stores(self, row: ShardRow, coord: Coord) -> bool:
         """Returns True if a rank stores elements of a row: only the first shard group does."""
-        spread = self.grid.expert_spread if row.axis == "ep" else self.grid.spread
+        spread = self.grid.expert_spread if row.experts else self.grid.spread
         return self.grid.is_first(spread.shard_copies, coord)
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
         """Returns this rank's share of a row: a piece of its local part."""
-        part = local_region(row, row.part(self.grid.holder(coord)))
+        part = local_region(row, self.grid.holder(coord))
         found = self.slots[self.grid.holder(coord)].get(row.name)
         if found is None:
-            copies = self.grid.expert_spread.copies if row.axis == "ep" else self.grid.copies
+            copies = self.grid.expert_spread.copies if row.experts else self.grid.copies
             return Piece(part, 0, part.elements if self.grid.is_first(copies, coord) else 0)
         bucket, slot = found
         shard = bucket.shard(self.grid.index(bucket.spread.sharding, self.grid.rank_at(**coord)))
@@ -205,8 +209,8 @@ class LocalTensors:
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
         """Quantizes a full weight, and stores this rank's part."""
         device = self.buckets[0].params.device if self.buckets else full.device
-        part = row.part(self.ownership.grid.holder(self.coord))
-        codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, part)
+        holder = self.ownership.grid.holder(self.coord)
+        codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, holder)
         for _, flat, slot in (found for found in self._slots() if found[0] is row):
             flat.place(slot, codes)
             return
@@ -248,9 +252,9 @@ class LocalTensors:
             kept.setdefault(state.name, []).append(state)
         holder = grid.holder(self.coord)
         for row in self.ownership.plan.table.held_by(holder):
-            spread = grid.expert_spread if row.axis == "ep" else grid.spread
+            spread = grid.expert_spread if row.experts else grid.spread
             first = grid.is_first(spread.copies if updates.on_all_data_ranks else spread.shard_copies, self.coord)
-            first = first and (row.axis == "tp" or holder.ep in row.ranges[0].holders)
+            first = first and (not row.experts or holder.ep in row.experts[0].holders)
             # one tensor rank owns a sharded matrix; all tensor ranks have the state of other parameters
             stores = first and (self.coord.tp == 0 or (updates.by_owner and row.dim is not None))
             for state in kept.get(row.name, ()):
