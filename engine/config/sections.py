@@ -50,6 +50,9 @@ class ParallelConfig:
     """Size of the pipeline axis: ranks that each compute consecutive layers."""
     expert: int = setting(1, SIZE)
     """Data ranks that share the experts of every layer of a mixture; tokens are sent to the ranks of their experts."""
+    expert_tensor: Literal["auto", "whole", "cut"] = setting(
+        "auto", one_of("auto", "whole", "cut", noun="a form of experts on tensor ranks"))  # fmt: skip
+    """Shared experts on tensor ranks: whole, dividing the tokens, or cut along their width; "auto": by cost."""
     order: Order = setting("tp-dp-pp", one_of("tp-dp-pp", "tp-pp-dp", noun="an order of the axes"))
     """Axes from the innermost ranks to the outermost: adjacent data ranks, or adjacent stages of a replica."""
     sequence_parallel: bool = setting(False, Flag())

@@ -27,6 +27,9 @@ class RoutedExperts:
     """Names in the module of vectors that all experts use, such as those of a norm, which every rank holds."""
     counts: tuple[str, ...] = ()
     """Attributes that are the number of its experts."""
+    added: tuple[str, ...] | None = None
+    """Names in the module of parameters that only the first tensor rank adds to its result, if tensor ranks cut experts
+    along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
         """Returns the same for another module of the same kind."""
@@ -65,6 +68,8 @@ class ListedExperts:
     """Width of their results."""
     own: tuple[str, ...]
     """Names of the parameters of one expert, in the expert."""
+    cut: bool = False
+    """Tensor ranks cut each expert along its width; False: they hold and compute whole experts."""
 
     @property
     def name(self) -> str:

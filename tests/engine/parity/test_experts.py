@@ -280,7 +280,7 @@ def named_state(eng: Engine) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_state_by_name_is_that_of_the_experts_of_a_rank(grid: str, stage: int) -> None:
-    parallel = GRIDS[grid]
+    parallel = {**GRIDS[grid], "expert_tensor": "whole"}
     found = run(parallel, {"zero_optimization": {"stage": stage}}, after=named_state).extra
     (wanted,) = run({"data": 1}, after=named_state).extra
     ranks = parallel.get("tensor", 1)

@@ -163,7 +163,9 @@ class FactoredUpdates:
         """Returns factors of the mean squares of this rank's part of a parameter."""
         whole = scales_of(self.state[row.name], AdafactorRule.of(self._group(row)).least(self._routes.dtype))
         views = {kind: self._held(values, row, kind) for kind, values in whole.items()}
-        return {kind: own[0] if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()}
+        return {
+            kind: own[0].contiguous() if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()
+        }
 
     def _add(self, whole: Tensor, local: Tensor, row: ShardRow, kind: str) -> None:
         """Adds sums in the shape of this rank's shard to the sums of the full parameter."""
