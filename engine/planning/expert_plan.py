@@ -269,5 +269,6 @@ def _cheaper_form(config: Config, model: nn.Module, example: Batch, shared: Expe
         layers=ceil(len(shared.shared) / config.pp),
         work=ExpertWork(owned / len(shared.shared), first.experts, chosen_experts(model, first.experts)),
         itemsize=2 if config.bf16.enabled or config.fp16.enabled else 4,
+        listed=bool(shared.listed),
     )
     return work.choose(layout, gpu, config.parallel.gpus_per_node or round(gpu.gpus_per_node))

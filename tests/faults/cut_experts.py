@@ -1,4 +1,4 @@
-"""Faults of shared experts that tensor ranks cut along their width: sums, biases, gradients, norm and state."""
+"""Faults of shared experts that tensor ranks cut along their width: sums, biases, gradients, norm, state and choice."""
 
 from tests.faults.fault import Fault
 
@@ -11,6 +11,10 @@ _HELD = (
     "test_experts_that_tensor_ranks_cut_are_held_and_counted_once_by_expert_and_tensor_rank"
 )
 _PROOF = "tests/parallel/experts/test_width.py::test_parts_that_are_no_summands_are_refused_with_the_reason"
+_FORMS = "engine/planning/cost_model/expert_forms.py"
+_COSTS = "tests/engine/planning/cost_model/test_expert_forms.py"
+_FORMULA = f"{_COSTS}::test_the_cost_of_a_form_is_that_of_its_formula"
+_CHOICE = f"{_COSTS}::test_the_form_is_chosen_by_bytes_and_memory_and_given_with_its_reason"
 
 CUT_EXPERTS = (
     Fault(
@@ -70,11 +74,35 @@ CUT_EXPERTS = (
         tests=(f"{_HELD}[2-pieces1]",),
     ),
     Fault(
+        name="sums-of-whole-experts-not-counted",
+        about="The form of experts is chosen without the sum of their gradients over tensor ranks.",
+        file=_FORMS,
+        old="sums = 0 if cut else 2 * 4 * parameters * apart",
+        new="sums = 0",
+        tests=(_FORMULA,),
+    ),
+    Fault(
+        name="rows-of-whole-lists-counted-as-divided",
+        about="The form of experts of a list is chosen as if tensor ranks divided the rows of whole ones.",
+        file=_FORMS,
+        old="(1 if self.listed and not cut else t),",
+        new="t,",
+        tests=(_FORMULA, _CHOICE),
+    ),
+    Fault(
+        name="whole-experts-that-do-not-fit",
+        about="Experts are whole on tensor ranks although their state does not fit.",
+        file=_FORMS,
+        old="whole.state_bytes > LARGEST_STATE * gpu.memory_bytes",
+        new="False",
+        tests=(_CHOICE,),
+    ),
+    Fault(
         name="width-of-experts-not-tried",
         about="Experts are cut along their width although the results of their parts do not add up.",
         file="parallel/experts/width.py",
         old="if trial.is_sum_of(parts):",
         new="if parts:",
-        tests=(f"{_PROOF}",),
+        tests=(_PROOF,),
     ),
 )

@@ -1,14 +1,19 @@
-"""Shared experts on tensor ranks, whole or cut along their width: bytes and memory of both forms. Arithmetic.
+"""Shared experts on tensor ranks, whole or cut along their width: bytes, products and memory of both forms. Arithmetic.
 
 Elements that a rank sends for a layer, with t tensor ranks, e expert ranks, d data ranks of equal experts, T tokens of
-a microbatch, m microbatches, rows of width H, D other expert ranks of a token (even routing) and P expert parameters:
+a microbatch, m microbatches, rows of width H, D other expert ranks of a token (even routing), k experts of a token, and
+P expert parameters:
 
-              axis ep         axis tp                                       axis edp
-    whole     4 m T H D / t   2 m T H (t - 1) / t + 2 P (t - 1) / (t e)     2 P (d - 1) / (d e)
-    cut       4 m T H D       4 m T H (t - 1) / t                           2 P (d - 1) / (d e t)
+                    axis ep             axis tp                                       axis edp
+    stack   whole   4 m T H D / t       2 m T H (t - 1) / t + 2 P (t - 1) / (t e)     2 P (d - 1) / (d e)
+            cut     4 m T H D           4 m T H (t - 1) / t                           2 P (d - 1) / (d e t)
+    list    whole   4 m T H k (e-1)/e   0                                             2 P (d - 1) / (d e)
+            cut     4 m T H k (e-1)/e   4 m T H k (t - 1) / t                         2 P (d - 1) / (d e t)
 
-Whole experts divide the rows, gather the results, and sum the gradients of experts over the tensor ranks once a step.
-Cut experts get all rows, and sum results in the forward and gradients of rows in the backward.
+Whole experts of a stack divide the rows, gather the results, and sum the gradients of experts over the tensor ranks
+once a step. Cut experts of a stack get all rows, and sum results in the forward and gradients of rows in the backward.
+A row is sent to each expert of a list. Tensor ranks of a list compute equal rows if its experts are whole, and sum them
+on the rank of each expert if its experts are cut.
 """
 
 from dataclasses import dataclass
@@ -36,16 +41,19 @@ class FormCost:
     gradient_bytes: float
     """Bytes a step over the data ranks of equal experts."""
     state_bytes: float
+    flops: float
+    """Floating-point operations of products in a step."""
 
     @property
     def sent(self) -> int:
         """Bytes that a rank sends in a step."""
         return round(self.expert_bytes + self.tensor_bytes + self.gradient_bytes)
 
-    def seconds(self, links: Links) -> float:
-        """Returns the seconds of these bytes on the links of a layout."""
+    def seconds(self, links: Links, gpu: GpuSpec) -> float:
+        """Returns the seconds of the products, and of these bytes on the links of a layout."""
         over_data = self.gradient_bytes / links.ring("dp").rate
-        return self.expert_bytes / links.experts().rate + self.tensor_bytes / links.ring("tp").rate + over_data
+        sent = self.expert_bytes / links.experts().rate + self.tensor_bytes / links.ring("tp").rate + over_data
+        return sent + self.flops / (gpu.bf16_rate * gpu.reached.product)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +69,29 @@ class SharedExpertWork:
     """Experts of a layer."""
     itemsize: int = 4
     """Bytes of an element of a row."""
+    listed: bool = False
+    """Experts are modules of a list; False: they are stacked in the parameters of one module."""
 
     def cost(self, layout: TrainingLayout, cut: bool) -> FormCost:
         """Returns the cost of a form of experts."""
-        t, e = layout.tp, layout.ep
-        rows = layout.microbatches * self.tokens * self.width * self.layers * self.itemsize
-        other, apart = self.work.other_ranks(e), (t - 1) / t
+        t, e, chosen = layout.tp, layout.ep, self.work.chosen
+        tokens = layout.microbatches * self.tokens * self.layers
+        rows, apart = tokens * self.width * self.itemsize, (t - 1) / t
         parameters = self.work.parameters * self.layers / e
         alike = layout.dp // e
         shared = parameters / t if cut else parameters
-        sums = 0 if cut else 2 * 4 * parameters * apart
+        if self.listed:
+            expert, tensor = 4 * rows * chosen * (e - 1) / e, 4 * rows * chosen * apart if cut else 0.0
+        else:
+            sums = 0 if cut else 2 * 4 * parameters * apart
+            expert = 4 * rows * self.work.other_ranks(e) / (1 if cut else t)
+            tensor = (4 if cut else 2) * rows * apart + sums
         return FormCost(
-            4 * rows * other / (1 if cut else t),
-            (4 if cut else 2) * rows * apart + sums,
+            expert,
+            tensor,
             2 * 4 * shared * (alike - 1) / alike,
             STATE_BYTES * shared / (alike if layout.stage else 1),
+            6 * tokens * chosen * self.work.parameters / self.work.experts / (1 if self.listed and not cut else t),
         )
 
     def choose(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> tuple[bool, str]:
@@ -84,8 +100,9 @@ class SharedExpertWork:
         whole, cut = self.cost(layout, False), self.cost(layout, True)
         sends = f"{megabytes(cut.sent)} a rank and step cut, {megabytes(whole.sent)} whole, with even routing"
         state = f"{megabytes(round(cut.state_bytes))} of state instead of {megabytes(round(whole.state_bytes))}"
-        if cut.seconds(links) <= whole.seconds(links):
-            return True, f"{sends}; {state}"
+        if cut.seconds(links, gpu) <= whole.seconds(links, gpu):
+            repeats = "; whole experts of a list compute each row on every tensor rank" * self.listed
+            return True, f"{sends}; {state}{repeats}"
         if whole.state_bytes > LARGEST_STATE * gpu.memory_bytes:
             return True, f"{state}, which does not fit; {sends}"
-        return False, f"{sends}"
+        return False, sends

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.engine import Engine
 from engine.errors import PlanError
 from engine.parallel.comm.traffic import sent_bytes
+from engine.reporting.banner import banner_text
 from tests.engine.parity.expert_families import small_mixture
 from tests.engine.parity.expert_runs import GRIDS, ROWS, TOKENS, WORDS, assert_equal, mixture, own_batch, run
 from tests.engine.parity.transformers_types import model_types
@@ -84,8 +85,9 @@ def alone(name: str) -> Any:
 
 
 def form_of(eng: Engine) -> str:
-    assert eng.plan.shared_experts is not None
-    return eng.plan.shared_experts.form
+    """Returns the line of the banner about experts on tensor ranks."""
+    (line,) = (each.strip() for each in banner_text(eng.plan, "cpu").splitlines() if "on 2 tensor ranks" in each)
+    return line
 
 
 def cases() -> list[Any]:
@@ -100,7 +102,24 @@ def test_experts_on_tensor_ranks_train_as_one_process(name: str, form: str, stag
     parallel = {**GRID, "expert_tensor": form, "sequence_parallel": sequence}
     found = run(parallel, {"zero_optimization": {"stage": stage}}, MODELS[name], after=form_of)
     assert_equal(found, alone(name))
-    assert all(said.startswith(form) for said in found.extra)
+    words = {"cut": "cut along their width", "whole": "whole"}[form]
+    assert set(found.extra) == {f"{words} on 2 tensor ranks (parallel.expert_tensor)"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("stack", "whole on 2 tensor ranks (auto: 16.0 KiB a rank and step cut, 10.4 KiB whole, with even routing)"),
+        pytest.param(
+            "mixture",
+            "cut along their width on 2 tensor ranks (auto: 30.9 KiB a rank and step cut, 39.4 KiB whole, with even "
+            "routing; 48.0 KiB of state instead of 96.0 KiB)",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_the_banner_gives_the_form_of_experts_on_tensor_ranks_and_its_reason(name: str, said: str) -> None:
+    assert set(run(GRID, make=MODELS[name], after=form_of, steps=0).extra) == {said}
 
 
 @pytest.mark.long
@@ -116,7 +135,7 @@ def test_experts_on_tensor_ranks_train_as_one_process(name: str, form: str, stag
         ({}, {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 3}}),
     ],
 )
-def test_cut_experts_beside_other_features_train_as_one_process(
+def test_cut_experts_with_other_features_train_as_one_process(
     name: str, more: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     if more.get("tensor") == 3 and name not in ("stack", "list"):
@@ -161,7 +180,7 @@ def test_cut_experts_send_the_bytes_of_the_formulas_and_halve_their_state() -> N
     assert 1.8 < both[0] / both[1] < 2.2, "each tensor rank of whole experts sends its share of the rows"
 
 
-def test_experts_that_the_tensor_plan_leaves_whole_are_refused_as_cut_and_whole_by_choice() -> None:
+def test_experts_that_the_tensor_plan_does_not_cut_are_refused_as_cut() -> None:
     plan = {"tensor_plan": {"embed": "vocabulary"}}
     said = r'"cut", but the experts of blocks.0.experts cannot be cut along their width: the tensor plan does not cut'
     with pytest.raises(PlanError, match=said):
