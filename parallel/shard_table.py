@@ -1,7 +1,7 @@
 """Shard table: the ranks and the stage that hold each part of every parameter.
 
-It is built once from the model, on any device, without processes. Clipping, gradient sums, the ZeRO layout, checkpoints
-and memory budgets read this one table, so they cannot disagree.
+Built once from the model, on any device; clipping, gradient sums, the ZeRO layout, checkpoints and memory budgets read
+it.
 
 Each logical parameter has one row; a tied parameter is one row with aliases. The ranges of a row describe its sharding
 over the tensor axis. A row that is not sharded over it has a single range, held by every tensor rank:
@@ -34,7 +34,7 @@ from engine.parallel.grid import ShardHolder
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``start:stop`` along the sharded dim, and the indices along an axis that hold them."""
+    """Rows ``start:stop`` of a sharded dim, with the indices on an axis that store them."""
 
     start: int
     stop: int
@@ -43,33 +43,33 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """Row of one logical parameter: its name, its owners, and its sharding."""
+    """Sharding of one logical parameter: name, shape, pipeline owners, ranges of the sharded dim."""
 
     name: str
     """First name of the parameter in ``model.named_parameters()``."""
     aliases: tuple[str, ...]
-    """Other names of the parameter, if modules share it."""
+    """Other names of a tied parameter."""
     shape: tuple[int, ...]
     """Full shape, before sharding."""
     dtype: torch.dtype
-    """Dtype in the model as the user gave it."""
+    """Dtype in the user's model."""
     owners: tuple[int, ...]
-    """Indices of axis pp that hold the parameter; several if it is tied across stages."""
+    """Indices on axis pp that store the parameter; several if it is tied across stages."""
     dim: int | None
-    """Dim that the tensor axis shards, or None."""
+    """Dim sharded along tp; None: not sharded along it."""
     ranges: tuple[Range, ...]
-    """The ranges of rows with the tensor indices that hold them; together they cover ``dim`` once."""
+    """Ranges of rows with their tensor indices; together they cover ``dim`` once."""
     partial: bool
-    """Several tensor ranks hold the same elements, and each has only a partial gradient."""
+    """True if several tensor ranks store the same elements and each computes a partial gradient."""
     in_glue: bool
-    """The parameter is read by code outside blocks and other modules, where no module hook fires."""
+    """True if code outside blocks and other modules reads the parameter, so that no module hook fires."""
     trainable: bool
     group: int
-    """Optimizer group, an index into the groups of the plan."""
+    """Index of the parameter's optimizer group."""
     quantized: WeightFormat | None = None
-    """Format of a quantized frozen weight; None: not quantized."""
+    """Storage format of a quantized frozen weight; None: not quantized."""
     experts: tuple[Range, ...] = ()
-    """Ranges of the first dim with the expert index that holds each; empty: no parameter of experts that are shared."""
+    """Ranges of the first dim with the expert index that stores each; empty unless data ranks share these experts."""
 
     @property
     def equal_on_tensor_ranks(self) -> bool:
@@ -82,19 +82,19 @@ class ShardRow:
         return self.dim is not None or len(self.experts) > 1
 
     def held(self, holder: ShardHolder) -> bool:
-        """Returns True if a rank at ``holder`` holds elements of the parameter."""
+        """Returns True if a rank with coordinates ``holder`` stores elements of the parameter."""
         return holder.pp in self.owners and (not self.experts or bool(self.expert_ranges(holder)))
 
     def tensor_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
-        """Returns the ranges along ``dim`` that a rank at ``holder`` holds, in order."""
+        """Returns the ranges along ``dim`` that the rank ``holder`` stores, in order."""
         return tuple(each for each in self.ranges if holder.tp in each.holders)
 
     def expert_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
-        """Returns the ranges of the first dim that a rank at ``holder`` holds of the experts, at most one."""
+        """Returns the range of experts in the first dim that the rank ``holder`` stores, if any."""
         return tuple(each for each in self.experts if holder.ep in each.holders)
 
     def local(self, full: Tensor, holder: ShardHolder) -> Tensor:
-        """Returns the elements of the full parameter that a rank at ``holder`` holds, as a new contiguous tensor if the
+        """Returns the elements of the full parameter that the rank ``holder`` stores, as a new contiguous tensor if the
         parameter is sharded."""
         if not self.sharded:
             return full
@@ -111,7 +111,7 @@ class ShardRow:
         return math.prod(self.shape)
 
     def local_shape(self, holder: ShardHolder) -> tuple[int, ...]:
-        """Returns the shape of the elements that a rank at ``holder`` holds."""
+        """Returns the shape of the shard on the rank ``holder``."""
         sizes = list(self.shape)
         if len(self.experts) > 1:
             sizes[0] = sum(each.stop - each.start for each in self.expert_ranges(holder))
@@ -120,11 +120,11 @@ class ShardRow:
         return tuple(sizes)
 
     def local_elements(self, holder: ShardHolder) -> int:
-        """Returns the number of elements that a rank at ``holder`` holds."""
+        """Returns the number of elements of the shard on the rank ``holder``."""
         return math.prod(self.local_shape(holder))
 
     def quantized_shape(self, holder: ShardHolder) -> QuantizedShape | None:
-        """Returns the shape of the codes and scales of a rank at ``holder``; None if the row is not quantized."""
+        """Returns shape and format of the quantized shard on the rank ``holder``; None if not quantized."""
         if self.quantized is None:
             return None
         cut_columns = self.dim is not None and self.dim == len(self.shape) - 1
@@ -132,14 +132,13 @@ class ShardRow:
         return QuantizedShape(format=self.quantized, shape=self.local_shape(holder), runs=runs)
 
     def counted(self, holder: ShardHolder) -> bool:
-        """Returns True if a norm counts the copy of this rank, except for its ``copies``."""
+        """Returns True if global norms include the copy on the rank ``holder``, except for the ranges ``copies``."""
         return holder.pp == self.owners[0] and any(each.holders[0] == holder.tp for each in self.ranges)
 
     def copies(self, holder: ShardHolder) -> tuple[tuple[int, int], ...]:
-        """Returns runs [start, stop) of the flat elements of a rank at ``holder`` that a norm counts at another one.
+        """Returns ranges [start, stop) of the flat shard on the rank ``holder`` counted by norms on another rank.
 
-        They exist if a rank holds exclusive and shared rows of one parameter, such as a fused QKV weight with a shared
-        key.
+        They exist if a shard has both exclusive and shared rows, such as a fused QKV weight with a shared key.
         """
         own = [(each.stop - each.start, each.holders[0] == holder.tp) for each in self.tensor_ranges(holder)]
         if self.dim is None or not any(first for _, first in own):
@@ -155,7 +154,7 @@ class ShardRow:
 
 @dataclass(frozen=True, slots=True)
 class ShardTable:
-    """All rows, in the order of ``model.named_parameters()``."""
+    """Shardings of all parameters, in the order of ``model.named_parameters()``."""
 
     rows: tuple[ShardRow, ...]
 
@@ -163,7 +162,7 @@ class ShardTable:
         return iter(self.rows)
 
     def held_by(self, holder: ShardHolder) -> tuple[ShardRow, ...]:
-        """Returns the rows with elements on a rank at ``holder``."""
+        """Returns the rows of parameters with elements on a rank with coordinates ``holder``."""
         return tuple(row for row in self.rows if row.held(holder))
 
     @property
@@ -173,20 +172,20 @@ class ShardTable:
 
 
 class Cutting(Protocol):
-    """Sharding of a parameter over the tensor axis."""
+    """Interface of one parameter's sharding over the tensor axis: the sharded dim and its ranges."""
 
     @property
     def dim(self) -> int | None:
-        """The dim that is sharded."""
+        """Sharded dim; None: not sharded."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The holders of each range of rows."""
+        """Ranges of rows with their holders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Division of the parameters over the grid, by their first names; the default replicates everything."""
+    """Input of a shard table: shardings of the parameters by their first names; the default replicates everything."""
 
     tp: int = 1
     cuts: Mapping[str, Cutting] = field(default_factory=dict)
@@ -194,13 +193,13 @@ class Division:
     partial: Collection[str] = ()
     """Parameters replicated over the tensor axis with a partial gradient on each rank."""
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Indices of axis pp; parameters without an entry are on the first stage."""
+    """Indices on axis pp that store each parameter; the default is the first stage."""
     in_glue: Collection[str] = ()
-    """Parameters read outside modules."""
+    """Parameters that are read outside modules."""
     quantized: Mapping[str, WeightFormat] = field(default_factory=dict)
-    """Formats of quantized frozen weights."""
+    """Storage formats of quantized frozen weights."""
     experts: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
-    """Sharding of the parameters of experts along their first dim over the expert axis."""
+    """Sharding of expert parameters along their first dim over the expert axis."""
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:

@@ -31,7 +31,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "optim",
     ),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "model", "trace", "tensor", "activation_checkpointing", "experts",
+        "grid", "shard_table", "comm", "model", "trace", "tensor", "context", "activation_checkpointing", "experts",
         "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (

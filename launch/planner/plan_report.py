@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 PICTURED = 16
-"""Maximal nodes that are drawn individually."""
+"""Maximum number of nodes drawn individually."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Plan with its costs."""
+    """Plan of a layout with its costs."""
 
     asked: PlanAsked
     plan: "Plan"
     costs: "PlanCosts"
     counted: str
-    """Description of the count of activations; empty if they are estimates of the cost model."""
+    """Method by which activations were counted; empty: estimates of the cost model."""
     settings: dict[str, Any]
-    """Configuration, if none was given."""
+    """Proposed configuration, if the user passed none."""
     fits: bool
     change: LayoutEstimate | None
-    """Nearest layout that fits, if this one does not and there is one."""
+    """Nearest layout that fits in memory, if the planned one does not; otherwise None."""
     smallest: LayoutEstimate | None
     """Layout with the least memory, if this one does not fit."""
     passed: tuple["PlanCosts", ...] = ()
-    """Layouts that were counted earlier and do not fit."""
+    """Layouts that were counted earlier and do not fit in memory."""
 
 
 def as_text(planned: Planned) -> str:
-    """Returns the banner of the plan, then its costs."""
+    """Formats the plan's banner and costs as text."""
     from engine.reporting.banner import banner_text
 
     lines = [banner_text(planned.plan, "no device: a plan")]
@@ -131,7 +131,7 @@ def _verdict(planned: Planned) -> str:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Formats a value of a layout's setting: ``dp4 x tp2 x pp1`` for (4, 2, 1)."""
+    """Formats a setting of a layout, such as ``dp4 x tp2 x pp1`` for (4, 2, 1)."""
     match name, value:
         case "grid", (dp, tp, pp):
             return f"dp{dp} x tp{tp} x pp{pp}"
@@ -159,7 +159,7 @@ def room_text(memory_bytes: float) -> str:
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    """Returns the same data for programs; bytes, seconds."""
+    """Returns the report as a JSON object, in bytes and seconds."""
     costs, asked = planned.costs, planned.asked
     plan = planned.plan
     traffic = plan.rank(0).traffic
@@ -202,7 +202,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
-    """Describes the finalists, and the reasons for the first place."""
+    """Describes the best layouts of a search, and why the first one won."""
     lines = [f"model: {planned[0].asked.model.words}"]
     lines += [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
     for one in planned:

@@ -1,7 +1,7 @@
-"""Costs of a plan on GPUs that are not here: memory of every pipeline rank by kind, and the seconds of a step.
+"""Costs of a plan on absent GPUs: memory of every pipeline rank by kind, and seconds of a step.
 
-State, gathers, schedule and traffic are the plan's own. The cost model adds the seconds of operators, the bytes that a
-block keeps for its backward, and the speed of links.
+State, gathers, schedule and traffic come from the plan; the cost model adds seconds of operators, activation bytes and
+link speeds.
 """
 
 from collections.abc import Mapping
@@ -29,38 +29,38 @@ from engine.planning.step_time.prediction import Computation, HostLinks, StepTim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCosts:
-    """Costs of one plan on one kind of GPU."""
+    """Estimated memory and time of one plan on one GPU type."""
 
     layout: TrainingLayout
     memory: tuple[RankMemory, ...]
-    """Memory of each pipeline rank; its data and tensor ranks need the same."""
+    """Memory of each pipeline rank, equal for its data and tensor ranks."""
     time: StepTime
     closed: LayoutEstimate
-    """The closed form of the same layout."""
+    """Closed-form estimate of the same layout."""
     tokens: int
-    """Tokens of a step."""
+    """Number of tokens per step."""
     flops_of_token: float
     crossing_seconds: float
-    """Seconds a step that a tensor group costs because it crosses nodes; 0 where it does not."""
+    """Seconds per step that are lost because tensor groups span nodes; 0 if they do not."""
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank that needs the most."""
+        """Memory of the pipeline rank that needs the most."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of one GPU."""
+        """Tokens per second and GPU."""
         return self.tokens / self.time.total / self.layout.world
 
     @property
     def flops_per_second(self) -> float:
-        """Model FLOPs of one GPU."""
+        """Model FLOP/s per GPU."""
         return self.tokens_per_second * self.flops_of_token
 
 
 def planned_layout(plan: Plan) -> TrainingLayout:
-    """Returns the layout that a plan executes."""
+    """Returns the training layout of a plan for the cost model."""
     config = plan.config
     recomputation = config.activation_checkpointing.mode
     return TrainingLayout(
@@ -81,8 +81,9 @@ def planned_layout(plan: Plan) -> TrainingLayout:
 
 
 def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: BlockSample | None = None) -> PlanCosts:
-    """Returns the costs of ``plan`` on nodes of ``node`` GPUs; ``sample``: counted bytes that its blocks keep, if there
-    are any."""
+    """Returns memory and time of ``plan`` on nodes of ``node`` GPUs; ``sample``: counted activation bytes of its
+    blocks.
+    """
     layout, traits = planned_layout(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))
     crossing = 0.0
@@ -101,7 +102,7 @@ def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: Bloc
 
 
 def host_links(gpu: GpuSpec, node: int) -> HostLinks:
-    """Returns the links of a cluster of such nodes, as rings use them."""
+    """Returns the link speeds inside and between nodes of ``node`` GPUs."""
     return HostLinks(
         within=LinkSpeed(gpu.link_latency, gpu.link_rate * gpu.reached.link),
         between=LinkSpeed(gpu.network_latency, node * gpu.network_rate * gpu.reached.network),
