@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.config import Config
 from engine.errors import PlanError
+from engine.parallel.data_digits import expert_sizes
 from engine.parallel.experts.forms import (
     ListedExperts,
     RoutedExperts,
@@ -59,6 +60,11 @@ class ExpertPlan:
         return (*self.routed, *self.listed)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The different numbers of experts of its layers."""
+        return tuple(dict.fromkeys(each.experts for each in self.shared))
+
+    @property
     def uncut(self) -> tuple[str, ...]:
         """Names of the modules that own experts which tensor ranks do not cut."""
         listed = (name for each in self.listed if not each.cut for name in each.names)
@@ -106,9 +112,10 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     shared: tuple[RoutedExperts | ListedExperts, ...] = (*routed, *listed)
     fewest = min(shared, key=lambda each: each.experts)
     if fewest.experts < ranks:
+        fitting = expert_sizes(config.dp, config.cp, config.zero_optimization.shard_size)
         raise PlanError(
             f"parallel.expert is {ranks}, but {fewest.name} has {fewest.experts} experts, and every rank needs at "
-            f"least one; give a size from 1 to {fewest.experts}."
+            f"least one; give one of {', '.join(str(size) for size in fitting if size <= fewest.experts)}."
         )
     return ExpertPlan(ranks, routed, listed, _cuts(model, ranks, routed, listed), unproven)
 
@@ -260,14 +267,16 @@ def _cheaper_form(config: Config, model: nn.Module, example: Batch, shared: Expe
     tokens = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim() > 1]
     widths = [1 if leaf.dim() == 2 else leaf.shape[-1] for leaf in tokens]
     layout = TrainingLayout(
-        dp=config.dp, tp=config.tp, pp=config.pp, ep=config.parallel.expert, order=config.parallel.order,
+        dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp, ep=config.parallel.expert, order=config.parallel.order,
         stage=config.zero_optimization.stage, micro=config.micro, microbatches=config.accumulation,
     )  # fmt: skip
     work = SharedExpertWork(
         tokens=max((leaf.numel() // width for leaf, width in zip(tokens, widths, strict=True)), default=config.micro),
         width=first.width,
         layers=ceil(len(shared.shared) / config.pp),
-        work=ExpertWork(owned / len(shared.shared), first.experts, chosen_experts(model, first.experts)),
+        work=ExpertWork(
+            owned / len(shared.shared), first.experts, chosen_experts(model, first.experts), len(shared.shared)
+        ),
         itemsize=2 if config.bf16.enabled or config.fp16.enabled else 4,
         listed=bool(shared.listed),
     )

@@ -19,6 +19,7 @@ on the rank of each expert if its experts are cut.
 from dataclasses import dataclass
 
 from engine.parallel.comm.traffic import megabytes
+from engine.planning.cost_model.expert_exchange import ExpertExchange
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import TrainingLayout
 from engine.planning.cost_model.links import Links
@@ -75,16 +76,16 @@ class SharedExpertWork:
     def cost(self, layout: TrainingLayout, cut: bool) -> FormCost:
         """Returns the cost of a form of experts."""
         t, e, chosen = layout.tp, layout.ep, self.work.chosen
-        tokens = layout.microbatches * self.tokens * self.layers
+        tokens = layout.microbatches * self.tokens * self.layers / layout.cp
         rows, apart = tokens * self.width * self.itemsize, (t - 1) / t
         parameters = self.work.parameters * self.layers / e
-        alike = layout.dp // e
+        alike = layout.dp * layout.cp // e
         shared = parameters / t if cut else parameters
         if self.listed:
             expert, tensor = 4 * rows * chosen * (e - 1) / e, 4 * rows * chosen * apart if cut else 0.0
         else:
             sums = 0 if cut else 2 * 4 * parameters * apart
-            expert = 4 * rows * self.work.other_ranks(e) / (1 if cut else t)
+            expert = 4 * rows * self._other_ranks(e) / (1 if cut else t)
             tensor = (4 if cut else 2) * rows * apart + sums
         return FormCost(
             expert,
@@ -93,6 +94,13 @@ class SharedExpertWork:
             STATE_BYTES * shared / (alike if layout.stage else 1),
             6 * tokens * chosen * self.work.parameters / self.work.experts / (1 if self.listed and not cut else t),
         )
+
+    def _other_ranks(self, ranks: int) -> float:
+        """Returns the number of other ranks that a token of a stack is sent to, for even routing."""
+        exchange = ExpertExchange(
+            experts=self.work.experts, chosen=self.work.chosen, ranks=ranks, tokens=1, width=self.width
+        )
+        return exchange.mean().gives
 
     def choose(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> tuple[bool, str]:
         """Returns True if experts are cut along their width, and the reason."""

@@ -135,7 +135,7 @@ def _experts(model: nn.Module, blocks: int) -> ExpertWork | None:
         return None
     owned = sum(parameter.numel() for each in found for parameter in model.get_submodule(each.name).parameters())
     experts = max(each.experts for each in found)
-    return ExpertWork(owned / blocks, experts, chosen_experts(model, experts))
+    return ExpertWork(owned / blocks, experts, chosen_experts(model, experts), len(found))
 
 
 def _counted(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:

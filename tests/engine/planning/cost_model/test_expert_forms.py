@@ -10,7 +10,7 @@ from engine.planning.cost_model.layout import TrainingLayout
 from engine.planning.cost_model.workload import ExpertWork
 
 LAYOUT = TrainingLayout(dp=4, tp=2, ep=2, stage=1, microbatches=3)
-WORK = SharedExpertWork(tokens=10, width=4, layers=2, work=ExpertWork(1000, 4, 2))
+WORK = SharedExpertWork(tokens=10, width=4, layers=2, work=ExpertWork(1000, 4, 2, 2))
 """960 bytes of rows in a step, 1,000 parameters on an expert rank, and 5/6 of an other rank for each token."""
 
 
@@ -46,6 +46,6 @@ def test_the_cost_of_a_form_is_that_of_its_formula(listed: bool, cut: bool, want
 def test_the_form_is_chosen_by_bytes_and_memory_and_given_with_its_reason(
     tokens: int, parameters: float, listed: bool, cut: bool, reason: str
 ) -> None:
-    work = replace(WORK, tokens=tokens, width=2048, work=ExpertWork(parameters, 4, 2), listed=listed)
+    work = replace(WORK, tokens=tokens, width=2048, work=ExpertWork(parameters, 4, 2, 2), listed=listed)
     chosen, said = work.choose(LAYOUT, load_gpu("h100"), 8)
     assert chosen == cut and reason in said, said
