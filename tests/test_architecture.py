@@ -43,7 +43,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "device", "dispatch", "overlap", "optim", "gpu", "ops", "codecs",
     ),
     "engine.planning.cost_model": (
-        "workload", "layout", "hardware", "links", "expert_exchange", "estimate", "search",
+        "workload", "layout", "hardware", "links", "expert_exchange", "expert_forms", "estimate", "search",
     ),
     "engine.launch.jobs": (
         "request", "bound_cores", "torchrun", "hostfile", "guard", "probe", "schedulers", "remote", "ssh",

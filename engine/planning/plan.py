@@ -182,7 +182,7 @@ class Plan:
         """Returns the planned state bytes and traffic of ``rank``."""
         coord = self.grid(rank).coord()
         holder = self.grid(0).holder(coord)
-        held = sum(row.local_elements(row.part(holder)) for row in self.table.held_by(holder))
+        held = sum(row.local_elements(holder) for row in self.table.held_by(holder))
         state = self.state(coord)
         return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 
@@ -315,6 +315,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
     request = replace(request, shared_experts=find_expert_plan(model, config))
     analysis = analyze(config, request, requested.stages if requested else config.pp)
+    request = replace(request, shared_experts=analysis.shared_experts or request.shared_experts)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)

@@ -20,6 +20,7 @@ from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.tensor.collectives import gather_whole, slice_of
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full
+from engine.parallel.tensor.layers.linear import ExpertsLayer
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 EXPERT_ROWS = "expert rows"
@@ -33,21 +34,26 @@ def share_experts(
     for each in found:
         module = model.get_submodule(each.name)
         shared = SharedExperts(each, module, comm, tensor)
-        note = f"computes {shared.count} of its {each.experts} experts, for the tokens of {comm.grid.size(AXIS)} ranks"
+        part = f"a part of the width of {shared.count}" if each.added is not None else f"{shared.count}"
+        note = f"computes {part} of its {each.experts} experts, for the tokens of {comm.grid.size(AXIS)} ranks"
         patches.wrap_forward(module, PatchLayer.EXPERTS, shared.forward, f"{note} (parallel.expert)")
 
 
 class SharedExperts:
     """Forward of a module whose experts are shared among the ranks of the axis "ep".
 
-    Tensor ranks of one data coordinate get equal rows, and each sends an equal share of them. In a dry run of the
-    tensor axis, which traces shapes, nothing is sent.
+    Tensor ranks of one data coordinate get equal rows. If they hold whole experts, each sends an equal share of the
+    rows. If they cut experts along their width, each sends all rows, and the results are summed over the tensor ranks
+    once they are back: a row goes to at least one expert rank, so a sum there would have as many rows or more. In a dry
+    run of the tensor axis, which traces shapes, nothing is sent to other expert ranks.
     """
 
     def __init__(self, found: RoutedExperts, module: nn.Module, comm: Comm, tensor: TensorAxis) -> None:
         self._found, self._module, self._comm, self._tensor = found, module, comm, tensor
         self._own: Callable[..., Any] = module.forward
-        self._signature = inspect.signature(module.forward)
+        self._signature = inspect.signature(
+            module.tensor_forward if isinstance(module, ExpertsLayer) else module.forward
+        )
         index, bounds = comm.grid.index(AXIS), expert_bounds(found.experts, comm.grid.size(AXIS))
         self.count = bounds[index + 1] - bounds[index]
         """Number of experts on this rank."""
@@ -59,17 +65,26 @@ class SharedExperts:
         Raises:
             EngineError: the arguments are of another form than those of the proof.
         """
+        if isinstance(self._module, ExpertsLayer):
+            summed: Tensor = self._module.tensor_summed(self._all_rows, args, kwargs)
+            return summed
+        if self._tensor.size == 1:
+            return self._all_rows(*args, **kwargs)
         given = self._signature.bind(*args, **kwargs).arguments
         x, numbers, weights = self._read(given)
         shape = given[self._found.call.names[0]].shape[:-1]
-        if self._tensor.size == 1:
-            return _with_shape(self._routed(given, x, numbers, weights), shape)
         tokens, ranks = len(x), self._tensor.size
         more = (0, 0, 0, -tokens % ranks)
         x, weights = (slice_of(functional.pad(each, more), self._tensor, 0, EXPERT_ROWS) for each in (x, weights))
         numbers = functional.pad(numbers, more, value=-1).view(ranks, -1, numbers.shape[1])[self._tensor.index]
         y = gather_whole(self._routed(given, x, numbers, weights), self._tensor, 0, EXPERT_ROWS)[:tokens]
         return _with_shape(y, shape)
+
+    def _all_rows(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the output for rows that this rank sends altogether."""
+        given = self._signature.bind(*args, **kwargs).arguments
+        shape = given[self._found.call.names[0]].shape[:-1]
+        return _with_shape(self._routed(given, *self._read(given)), shape)
 
     def _routed(self, given: Mapping[str, Any], x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """Returns the module's output for rows of this rank, from the experts of all ranks of the axis "ep"."""
@@ -108,20 +123,33 @@ class SharedExperts:
         written = self._found.call.write(Rows(x, numbers, weights), self.count, given)
         made = self._signature.bind_partial()
         made.arguments.update({**given, **written.arguments})
-        with self._counting():
+        with self._own_part():
             result: Tensor = self._own(*made.args, **made.kwargs)
         return written.back(result)
 
     @contextmanager
-    def _counting(self) -> Any:
-        """Context in which the attributes of the module that are the number of its experts are those of this rank."""
+    def _own_part(self) -> Any:
+        """Context in which the module is the part of this rank: its number of experts, and its summand of results."""
         for name in self._found.counts:
             object.__setattr__(self._module, name, self.count)
+        elsewhere = self._added_elsewhere()
+        if self._found.added is not None:
+            object.__setattr__(self._module, "tensor_inside", True)
+            self._module._parameters.update({name: each * 0 for name, each in elsewhere.items()})  # type: ignore[misc]
         try:
             yield
         finally:
+            self._module._parameters.update(elsewhere)
+            if self._found.added is not None:
+                object.__delattr__(self._module, "tensor_inside")
             for name in self._found.counts:
                 object.__setattr__(self._module, name, self._found.experts)
+
+    def _added_elsewhere(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that another tensor rank adds to its result, by name."""
+        if self._tensor.index == 0:
+            return {}
+        return {name: self._module.get_parameter(name) for name in self._found.added or ()}
 
     def _read(self, given: Mapping[str, Any]) -> Rows:
         call, experts = self._found.call, self._found.experts

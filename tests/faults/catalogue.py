@@ -9,6 +9,7 @@ from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.counted_paths import COUNTED_PATHS
+from tests.faults.cut_experts import CUT_EXPERTS
 from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
 from tests.faults.ends_of_ranks import ENDS_OF_RANKS
@@ -56,7 +57,7 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
-    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *EXPERT_PLANS, *ROUTER_REPLAY),
+    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *CUT_EXPERTS, *EXPERT_PLANS, *ROUTER_REPLAY),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
