@@ -60,8 +60,16 @@ def run(module: nn.Module, part: Given) -> tuple[Tensor, Tensor, Tensor]:
 
 def shared(comm: Comm, experts: int) -> Stacked:
     """Returns the module of one rank with the experts of this rank alone."""
-    model, bounds = nn.ModuleDict({"moe": Stacked(experts)}), expert_bounds(experts, comm.grid.size(AXIS))
-    module, index = model["moe"], comm.grid.index(AXIS)
+    model = nn.ModuleDict({"moe": Stacked(experts)})
+    share(model, comm, experts)
+    module = model["moe"]
+    assert isinstance(module, Stacked)
+    return module
+
+
+def share(model: nn.Module, comm: Comm, experts: int) -> None:
+    """Shares the experts of the child ``moe`` of ``model``."""
+    bounds, index, module = expert_bounds(experts, comm.grid.size(AXIS)), comm.grid.index(AXIS), model.moe
     assert isinstance(module, Stacked)
     for each in (module.up, module.down):
         each.data = each.data[bounds[index] : bounds[index + 1]].clone()
@@ -69,7 +77,6 @@ def shared(comm: Comm, experts: int) -> Stacked:
         "moe", experts, WIDTH, RoutedCall("hidden", "index", "weights"), {"up": 1, "down": 1}, (), ("num_experts",)
     )
     share_experts(model, [found], comm, TensorAxis(comm), ForwardPatches())
-    return module
 
 
 def on_ranks(experts: int, parts: Sequence[Given]) -> list[Made]:
