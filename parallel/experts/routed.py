@@ -129,7 +129,7 @@ class SharedExperts:
         weight = weights[token].masked_fill(local < 0, 0)
         whole = (x[token], weight, local.to(torch.int32))
         rows, weight, numbers = exchange(whole, each.gives, each.gets, self._comm, DISPATCH, ())
-        row, slot = (numbers >= 0).nonzero().unbind(1)
+        row, slot = sent.asked(numbers)
         out = self._compute(given, rows[row], numbers[row, slot][:, None].long(), weight[row, slot][:, None])
         y = out.new_zeros(len(rows), *out.shape[1:]).index_add(0, row, out)
         ties = (rows, weight, *self._module.parameters()) if len(row) == 0 else ()

@@ -1,7 +1,8 @@
-"""Faults of the results of experts that a block awaits at their first use."""
+"""Faults of the results of experts that a block awaits at their first use, and of waits of the host."""
 
 from tests.faults.fault import Fault
 
+_DISPATCH = "parallel/experts/dispatch.py"
 _FILE = "parallel/experts/awaited.py"
 _TESTS = "tests/parallel/experts/test_awaited.py"
 _ORDER = f"{_TESTS}::test_a_shared_expert_is_computed_between_the_start_and_the_wait"
@@ -55,5 +56,13 @@ AWAITED_EXPERTS = (
         old="is not None and not _is_compiled()",
         new="is not None",
         tests=(f"{_TESTS}::test_a_block_without_other_experts_or_in_compiled_code_gets_plain_results",),
+    ),
+    Fault(
+        name="host-waits-for-received-experts",
+        about="The host waits a second time in each layer, for the number of experts that other ranks ask for.",
+        file=_DISPATCH,
+        old="here.nonzero_static(size=self._gets_experts) if self._is_one_round else here.nonzero()",
+        new="here.nonzero()",
+        tests=("tests/parallel/experts/test_routed.py::test_the_host_reads_the_table_of_counts_alone[2]",),
     ),
 )
