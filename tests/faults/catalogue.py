@@ -14,6 +14,7 @@ from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
 from tests.faults.ends_of_ranks import ENDS_OF_RANKS
 from tests.faults.expert_load import EXPERT_LOAD
+from tests.faults.expert_plans import EXPERT_PLANS
 from tests.faults.experts import EXPERTS
 from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
@@ -55,7 +56,7 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
-    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *AWAITED_EXPERTS),
+    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *EXPERT_PLANS, *AWAITED_EXPERTS),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
