@@ -239,7 +239,7 @@ def _within_gathers(
     counter = ExpertCounter(plan.experts, device, axis.index) if plan.experts else None
     if (shared := plan.shared_experts) is not None:
         uncounted = partial(counter.counting, None) if counter is not None else nullcontext
-        share_experts(model, shared.routed, comm, axis, patches)
+        share_experts(model, shared.routed, comm, axis, patches, _compiles(model, plan))
         share_listed(model, shared.listed, comm, axis, patches, uncounted)
         if _compiles(model, plan):
             leave_out_of_compilation(model, shared.blocks, patches)

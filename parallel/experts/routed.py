@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
+from engine.parallel.experts.awaited import WaitingBlock
 from engine.parallel.experts.calls import Rows
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, Dispatch, Round, exchange
 from engine.parallel.experts.forms import RoutedExperts, expert_bounds
@@ -28,15 +29,34 @@ EXPERT_ROWS = "expert rows"
 
 
 def share_experts(
-    model: nn.Module, found: Sequence[RoutedExperts], comm: Comm, tensor: TensorAxis, patches: ForwardPatches
+    model: nn.Module,
+    found: Sequence[RoutedExperts],
+    comm: Comm,
+    tensor: TensorAxis,
+    patches: ForwardPatches,
+    compiled: bool = False,
 ) -> None:
-    """Wraps the forward of each module in ``found``: tokens are sent to the ranks of their experts and back."""
+    """Wraps the forward of each module in ``found``: tokens are sent to the ranks of their experts and back.
+
+    A block with other experts, such as a shared one, computes them while results are on their way, unless code of the
+    model is ``compiled``.
+    """  # fmt: skip
     for each in found:
-        module = model.get_submodule(each.name)
-        shared = SharedExperts(each, module, comm, tensor)
+        module, block = model.get_submodule(each.name), None
+        parent = model.get_submodule(each.name.rpartition(".")[0])
+        if not compiled and parent is not module and _has_other_work(parent, module):
+            block = WaitingBlock(parent.forward, comm)
+            patches.wrap_forward(parent, PatchLayer.EXPERTS, block.forward, "computes beside the exchange of experts")
+        shared = SharedExperts(each, module, comm, tensor, block)
         part = f"a part of the width of {shared.count}" if each.added is not None else f"{shared.count}"
         note = f"computes {part} of its {each.experts} experts, for the tokens of {comm.grid.size(AXIS)} ranks"
         patches.wrap_forward(module, PatchLayer.EXPERTS, shared.forward, f"{note} (parallel.expert)")
+
+
+def _has_other_work(block: nn.Module, experts: nn.Module) -> bool:
+    """Returns True if a child of ``block`` other than ``experts`` has several matrices, and so is no router."""
+    others = (child for child in block.children() if all(module is not experts for module in child.modules()))
+    return any(sum(each.dim() > 1 for each in child.parameters()) > 1 for child in others)
 
 
 class SharedExperts:
@@ -48,7 +68,10 @@ class SharedExperts:
     run of the tensor axis, which traces shapes, nothing is sent to other expert ranks.
     """
 
-    def __init__(self, found: RoutedExperts, module: nn.Module, comm: Comm, tensor: TensorAxis) -> None:
+    def __init__(
+        self, found: RoutedExperts, module: nn.Module, comm: Comm, tensor: TensorAxis, block: WaitingBlock | None = None
+    ) -> None:
+        self._block = block
         self._found, self._module, self._comm, self._tensor = found, module, comm, tensor
         self._own: Callable[..., Any] = module.forward
         self._signature = inspect.signature(
@@ -94,10 +117,13 @@ class SharedExperts:
             self._bounds = self._bounds.to(numbers.device)
         sent = Dispatch(numbers, self._bounds, self._comm)
         rounds, y = sent.rounds, None
-        for each in rounds:
+        if len(rounds) == 1 and self._block is not None and self._block.is_running:
+            made, ties = self._made(given, sent, rounds[0], x, weights)
+            return self._block.combine(made, rounds[0], sent.token, len(x), ties)
+        for each in rounds:  # only the rows of one round are in memory, in the backward too
             if len(rounds) == 1:
                 part = self._exchanged(given, sent, each, x, weights)
-            else:  # only the rows of one round are in memory, in the backward too
+            else:
                 part = checkpoint(self._exchanged, given, sent, each, x, weights, use_reentrant=False)
             y = part.new_zeros(len(x), *part.shape[1:]) if y is None else y
             y = y.index_add(0, sent.token[each.rows], part)
@@ -106,17 +132,23 @@ class SharedExperts:
 
     def _exchanged(self, given: Mapping[str, Any], sent: Dispatch, each: Round, x: Tensor, weights: Tensor) -> Tensor:
         """Returns the sums of the experts of other ranks and of this one for the rows of a round."""
+        made, ties = self._made(given, sent, each, x, weights)
+        (back,) = exchange((made,), each.gets, each.gives, self._comm, COMBINE, ties)
+        return back
+
+    def _made(
+        self, given: Mapping[str, Any], sent: Dispatch, each: Round, x: Tensor, weights: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns the sums of this rank's experts for the rows that it gets in a round, and ties of their way back."""
         token, local = sent.token[each.rows], sent.local[each.rows]
         weight = weights[token].masked_fill(local < 0, 0)
-        gives, gets, comm = each.gives, each.gets, self._comm
         whole = (x[token], weight, local.to(torch.int32))
-        rows, weight, numbers = exchange(whole, gives, gets, comm, DISPATCH, ())
-        row, slot = (numbers >= 0).nonzero().unbind(1)
+        rows, weight, numbers = exchange(whole, each.gives, each.gets, self._comm, DISPATCH, ())
+        row, slot = sent.asked(numbers)
         out = self._compute(given, rows[row], numbers[row, slot][:, None].long(), weight[row, slot][:, None])
         y = out.new_zeros(len(rows), *out.shape[1:]).index_add(0, row, out)
         ties = (rows, weight, *self._module.parameters()) if len(row) == 0 else ()
-        (back,) = exchange((y,), gets, gives, comm, COMBINE, ties)
-        return back
+        return y, ties
 
     def _compute(self, given: Mapping[str, Any], x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """Returns the result of the module's own forward, of the experts of this rank."""

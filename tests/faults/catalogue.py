@@ -3,6 +3,7 @@
 from tests.faults.adapters import ADAPTERS
 from tests.faults.adapters_in_the_loop import ADAPTERS_IN_THE_LOOP
 from tests.faults.answers_to_deepspeed import ANSWERS_TO_DEEPSPEED
+from tests.faults.awaited_experts import AWAITED_EXPERTS
 from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
@@ -57,7 +58,14 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
-    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *CUT_EXPERTS, *EXPERT_PLANS, *ROUTER_REPLAY),
+    "shared experts": (
+        *EXPERTS,
+        *SHARED_EXPERTS,
+        *CUT_EXPERTS,
+        *EXPERT_PLANS,
+        *ROUTER_REPLAY,
+        *AWAITED_EXPERTS,
+    ),  # fmt: skip
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

@@ -132,8 +132,8 @@ EXPERTS = (
         name="rows-of-nobody-sent",
         about="Rows that no expert is asked for, such as padding, are sent to the first rank.",
         file=_DISPATCH,
-        old="asked, chosen = (numbers >= 0).nonzero().unbind(1)",
-        new="asked, chosen = (numbers >= -1).nonzero().unbind(1)",
+        old=".masked_fill(numbers < 0, ranks)",
+        new="",
         tests=(f"{_SENT}[None-rows of nobody]",),
     ),
     Fault(
