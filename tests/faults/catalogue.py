@@ -65,7 +65,7 @@ AREAS = {
         *EXPERT_PLANS,
         *ROUTER_REPLAY,
         *AWAITED_EXPERTS,
-    ),  # fmt: skip
+    ),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
