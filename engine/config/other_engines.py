@@ -32,7 +32,7 @@ _KEYS: Mapping[str, str] = MappingProxyType({
     "parallel.split":
         "split_points pipeline_split_points pipeline_parallel_split_points pipeline_model_parallel_layout",
     "parallel.sequence_parallel": "sp enable_sequence_parallel use_sequence_parallel",
-    "parallel.sequence_parallel, which shards activations over the tensor ranks":
+    "parallel.context":
         "cp cp_size cp_degree context context_parallel context_parallelism context_parallel_size"
         " context_parallel_degree sp_size ulysses ulysses_sequence_parallel_size",
     "train_batch_size (rows of a step over all data ranks)": "global_batch_size total_batch_size gbs",
