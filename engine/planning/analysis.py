@@ -15,7 +15,7 @@ from engine.config import Config
 from engine.errors import PlanError, first_line
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.param_groups import GivenOptimizer
-from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
+from engine.parallel.activation_checkpointing.blocks import recomputed_blocks, selective_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
@@ -296,9 +296,10 @@ def _watch(
 ) -> CollectiveRecorder:
     model = request.program.model
     recomputed = recomputed_blocks(model, config.activation_checkpointing)
+    partly = selective_blocks(model, config.activation_checkpointing)
     if tensor is None:
-        return CollectiveRecorder(model, recomputed, *axes)
-    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config), *axes)
+        return CollectiveRecorder(model, recomputed, *axes, partly=partly)
+    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config), *axes, partly=partly)
 
 
 def _by_stage(

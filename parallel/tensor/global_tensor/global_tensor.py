@@ -243,7 +243,7 @@ def refuse_below(context: "GlobalTensorContext") -> None:
     Raises:
         EngineError: always; the text names the code.
     """
-    caller, context.reached_below = context.reached_below, None
+    caller, context.reached_below = context.reached_below or "code below torch functions", None
     if "CheckpointFunction" in caller:
         raise EngineError(
             f"{caller} recomputes activations in a way that accepts plain tensors only; pass use_reentrant=False to "
