@@ -236,7 +236,8 @@ def _within_gathers(
     model: nn.Module, plan: Plan, comm: Comm, axis: TensorAxis, device: torch.device, patches: ForwardPatches
 ) -> tuple[ExpertCounter | None, RandomStreams]:
     """Wraps forwards in the parts that run while parameters are gathered, from inside to outside."""
-    counter = ExpertCounter(plan.experts, device, axis.index) if plan.experts else None
+    ranks = {"tp": axis.index, "cp": comm.grid.coord().cp}
+    counter = ExpertCounter(plan.experts, device, ranks) if plan.experts else None
     if (shared := plan.shared_experts) is not None:
         uncounted = partial(counter.counting, None) if counter is not None else nullcontext
         share_experts(model, shared.routed, comm, axis, patches, _compiles(model, plan))

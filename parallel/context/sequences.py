@@ -54,6 +54,7 @@ class SequenceEntry(TorchFunctionMode):
     def __init__(self, context: ContextOfSequences, batch: Iterable[Tensor]) -> None:
         super().__init__()
         self._context, self.found = context, 0
+        self._kept: list[Tensor] = []
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in batch if tensor.numel()}
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +62,16 @@ class SequenceEntry(TorchFunctionMode):
             dim = _sequence_dim(func, args[0])
             if dim is not None:
                 args = (self._sharded(args[0], dim), *args[1:])
+            elif not args[0].is_floating_point():
+                return self._followed(args[0], func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
+
+    def _followed(self, given: Tensor, made: Any) -> Any:
+        """Returns ``made``, which may be other token ids of the batch's sequence, such as ids shifted by one."""
+        if type(made) is Tensor and made.dtype == given.dtype and made.shape == given.shape:
+            self._kept.append(made)  # memory that is freed may come again for another tensor
+            self._memory.add(made.untyped_storage().data_ptr())
+        return made
 
     def _is_given(self, tensor: Any) -> bool:
         return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() in self._memory

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from engine.parallel.tensor.collectives import gather_whole, slice_of
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full
 from engine.parallel.tensor.layers.linear import ExpertsLayer
+from engine.parallel.tensor.layers.position_layer import run_on_positions
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 EXPERT_ROWS = "expert rows"
@@ -50,7 +52,9 @@ def share_experts(
         shared = SharedExperts(each, module, comm, tensor, block)
         part = f"a part of the width of {shared.count}" if each.added is not None else f"{shared.count}"
         note = f"computes {part} of its {each.experts} experts, for the tokens of {comm.grid.size(AXIS)} ranks"
-        patches.wrap_forward(module, PatchLayer.EXPERTS, shared.forward, f"{note} (parallel.expert)")
+        # the trial has proven that a row's result depends on no other row, so each context rank sends its own rows
+        forward = partial(run_on_positions, shared.forward) if comm.grid.cp > 1 else shared.forward
+        patches.wrap_forward(module, PatchLayer.EXPERTS, forward, f"{note} (parallel.expert)")
 
 
 def _has_other_work(block: nn.Module, experts: nn.Module) -> bool:

@@ -25,7 +25,7 @@ MICRO = 2
 TENSOR = {name: SHARED[name] for name in ("decoder", "decoder tied", "llama", "gpt2")}
 WIDE: dict[str, Callable[[], nn.Module]] = {"nano": partial(models.nano_wide_loss, layers=4), "t5": models.T5WideLoss}
 MODELS: Mapping[str, Callable[[], nn.Module]] = TENSOR | CHAINED | WIDE
-SEQUENCES = ("decoder", "decoder tied", "llama", "gpt2", "nano", "t5")
+SEQUENCES = ("decoder", "decoder tied", "llama", "gpt2", "nano")
 """Models with a sequence and without dropout, whose masks depend on the number of context ranks."""
 ONE_STAGE, TWO_STAGES = ("1f1b", "gpipe", "zb-h1"), ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")
 """Schedules by the stages of a rank."""
