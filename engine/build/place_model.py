@@ -116,8 +116,9 @@ def place_model(
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     _shard(model, plan, axis, patches, already_cut=meta | codes.keys())
-    for name in {row.name for row in rows.values() if row.axis == "ep"} - meta - codes.keys():
-        parameters[name].data = _part(parameters[name].data, rows[name], holder)
+    for row in plan.table:  # of other stages too, whose shapes a trace reads
+        if row.axis == "ep" and row.name not in meta | codes.keys():
+            parameters[row.name].data = _part(parameters[row.name].data, row, holder)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)

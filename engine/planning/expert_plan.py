@@ -20,9 +20,9 @@ from engine.parallel.experts.forms import (
     possible_stacks,
     stacked_experts,
 )
-from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
+from engine.parallel.experts.proof import Unproven, prove_adapted, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
-from engine.parallel.model.parametrized_weights import adapted_modules
+from engine.parallel.model.parametrized_weights import adapter_chain, outermost_adapters
 from engine.parallel.model.rng_streams import HostState
 from engine.program.expert_load import find_experts
 
@@ -79,7 +79,7 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
         return None
     drawn = HostState.take()
     with torch.random.fork_rng([]):  # trials may draw
-        routed, refused = _routed(model)
+        routed, refused = _routed(model, ranks)
         listed, others = _listed(model)
     drawn.put()
     unproven = (*refused, *others)
@@ -113,19 +113,18 @@ def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ..
     return biases
 
 
-def _routed(model: nn.Module) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:
+def _routed(model: nn.Module, ranks: int) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:
     proven: dict[object, RoutedExperts | Unproven] = {}
     found = list[RoutedExperts | Unproven]()
-    adapted = adapted_modules(model)
-    for name, module in model.named_modules():
+    adapters = outermost_adapters(model)
+    for own, module in model.named_modules():
         if next(possible_stacks(module), None) is None:
             continue
-        if module in adapted:
-            found.append(Unproven(name, "adapters of their stacked parameters add to the experts of all ranks"))
-            continue
-        kind = module_kind(module)
+        name = adapters.get(module, own)
+        called = model.get_submodule(name)
+        kind = tuple(module_kind(each) for _, each in adapter_chain(called))
         if kind not in proven:
-            proven[kind] = prove_routed(name, module)
+            proven[kind] = prove_routed(name, module) if called is module else prove_adapted(name, called, ranks)
         if isinstance(proven[kind], RoutedExperts) or stacked_experts(module):
             found.append(proven[kind].named(name))
     routed = tuple(each for each in found if isinstance(each, RoutedExperts))
@@ -152,7 +151,7 @@ def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven
 def _cuts(
     model: nn.Module, ranks: int, routed: tuple[RoutedExperts, ...], listed: tuple[ListedExperts, ...]
 ) -> dict[str, ExpertCut]:
-    cuts = {name: expert_cut(each.experts, ranks, rows) for each in routed for name, rows in each.parameters.items()}
+    cuts = {name: expert_cut(each.experts, ranks, own) for each in routed for name, own in each.parameters.items()}
     for each in listed:
         bounds = expert_bounds(each.experts, ranks)
         for rank in range(ranks):

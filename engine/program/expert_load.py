@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from engine.errors import ConfigError
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.parametrized_weights import outermost_adapters
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 
 logger = logging.getLogger("trine")
@@ -45,8 +46,11 @@ def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
     Raises:
         ConfigError: there is none.
     """
+    adapters = outermost_adapters(model)
     found = tuple(
-        ExpertStack(name, count) for name, module in model.named_modules() if (count := _held_by(name, module))
+        ExpertStack(adapters.get(module, name), count)
+        for name, module in model.named_modules()
+        if (count := _held_by(name, module))
     )
     if not found:
         raise ConfigError(

@@ -14,8 +14,9 @@ from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.experts.calls import Rows
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, Dispatch, Round, exchange
-from engine.parallel.experts.forms import RoutedExperts, expert_bounds
+from engine.parallel.experts.forms import RoutedExperts, expert_bounds, set_counts
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.parametrized_weights import adapter_chain
 from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.tensor.collectives import gather_whole, slice_of
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
@@ -47,7 +48,7 @@ class SharedExperts:
     def __init__(self, found: RoutedExperts, module: nn.Module, comm: Comm, tensor: TensorAxis) -> None:
         self._found, self._module, self._comm, self._tensor = found, module, comm, tensor
         self._own: Callable[..., Any] = module.forward
-        self._signature = inspect.signature(module.forward)
+        self._signature = inspect.signature(adapter_chain(module)[-1][1].forward)
         index, bounds = comm.grid.index(AXIS), expert_bounds(found.experts, comm.grid.size(AXIS))
         self.count = bounds[index + 1] - bounds[index]
         """Number of experts on this rank."""
@@ -115,13 +116,11 @@ class SharedExperts:
     @contextmanager
     def _counting(self) -> Any:
         """Context in which the attributes of the module that are the number of its experts are those of this rank."""
-        for name in self._found.counts:
-            object.__setattr__(self._module, name, self.count)
+        set_counts(self._module, self._found.counts, self.count)
         try:
             yield
         finally:
-            for name in self._found.counts:
-                object.__setattr__(self._module, name, self._found.experts)
+            set_counts(self._module, self._found.counts, self._found.experts)
 
     def _read(self, given: Mapping[str, Any]) -> Rows:
         call, experts = self._found.call, self._found.experts

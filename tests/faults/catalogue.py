@@ -1,5 +1,6 @@
 """All seeded faults, by area."""
 
+from tests.faults.adapted_experts import ADAPTED_EXPERTS
 from tests.faults.adapters import ADAPTERS
 from tests.faults.adapters_in_the_loop import ADAPTERS_IN_THE_LOOP
 from tests.faults.answers_to_deepspeed import ANSWERS_TO_DEEPSPEED
@@ -54,7 +55,7 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
-    "shared experts": (*EXPERTS, *SHARED_EXPERTS),
+    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *ADAPTED_EXPERTS),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

@@ -117,11 +117,13 @@ def test_matrix_optimizers_of_shared_experts_are_refused_before_training() -> No
         run(GRIDS["ep2"], {"optimizer": optimizer}, BiasedExperts)
 
 
+def loads(eng: Engine) -> dict[str, Any]:
+    """Rows of each expert in a further step."""
+    return dict(eng.train_batch(own_batch(eng, 3)).expert_load)
+
+
 @pytest.mark.parametrize("grid", ["ep2", pytest.param("ep2-tp2", marks=pytest.mark.long)])
 def test_rows_of_shared_experts_are_counted_as_in_one_process(grid: str) -> None:
-    def loads(eng: Engine) -> dict[str, Any]:
-        return dict(eng.train_batch(own_batch(eng, 3)).expert_load)
-
     monitor = {"monitor": {"expert_load": True}}
     found, wanted = run(GRIDS[grid], monitor, after=loads), run({"data": 1}, monitor, after=loads)
     assert found.extra == wanted.extra * len(found.extra) and wanted.extra[0]
@@ -243,10 +245,20 @@ def test_adapters_beside_shared_experts_train_as_one_process(grid: str, stage: i
     assert_equal(run(GRIDS[grid], {"zero_optimization": {"stage": stage}}, make), run({"data": 1}, make=make))
 
 
-def test_experts_with_adapters_of_their_stacks_are_refused_before_training() -> None:
-    make = partial(adapted, target_parameters=["mlp.experts.gate_up_proj"])
-    with pytest.raises(PlanError, match=r"cannot be shared, because adapters of their stacked parameters"):
-        run(GRIDS["ep2"], make=make)
+STACKS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage"),
+    [("ep2", 3), *(pytest.param(grid, stage, marks=pytest.mark.long) for grid in GRIDS for stage in (0, 1, 3))],
+)
+def test_adapters_of_stacks_are_shared_with_their_experts(grid: str, stage: int) -> None:
+    make, counted = partial(adapted, **STACKS), {"monitor": {"expert_load": True}}
+    found = run(GRIDS[grid], {"zero_optimization": {"stage": stage}, **counted}, make, loads)
+    alone = run({"data": 1}, counted, make, loads)
+    assert_equal(found, alone)
+    assert found.extra == alone.extra * len(found.extra) and alone.extra[0]
+    assert any(".experts.lora_A." in name for name in found.weights)
 
 
 NAMED = "model.layers.0.mlp.experts.down_proj"
