@@ -48,6 +48,7 @@ from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
+from tests.faults.units_and_uncalled import UNITS_AND_UNCALLED
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
@@ -55,7 +56,7 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
-    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *ADAPTED_EXPERTS),
+    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *ADAPTED_EXPERTS, *UNITS_AND_UNCALLED),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

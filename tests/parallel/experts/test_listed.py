@@ -45,6 +45,13 @@ class Backwards(Listed):
         return out
 
 
+class First(Listed):
+    """Rows for the first two experts only."""
+
+    def scores(self, x: Tensor) -> Tensor:
+        return super().scores(x) - 1e4 * (torch.arange(len(self.experts)) > 1)
+
+
 class Counting(Listed):
     """A count that no state of the block shows."""
 
@@ -156,6 +163,11 @@ def compare(kind: Callable[[int], Listed], experts: int, rows: Sequence[int], ag
 )
 def test_a_shared_list_is_one_process_with_all_experts(experts: int, rows: tuple[int, ...]) -> None:
     compare(Listed, experts, rows)
+
+
+@pytest.mark.parametrize("rows", [(6, 5), (0, 4), (3, 2, 1)])
+def test_a_rank_whose_experts_are_not_called_joins_the_backward(rows: tuple[int, ...]) -> None:
+    compare(First, 4, rows)
 
 
 @pytest.mark.parametrize("rows", [(6, 5), (1, 0), (0, 0)])
