@@ -1,7 +1,7 @@
 """Places the user's module on this rank: shards it, and moves its parameters into flat buckets; and moments on disk."""
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -116,9 +116,7 @@ def place_model(
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     _shard(model, plan, axis, patches, already_cut=meta | codes.keys())
-    for row in plan.table:  # of other stages too, whose shapes a trace reads
-        if row.axis == "ep" and row.name not in meta | codes.keys():
-            parameters[row.name].data = _part(parameters[row.name].data, row, holder)
+    _cut_experts(parameters, plan, meta | codes.keys(), holder)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
@@ -136,6 +134,15 @@ def _shard(
         parameters = dict(model.named_parameters())
         views = apply_plan(model, plan.tensor, axis, patches, already_cut)
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
+
+
+def _cut_experts(
+    parameters: Mapping[str, nn.Parameter], plan: Plan, already_cut: Collection[str], holder: ShardHolder
+) -> None:
+    """Cuts parameters of experts to the experts of this rank, in other stages too: a trace reads their shapes."""
+    for row in plan.table:
+        if row.axis == "ep" and row.name not in already_cut:
+            parameters[row.name].data = _part(parameters[row.name].data, row, holder)
 
 
 def _part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:

@@ -19,6 +19,7 @@ from engine.parallel.experts.forms import (
     owner_cut,
     possible_stacks,
     stacked_experts,
+    stacks_differ,
 )
 from engine.parallel.experts.proof import Unproven, prove_adapted, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
@@ -119,6 +120,8 @@ def _routed(model: nn.Module, ranks: int) -> tuple[tuple[RoutedExperts, ...], tu
     adapters = outermost_adapters(model)
     for own, module in model.named_modules():
         if next(possible_stacks(module), None) is None:
+            if "expert" in own.lower() and stacks_differ(module):
+                found.append(Unproven(own, "its matrices stack different numbers of experts"))
             continue
         name = adapters.get(module, own)
         called = model.get_submodule(name)

@@ -13,7 +13,7 @@ from engine.parallel.shard_table import Range
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class ExpertPacking:
     """Place of the experts in a parameter that stacks them along a dim."""
 
     rows: int = 1
@@ -56,7 +56,7 @@ class RoutedExperts:
     width: int
     """Width H of its rows."""
     call: ExpertCall
-    own: Mapping[str, Packing]
+    own: Mapping[str, ExpertPacking]
     """Place of the experts in each of its parameters that stack experts, by the name in the module."""
     common: tuple[str, ...] = ()
     """Names in the module of vectors that all experts use, such as those of a norm, which every rank holds."""
@@ -68,7 +68,7 @@ class RoutedExperts:
         return replace(self, name=name)
 
     @property
-    def parameters(self) -> Mapping[str, Packing]:
+    def parameters(self) -> Mapping[str, ExpertPacking]:
         """Place of the experts in each parameter that stacks experts, by the name in the model."""
         return {f"{self.name}.{own}": packing for own, packing in self.own.items()}
 
@@ -78,7 +78,7 @@ class Stack:
     """Parameters of a module that may be stacks of experts."""
 
     experts: int
-    own: Mapping[str, Packing]
+    own: Mapping[str, ExpertPacking]
     """Place of the experts in each parameter that stacks experts."""
     common: tuple[str, ...]
     """Names of the other parameters."""
@@ -156,7 +156,7 @@ def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
 
 
-def expert_cut(experts: int, ranks: int, packing: Packing = Packing()) -> ExpertCut:
+def expert_cut(experts: int, ranks: int, packing: ExpertPacking = ExpertPacking()) -> ExpertCut:
     """Returns the sharding of parameters that stack ``experts`` experts over ``ranks``."""
     return ExpertCut(packing.dim, packing.ranges(expert_bounds(experts, ranks)))
 
@@ -176,6 +176,12 @@ def stacked_experts(module: nn.Module) -> int:
     return sizes.pop() if stacked > (not alone) and len(sizes) == 1 and min(sizes) > 1 else 0
 
 
+def stacks_differ(module: nn.Module) -> bool:
+    """Returns True if the matrices [experts, rows, width] of a module are for different numbers of experts."""
+    own = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
+    return len(own) > 1 and not type(module).__module__.startswith("torch.nn.")
+
+
 def possible_stacks(module: nn.Module) -> Iterator[Stack]:
     """Yields the ways to take the parameters of a module for stacks of experts, the most frequent one first.
 
@@ -189,11 +195,13 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
         each = [name for name in vectors if named[name].shape == (experts,)]
         for own in ([*matrices, *each], matrices)[: 2 if each else 1]:
             common = tuple(name for name in vectors if name not in own)
-            yield Stack(experts, dict.fromkeys(own, Packing()), common)
+            yield Stack(experts, dict.fromkeys(own, ExpertPacking()), common)
     elif len(matrices) > 1 and len(matrices) == len(named) and not _has_layers(module):
         for experts in dict.fromkeys(value for value in vars(module).values() if type(value) is int and value > 1):
             if not any(parameter.shape[0] % experts for parameter in named.values()):
-                yield Stack(experts, {name: Packing(each.shape[0] // experts) for name, each in named.items()}, ())
+                yield Stack(
+                    experts, {name: ExpertPacking(each.shape[0] // experts) for name, each in named.items()}, ()
+                )
 
 
 def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
@@ -219,11 +227,11 @@ def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
         yield Stack(found.experts, stacked | cut, common, counts)
 
 
-def _packings(experts: int, group: Sequence[Tensor]) -> Iterator[tuple[Packing | None, ...]]:
+def _packings(experts: int, group: Sequence[Tensor]) -> Iterator[tuple[ExpertPacking | None, ...]]:
     """Yields the ways to stack experts in parameters of one role; None: they stack none."""
     for dim, alternate in ((0, False), (1, True), (0, True), (1, False)):
         if all(each.dim() > dim and each.shape[dim] % experts == 0 for each in group):
-            yield tuple(Packing(each.shape[dim] // experts, dim, alternate) for each in group)
+            yield tuple(ExpertPacking(each.shape[dim] // experts, dim, alternate) for each in group)
     yield tuple(None for _ in group)
 
 

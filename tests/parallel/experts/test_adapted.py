@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.parallel.experts.forms import Packing, RoutedExperts
+from engine.parallel.experts.forms import ExpertPacking, RoutedExperts
 from engine.parallel.experts.proof import Unproven, prove_adapted
 from engine.parallel.model.parametrized_weights import adapter_chain, outermost_adapters
 from tests.parallel.experts.moe import Stacked
@@ -56,9 +56,9 @@ def test_the_outermost_adapter_is_that_of_the_module() -> None:
 def test_pairs_of_both_matrices_are_divided_as_their_experts(experts: int) -> None:
     found = prove_adapted("moe", adapted(Stacked(experts), "up", "down"), 2)
     assert isinstance(found, RoutedExperts), found
-    first, second = Packing(RANK), Packing(RANK, 1, alternate=True)
+    first, second = ExpertPacking(RANK), ExpertPacking(RANK, 1, alternate=True)
     assert found.own == {
-        "base_layer.base_layer.up": Packing(), "base_layer.base_layer.down": Packing(),
+        "base_layer.base_layer.up": ExpertPacking(), "base_layer.base_layer.down": ExpertPacking(),
         "lora_A.default.weight": first, "lora_B.default.weight": second,
         "base_layer.lora_A.default.weight": first, "base_layer.lora_B.default.weight": second,
     }  # fmt: skip
@@ -68,7 +68,7 @@ def test_pairs_of_both_matrices_are_divided_as_their_experts(experts: int) -> No
 
 def test_matrices_of_the_other_order_need_two_experts_on_a_rank() -> None:
     several = prove_adapted("moe", adapted(Turned(4), "up", "down"), 2)
-    assert isinstance(several, RoutedExperts) and several.own["lora_A.default.weight"] == Packing(RANK)
+    assert isinstance(several, RoutedExperts) and several.own["lora_A.default.weight"] == ExpertPacking(RANK)
     alone = prove_adapted("moe", adapted(Turned(4), "up", "down"), 4)
     assert alone == Unproven("moe", "its adapters are not divided by experts")
 

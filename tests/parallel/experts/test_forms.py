@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from engine.parallel.experts.calls import CountedCall, MajorCall, RoutedCall, possible_calls
 from engine.parallel.experts.forms import (
+    ExpertPacking,
     ListedExperts,
-    Packing,
     RoutedExperts,
     alike_lists,
     expert_bounds,
@@ -43,7 +43,7 @@ def test_bounds_give_every_expert_to_one_rank_and_the_first_ranks_one_more(exper
 def test_ranges_of_a_packing_are_the_experts_of_each_rank(
     experts: int, ranks: int, rows: int, dim: int, alternate: bool
 ) -> None:
-    ranks, packing = min(ranks, experts), Packing(rows, dim, alternate)
+    ranks, packing = min(ranks, experts), ExpertPacking(rows, dim, alternate)
     stack = torch.arange(3 * rows * experts).view(packing.shape((3, 3), experts))
     bounds, cut = expert_bounds(experts, ranks), expert_cut(experts, ranks, packing)
     assert [each.start for each in cut.ranges] == [0, *(each.stop for each in cut.ranges)][:-1]
@@ -183,7 +183,9 @@ def test_lists_of_equal_members_are_found_with_their_blocks() -> None:
 
 
 def test_names_of_parameters_follow_the_module() -> None:
-    stacked = RoutedExperts("a", 4, 6, RoutedCall("x", "n", "w"), {"up": Packing(), "down": Packing()}).named("b.c")
-    assert stacked.parameters == {"b.c.up": Packing(), "b.c.down": Packing()}
+    stacked = RoutedExperts(
+        "a", 4, 6, RoutedCall("x", "n", "w"), {"up": ExpertPacking(), "down": ExpertPacking()}
+    ).named("b.c")
+    assert stacked.parameters == {"b.c.up": ExpertPacking(), "b.c.down": ExpertPacking()}
     listed = ListedExperts("a", ("a.e.0", "a.e.1"), 6, 6, ("w",)).named("b", ("b.e.0", "b.e.1", "b.e.2"))
     assert (listed.block, listed.experts) == ("b", 3)

@@ -14,7 +14,7 @@ from engine.parallel.comm.traffic import Traffic
 from engine.parallel.experts import routed
 from engine.parallel.experts.calls import RoutedCall
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round
-from engine.parallel.experts.forms import Packing, RoutedExperts, expert_bounds
+from engine.parallel.experts.forms import ExpertPacking, RoutedExperts, expert_bounds
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -70,7 +70,7 @@ def shared(comm: Comm, experts: int) -> Stacked:
         experts,
         WIDTH,
         RoutedCall("hidden", "index", "weights"),
-        {"up": Packing(), "down": Packing()},
+        {"up": ExpertPacking(), "down": ExpertPacking()},
         (),
         ("num_experts",),
     )
