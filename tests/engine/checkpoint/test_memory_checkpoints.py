@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,6 +49,7 @@ class Hosts:
 
     folder: Path
     place: Sequence[int]
+    made: Callable[[], FakeRun] = run
 
     def memory(self, rank: int) -> Path:
         path = self.folder / f"host{self.place[rank]}"
@@ -64,7 +65,7 @@ class Hosts:
         def body(host: MemoryHost) -> None:
             copies = self.copies(host.rank)
             for step in steps:
-                saver, snapshot = run().saver(host, step, Files())
+                saver, snapshot = self.made().saver(host, step, Files())
 
                 def write(files: Files, to: Path, saver: Saver = saver, snapshot: Snapshot = snapshot) -> Path:
                     return saver.elsewhere(files).run(snapshot, to, None)
@@ -77,7 +78,9 @@ class Hosts:
         for host in hosts:
             shutil.rmtree(self.folder / f"host{host}")
 
-    def found(self, beyond: int = -1) -> tuple[int, list[int]] | None:
+    def found(
+        self, beyond: int = -1, load: Callable[[int, StepReader], None] = lambda rank, reader: None
+    ) -> tuple[int, list[int]] | None:
         """The step that the ranks find, and the bytes that each gets from elsewhere for all of it; all is checked."""
 
         def body(host: MemoryHost) -> tuple[int, int] | None:
@@ -85,7 +88,9 @@ class Hosts:
             step = copies.find(host, beyond)
             if step is None:
                 return None
-            StepReader(step.files, step.folder).verify()
+            reader = StepReader(step.files, step.folder)
+            reader.verify()
+            load(host.rank, reader)
             collect(host, b"")
             announce(host, b"")  # nobody reads any more
             copies.close()
