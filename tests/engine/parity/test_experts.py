@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from engine.engine import Engine
 from engine.errors import EngineError, PlanError
+from engine.parallel.model.quantized_layers import quantized_layers
 from tests.engine.parity.expert_runs import GRIDS, ROWS, WORDS, assert_equal, mixture, own_batch, run
 
 pytestmark = [
@@ -259,6 +260,32 @@ def test_adapters_of_stacks_are_shared_with_their_experts(grid: str, stage: int)
     assert_equal(found, alone)
     assert found.extra == alone.extra * len(found.extra) and alone.extra[0]
     assert any(".experts.lora_A." in name for name in found.weights)
+
+
+def quantized(eng: Engine) -> tuple[int, int]:
+    """Number of layers that read codes, and bytes of frozen parameters on this rank."""
+    return len(quantized_layers(eng.module)), eng.plan.rank(eng.grid.rank).state_bytes["frozen parameters"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage", "dtype"),
+    [
+        ("ep2", 1, "nf4"),
+        *(
+            pytest.param(grid, stage, dtype, marks=pytest.mark.long)
+            for grid in GRIDS for stage in (0, 2, 3) for dtype in ("int8", "nf4")
+        ),
+    ],
+)  # fmt: skip
+def test_quantized_experts_with_adapters_are_shared(grid: str, stage: int, dtype: str) -> None:
+    codes = {"quantize_frozen": {"dtype": dtype}, "checkpoint": {"frozen": False}}
+    make = partial(adapted, **STACKS)
+    found = run(GRIDS[grid], codes | {"zero_optimization": {"stage": stage}}, make, quantized)
+    alone = run({"data": 1}, codes, make, quantized)
+    assert_equal(found, alone)
+    (layers, whole), stages = alone.extra[0], GRIDS[grid].get("pipeline", 1)
+    assert layers == 10 and all(count == layers // stages for count, _ in found.extra)
+    assert max(held for _, held in found.extra) < whole
 
 
 NAMED = "model.layers.0.mlp.experts.down_proj"
