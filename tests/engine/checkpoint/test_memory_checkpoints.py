@@ -61,11 +61,12 @@ class Hosts:
 
     def save(self, *steps: int) -> None:
         """Keep these steps, one after another."""
+        made = self.made()  # before the threads: a trace replaces functions of torch
 
         def body(host: MemoryHost) -> None:
             copies = self.copies(host.rank)
             for step in steps:
-                saver, snapshot = self.made().saver(host, step, Files())
+                saver, snapshot = made.saver(host, step, Files())
 
                 def write(files: Files, to: Path, saver: Saver = saver, snapshot: Snapshot = snapshot) -> Path:
                     return saver.elsewhere(files).run(snapshot, to, None)
