@@ -1,1 +1,1 @@
-"""What things cost, measured. A package, so that no other ``benchmarks`` that is installed comes before it."""
+"""Benchmarks. A package, so that no other installed ``benchmarks`` shadows it on ``sys.path``."""

@@ -1,11 +1,11 @@
-"""What things cost, measured by one command.
+"""Runs benchmarks by name: ``python -m benchmarks NAME``.
 
     python -m benchmarks --list                          what there is
     python -m benchmarks zero --stages 2,3 --rounds 3    one benchmark with its own options, which zero -h lists
     python -m benchmarks step zero pipeline --rounds 3 --peers ddp,fsdp2 --out runs/benchmarks
     python -m benchmarks all                             each in turn, with its defaults
 
-Exit code 1 when any benchmark finds a limit exceeded or a loss that is not what it should be.
+Exit code 1 when a benchmark exceeds a limit or finds a wrong loss.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A module with ``main(arguments)``, and which of the options that benchmarks share it has."""
+    """Module with ``main(arguments)`` that runs a benchmark, and the shared options that it accepts."""
 
     module: str
     about: str
@@ -115,7 +115,7 @@ def _parse(command: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def shared_options(arguments: argparse.Namespace, name: str) -> list[str]:
-    """What of ``arguments`` the benchmark ``name`` understands, as its command line; what it does not is told."""
+    """Returns the shared options that benchmark ``name`` accepts as its command line; prints the others."""
     given = {key: value for key, value in vars(arguments).items() if key not in ("names", "list") and value}
     for key in sorted(set(given) - BENCHMARKS[name].options):
         print(f"{name} has no --{key.replace('_', '-')}, it runs without.", flush=True)
@@ -126,12 +126,12 @@ def shared_options(arguments: argparse.Namespace, name: str) -> list[str]:
 
 
 def run(name: str, command: Sequence[str]) -> int:
-    """Exit code of one benchmark with its own ``command`` line."""
+    """Runs one benchmark with its own ``command`` line; returns its exit code."""
     return int(import_module(f"benchmarks.{BENCHMARKS[name].module}").main(command))
 
 
 def main(command: Sequence[str]) -> int:
-    """Run what is named; the worst exit code."""
+    """Runs the named benchmarks; returns the largest exit code."""
     if command and command[0] in BENCHMARKS and not (len(command) > 1 and command[1] in BENCHMARKS):
         return run(command[0], command[1:])
     arguments, names = _parse(command)

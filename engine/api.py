@@ -72,21 +72,21 @@ def initialize(
     Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. Freezes parameters without an optimizer.
 
     Args:
-        model: a module, or a callable that builds one, the same on all ranks. Wrappers (DDP, compiled) are removed.
+        model: a module, or a callable that builds one, equal on all ranks. DDP and torch.compile are unwrapped.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics, or torch's; None: the model's loss.
+        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics; or a torch loss. None: the model's.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
         optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or one over the model's parameters.
-        lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or one over the passed ``optimizer``.
-        inputs: the part of a batch for forward: keys or positions, or ``microbatch -> arguments``. None: everything, or
-            with ``loss_fn`` the parts that the signature of forward takes.
+        lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or a scheduler over the passed ``optimizer``.
+        inputs: arguments of forward from a batch: keys or positions, or ``microbatch -> arguments``. None: the whole
+            batch; with ``loss_fn``, the entries that are parameters of forward.
         whole: keys or positions of tensors that are not split into microbatches, such as tensors without rows.
         world: this rank's identity, for ranks that are threads (``run_thread_ranks``); None: read from the launcher.
 
     Raises:
         ConfigError, GridError, PlanError: one sentence per problem, raised before communication. Two are raised after
-            it, on all ranks: different input of the ranks, and problems in rank 0's search of a tensor plan.
+            it, on all ranks: ranks passed different arguments, or rank 0 found no tensor plan.
     """
     resources = EngineResources()
     resources.add((words := FailureMessage()).close)

@@ -57,9 +57,10 @@ class Engine(TrainingLoop, NamedState):
         )
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Builds the missing parts, for microbatches like ``example``. Collective; ``initialize`` calls it.
+        """Traces, plans and shards the model for microbatches shaped like ``example``, unless done. Collective;
+        ``initialize`` calls it if it has an example.
 
-        ``problem``: the reason why this rank has no example. It is raised here, and all other ranks raise too.
+        ``problem``: exception that left this rank without an example; it is raised here, and all other ranks raise too.
         """
         self._parts.complete(example, problem)
 
@@ -74,27 +75,27 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def batch_rows(self) -> BatchRows:
-        """Selection of the tensors of a batch that are split into microbatches."""
+        """Division of a batch into microbatches: tensors that are split by rows, and others."""
         return self._parts.rows
 
     @property
     def config(self) -> Config:
-        """Resolved configuration."""
+        """Configuration with all defaults filled in."""
         return self._parts.config
 
     @property
     def grid(self) -> Grid:
-        """Grid, with this rank's position."""
+        """Grid of ranks (pipeline x data x tensor), with this rank's coordinates."""
         return self._parts.grid
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of this rank's parameters."""
         return self._parts.device
 
     @property
     def comm(self) -> Comm:
-        """Communication of this rank, counted by axis and label."""
+        """Collectives of this rank, with counts of calls and bytes by axis and label."""
         return self._parts.comm
 
     @property
@@ -104,12 +105,12 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Inner optimizer, over this rank's weights."""
+        """torch optimizer over this rank's shards of the master weights."""
         return self._parts.runtime.optimizer.inner
 
     @property
     def step_count(self) -> int:
-        """Number of updates; skipped steps do not count."""
+        """Number of weight updates so far; skipped steps do not count."""
         return self._parts.update.made
 
     @property
@@ -119,12 +120,12 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first group in the next update."""
+        """Learning rate of the first parameter group in the next update."""
         return self._parts.runtime.learning_rate.at(self._parts.update.made)
 
     @property
     def built(self) -> bool:
-        """True if the parts exist; a plan may wait for the first batch."""
+        """True once the model is sharded and ready; a plan may wait for the first batch."""
         return self._parts.built is not None
 
     @property
@@ -134,7 +135,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """torch scheduler of the run; None: the rate is a function of the update, or constant."""
+        """torch scheduler of the run; None if the rate is a function of the update number, or constant."""
         return self._parts.runtime.learning_rate.scheduler
 
     @property
@@ -151,7 +152,7 @@ class Engine(TrainingLoop, NamedState):
         """Lists the patches of a module, outermost first, one line each: stage, gather, recomputation, sharding, kernel
         etc.
 
-        The patches of modules around it come first, then its own and those of modules inside it.
+        Patches of parent modules come first, then patches of the module and of its submodules.
 
         Args:
             module: name of the module, as in ``model.named_modules()``; empty: the whole model.
@@ -189,10 +190,10 @@ class Engine(TrainingLoop, NamedState):
         digest of the batch over the replica and eight scalars over the world.
 
         Raises:
-            EngineError: the batch is bad, or differs from that of its replica: all ranks raise, each its own error, and
-                nothing is updated. Without tensor ranks, pipeline ranks and sharded parameters, the same holds for any
-                other failure; with them, a rank that fails during the schedule raises at once and the job ends. After
-                too many consecutive skipped steps (``max_skipped_steps``) all ranks raise the same error.
+            EngineError: the batch is malformed, or differs between ranks of a replica: all ranks raise, each its own
+                error, and nothing is updated. Without tensor ranks, pipeline ranks and sharded parameters, the same
+                holds for any other failure; with them, a rank that fails during the schedule raises at once and the job
+                ends. After too many consecutive skipped steps (``max_skipped_steps``) all ranks raise the same error.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
@@ -238,11 +239,11 @@ class Engine(TrainingLoop, NamedState):
         """Gathers the rows [b, ...] of all data ranks: [data ranks * b, ...], in order, with exact gradients.
         Collective.
 
-        It serves losses that compare rows (CLIP, SigLIP) in a user's own loop. A ``loss_fn`` with an argument
-        ``gather_rows`` receives it, on pipelines too. All data ranks pass equal shapes. Each rank may compute the loss
-        of all rows, or of its own rows against all: the step averages over data ranks, or divides sum by weight. Each
-        microbatch gathers on its own. An all-gather over dp in forward and a reduce-scatter in backward, label
-        "gathered rows", which ``plan`` does not count.
+        For losses that compare rows (CLIP, SigLIP) in a user's own loop. A ``loss_fn`` with an argument ``gather_rows``
+        receives it, on pipelines too. All data ranks pass equal shapes. Each rank may compute the loss of all rows, or
+        of its own rows against all: the step averages over data ranks, or divides sum by weight. Each microbatch is one
+        all-gather over dp in forward and a reduce-scatter in backward, label "gathered rows", which ``plan`` does not
+        count.
 
         Raises:
             EngineError: the argument is not a tensor with rows.
@@ -257,17 +258,16 @@ class Engine(TrainingLoop, NamedState):
         """Returns the model's output for this data rank's rows, in eval mode; restores the random state. Collective.
 
         Args:
-            batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels
-                are not needed.
-            rows: rows of a microbatch; the last one may have fewer. None: ``train_micro_batch_size_per_gpu``. Pass the
-                rows of the whole batch if a tensor in it belongs to rows but cannot be split with them (patches of
-                pictures).
+            batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels are
+                not needed.
+            rows: rows of a microbatch; the last microbatch may have fewer. None: ``train_micro_batch_size_per_gpu``.
+                Pass the rows of the whole batch if one of its tensors cannot be split by rows (image patches).
 
         Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
-        others over pp, label "outputs". ZeRO 3 agrees over dp on the number of forwards (8 bytes).
+        others over pp, label "outputs". Under ZeRO 3, data ranks agree on the number of forwards (8 bytes over dp).
 
         Raises:
-            EngineError: the batch is bad, or differs from that of its replica; the same on all of its ranks.
+            EngineError: the batch is malformed, or differs between ranks of a replica; raised on all its ranks.
         """
         self._open("predict")
         with self._parts.evaluated():
@@ -275,7 +275,8 @@ class Engine(TrainingLoop, NamedState):
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, **options: Any) -> Any:
-        """Generates with a Hugging Face model, by its own ``generate``: greedy, sampling, beams, stopping criteria.
+        """Calls ``generate`` of a Hugging Face model (greedy, sampling, beams, stopping criteria) on this rank's
+        prompts.
 
         Args:
             inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
@@ -283,8 +284,8 @@ class Engine(TrainingLoop, NamedState):
 
         Returns the result of ``generate``, equal on the ranks of a replica, which all sample with the random state of
         the first one. Every token costs a forward over the whole sequence, without a cache of keys and values.
-        Collective: the traffic of ``predict`` for each token, and data ranks agree on who has forwards left (8 bytes
-        over dp).
+        Collective: the traffic of ``predict`` for each token, and 8 bytes over dp, with which data ranks agree whether
+        any has forwards left.
 
         Raises:
             EngineError: the model does not generate, the prompts are not token ids, or an accumulation is unfinished.
@@ -302,22 +303,26 @@ class Engine(TrainingLoop, NamedState):
     # ------------------------------------------------------------------ state
 
     def register_for_checkpointing(self, **things: Any) -> None:
-        """Saves and loads other objects too, such as ``data=sampler``; a ``state_dict`` is JSON, equal on all ranks."""
+        """Adds objects with a ``state_dict`` to checkpoints, by name, such as ``data=sampler``. Each state is JSON,
+        equal on all ranks.
+        """
         self._parts.resources.refuse_closed("register_for_checkpointing")
         self._parts.checkpoints.register(things)
 
     def save_checkpoint(
         self, folder: Path_ | None = None, client_state: Any = None, without_frozen: bool = False
     ) -> PendingSave:
-        """Begins a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
+        """Begins to write checkpoint ``folder/step-N``; returns once this rank's shards are copied to memory.
+        Collective.
 
         The folder appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the
         result blocks until then and raises if the save failed, which is also logged. Weights are sent over a host
         group.
 
         Args:
-            folder: folder of the run; None: ``checkpoint.folder``, which keeps the newest ``checkpoint.keep``.
-            client_state: any JSON value but a string; rank 0's is saved, and ``load_checkpoint`` returns it.
+            folder: folder of the run; None: ``checkpoint.folder``, where only the newest ``checkpoint.keep``
+                are retained.
+            client_state: any JSON value but a string; the value of rank 0 is saved, and ``load_checkpoint`` returns it.
             without_frozen: leave frozen parameters out, as ``checkpoint.frozen`` false does; the same on all ranks.
 
         Raises:
@@ -341,18 +346,19 @@ class Engine(TrainingLoop, NamedState):
     ) -> Any:
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns the checkpoint's client state; a dict refuses iteration, so that a script that unpacks DeepSpeed's pair
-        fails. Every block that is read is checked. With ``load_module_only``, only weights and buffers are loaded;
-        without ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without ``strict``,
-        parameters and buffers that the checkpoint lacks keep their values, and parameters that were not trained get
-        fresh optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint returns None.
-        Without ``load_lr_scheduler_states``, a torch scheduler restarts after the next update, which uses the saved
-        rate.
+        Returns the checkpoint's client state; if it is a dict, iteration over it raises, so that a script that unpacks
+        DeepSpeed's pair fails. Every block that is read is checked. With ``load_module_only``, only weights and buffers
+        are loaded; without ``load_optimizer_states``, everything else is loaded and the optimizer state is not. Without
+        ``strict``, parameters and buffers that the checkpoint lacks keep their values, and parameters that were not
+        trained get fresh optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint
+        returns None. Without ``load_lr_scheduler_states``, a torch scheduler restarts after the next update, which uses
+        the saved rate.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged (names file, tensor and the last good checkpoint), or
-                belongs to another model (names the first difference); ranks passed other folders. Raised on all ranks.
-            EngineError: without ``load_lr_scheduler_states``, the rates are a function of the update.
+                belongs to another model (names the first difference); ranks passed different folders. Raised on all
+                ranks.
+            EngineError: without ``load_lr_scheduler_states``, if no torch scheduler sets the rates.
         """
         self._parts.refuse_unfinished("load_checkpoint")
         self._parts.comm.join("load_checkpoint")
@@ -369,9 +375,9 @@ class Engine(TrainingLoop, NamedState):
     def copy_weights_from(self, other: "Engine") -> None:
         """Copies parameters and persistent buffers from another engine on the same ranks, on any grid. Collective.
 
-        It serves a generator or a reference that follows a policy. Reads the other engine's masters, if it has any; the
-        optimizer state of this engine stays. Full tensors exist on a rank only in chunks of at most 256 MiB, each
-        all-reduced over the world, label "weights".
+        For a generator or reference model that follows a policy. Reads the other engine's fp32 masters, if it has any;
+        the optimizer state of this engine does not change. Full tensors exist on a rank only in chunks of at most 256
+        MiB, each all-reduced over the world, label "weights".
 
         Raises:
             EngineError: the models differ, the engines have different numbers of ranks, or this engine has gradients
@@ -389,11 +395,11 @@ class Engine(TrainingLoop, NamedState):
     def close(self) -> None:
         """Ends the engine: waits for a pending checkpoint, removes every patch from the model, closes logs and groups.
 
-        Classes, attributes and hooks of the model's modules are then the same as before ``initialize``. Parameters keep
-        this rank's part: shards if they are sharded, and placeholders for the parameters of other stages. Only
-        ``engine.deepspeed`` accepts a model in shards again, and nothing accepts one in parts of tensor or pipeline
-        ranks. Groups are destroyed on this rank, independently of other ranks. The process group itself lives until the
-        interpreter exits: other engines may use it.
+        Classes, attributes and hooks of the model's modules are then the same as before ``initialize``. Parameters stay
+        as this rank has them: ZeRO or tensor shards, and placeholders for other stages. ``engine.deepspeed`` accepts a
+        model in ZeRO shards again; no call accepts one in tensor shards or stages. Groups are destroyed on this rank,
+        independently of other ranks. The process group itself lives until the interpreter exits: other engines may use
+        it.
 
         An engine that is dropped instead is closed when Python collects it, except that nothing waits for a pending
         checkpoint; its thread finishes writing it.

@@ -1,4 +1,4 @@
-"""Parts of an engine that its calls share: parts from the start, and parts built with the first batch."""
+"""Mutable parts of an engine: the ones made by ``initialize``, and the ones built with the first batch."""
 
 import logging
 import os
@@ -47,7 +47,7 @@ PLANNING = "planning (trace, tensor plan, pipeline stages)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBuilder:
-    """Builder of the runtime of this rank, once the process group is open."""
+    """Callable that plans, shards and patches the model on this rank, once the process group is open."""
 
     model: nn.Module
     config: Config
@@ -55,9 +55,9 @@ class RankBuilder:
     comm: Comm
     device: torch.device
     prepare: Callable[[], None]
-    """Step that may fail on a rank before the model is changed."""
+    """Call that may fail on this rank alone; it runs before the model is changed."""
     known: Plan | None
-    """The plan, if it could be made before the group was open."""
+    """Plan that could be made before the process group was open; None if it needs a batch."""
 
     def __call__(self, example: Batch, problem: BaseException | None) -> RankRuntime:
         """Plans and builds. Collective."""
@@ -104,12 +104,10 @@ class RankBuilder:
 
 
 class EngineResources:
-    """Closers of an engine's resources: patches of the model, logs, signal handlers, process groups, shared memory.
+    """Stack of callbacks that release an engine's patches, logs, signal handlers, process groups and shared memory.
 
-    They run in ``close``, or when the engine is collected, since only its parts refer to this object.
-
-    The resources refer to the user's model, and the model may refer to the engine. ``weakref.finalize``, whose callback
-    is referenced outside of the engine, would keep both alive; with ``__del__`` the garbage collector finds the cycle.
+    The callbacks run in ``close``, or when Python collects the engine. ``weakref.finalize`` would keep a model alive
+    that refers to its engine; with ``__del__`` the garbage collector finds the cycle.
     """
 
     def __init__(self) -> None:
@@ -119,25 +117,27 @@ class EngineResources:
         self._process = os.getpid()
 
     def add(self, close: Callable[[], object]) -> None:
-        """Adds a resource; ``close`` releases it without waiting for other ranks, and may be called again."""
+        """Adds the callback ``close`` of a resource; it must not wait for other ranks, and may be called again."""
         self._closers.callback(close)
 
     def close(self) -> None:
-        """Releases all resources, the newest first; one that raises does not stop the others."""
+        """Runs all callbacks, the newest first; one that raises does not stop the others."""
         self._closed = True
         self._closers.close()
 
     def refuse_by(self, check: Callable[[str], object]) -> None:
-        """Adds ``check``, which runs before each call with its name and raises to refuse it."""
+        """Registers ``check``: before every call of the engine it receives the call's name, and raises to forbid the
+        call.
+        """
         if check not in self._refusals:
             self._refusals.append(check)
 
     def refuse_no_more_by(self, check: Callable[[str], object]) -> None:
-        """Removes ``check`` from the checks of ``refuse_by``, if it is one."""
+        """Unregisters a ``check`` of ``refuse_by``, if it is registered."""
         self._refusals = [known for known in self._refusals if known != check]
 
     def refuse_closed(self, call: str) -> None:
-        """Refuses ``call`` after ``close``, and whenever a check of ``refuse_by`` does.
+        """Raises if the engine method ``call`` is not allowed: after ``close``, or if a check of ``refuse_by`` raises.
 
         Raises:
             EngineError: all resources have been released, or one that the call needs is missing.
@@ -162,13 +162,13 @@ class EngineResources:
 
 
 class EngineParts:
-    """Parts that the calls of an engine work on.
+    """State of an engine: model, configuration, communication, checkpoints, and the parts built for the first batch.
 
     If a plan needs a batch and no example was passed, ``complete`` is called when the first batch arrives.
     """
 
     runner: StepRunner
-    """Runner of steps; set once the engine is built."""
+    """Runner of training steps; set once the model is sharded."""
 
     def __init__(self, builder: RankBuilder, coordinator: CheckpointCoordinator, resources: EngineResources) -> None:
         self.builder, self.model, self.config, self.comm = builder, builder.model, builder.config, builder.comm
@@ -183,9 +183,9 @@ class EngineParts:
         resources.add(self.reports.close)
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Builds the missing parts, for microbatches like ``example``. Collective.
+        """Traces, plans and shards the model for microbatches shaped like ``example``, unless done. Collective.
 
-        ``problem``: the reason why this rank has no example. It is raised here, and all other ranks raise too.
+        ``problem``: exception that left this rank without an example; it is raised here, and all other ranks raise too.
         """
         if self.built is None:
             entries = state_entries(self.model)
@@ -202,10 +202,10 @@ class EngineParts:
 
     @property
     def runtime(self) -> RankRuntime:
-        """Parts of this rank.
+        """Sharded model, optimizer and executor of this rank.
 
         Raises:
-            EngineError: the engine is not built.
+            EngineError: no batch was passed yet, so the model is not sharded.
         """
         if self.built is None:
             raise EngineError(
@@ -215,8 +215,9 @@ class EngineParts:
         return self.built
 
     def completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
-        """Returns ``batch`` itself; the first one completes the build and is returned as an iterator of
-        microbatches."""
+        """Returns ``batch`` itself; the first batch builds the engine and is returned as an iterator of
+        microbatches.
+        """
         if self.built is not None:
             return batch
         take = partial(self.rows.take_microbatches, batch, self.config.micro, self.config.accumulation)
@@ -225,13 +226,15 @@ class EngineParts:
         return iter(seen)
 
     def refuse_unfinished(self, call: str) -> None:
-        """Refuses ``call`` after ``close`` and inside an accumulation."""
+        """Raises if the engine method ``call`` comes after ``close`` or inside a gradient accumulation."""
         self.resources.refuse_closed(call)
         if self.loop is not None and self.loop.state is not LoopState.LEFT:
             self.loop.leave(call)
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Returns the context of an evaluation, which uses the averaged weights of a schedule-free optimizer."""
+        """Returns a context for evaluation, inside which a schedule-free optimizer's averaged weights are in the
+        model.
+        """
         averaged = self.built.averaged if self.built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside
         return self.runtime.averaging() if taken else nullcontext()

@@ -3,7 +3,7 @@
 import re
 
 COPY_AGAIN = "copy it again, or load another checkpoint."
-"""Remedy of a damaged checkpoint, the end of a message."""
+"""End of messages about a damaged checkpoint."""
 
 
 class EngineError(Exception):
@@ -15,31 +15,35 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError):
-    """Mistakes in the configuration; the message lists all of them with their JSON paths."""
+    """Error about mistakes in the configuration; the message lists all of them with their JSON paths."""
 
 
 class GridError(EngineError):
-    """Mismatch of ranks, axes and processes, or processes that cannot connect to each other."""
+    """Error about grid and processes: their numbers do not match, or processes cannot connect to each other."""
 
 
 class ScheduleError(EngineError):
-    """Pipeline schedule that is incomplete, out of order or would deadlock."""
+    """Error about a pipeline schedule that is incomplete, out of order or would deadlock."""
 
 
 class PlanError(EngineError):
-    """Mismatch of the model and the configuration."""
+    """Error about a model that cannot be sharded or trained as the configuration demands."""
 
 
 class CheckpointError(EngineError):
-    """Checkpoint that is missing, incomplete, damaged or belongs to another model."""
+    """Error about a checkpoint that is missing, incomplete, damaged or belongs to another model."""
 
 
 class LaunchError(EngineError):
-    """Job that cannot be started on the requested hosts; the message lists every problem with its host."""
+    """Error about a job that cannot be started on the requested hosts; the message lists every problem with its
+    host.
+    """
 
 
 class CorruptionError(EngineError):
-    """Silent corruption: bits of weights or optimizer state have changed, or copies of them differ between ranks."""
+    """Error about silent corruption: bits of weights or optimizer state have changed, or copies differ between
+    ranks.
+    """
 
 
 def first_line(error: BaseException) -> str:

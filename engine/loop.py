@@ -19,9 +19,9 @@ from engine.step.user_loop import UserLoop
 
 
 class TrainingLoop:
-    """Calls of the engine for a user's own loop.
+    """Methods of the engine for a training loop in the user's code: forward, ``backward``, ``step``.
 
-    With a pipeline, whose stages run one schedule, they raise unless ``open_pipeline`` was called.
+    On a pipeline they raise unless ``open_pipeline`` was called, because its stages run a fixed schedule.
     """
 
     _parts: EngineParts
@@ -30,12 +30,12 @@ class TrainingLoop:
         """Makes later ``eng(batch)`` run all stages of a pipeline and return the output on every rank. Collective.
 
         A loop may then compute the loss itself and call ``backward(loss)``. Each forward waits for its backward, so all
-        its activations are live, as in GPipe, and each of p stages idles for (p-1)/(m+p-1) of the time of a forward in
+        its activations are live, as in GPipe, and each of p stages idles for (p-1)/(m+p-1) of the time, if a batch has
         m parts. The last stage sends outputs to the p-1 others over pp, label "outputs"; ``plan`` counts a
         ``train_batch``, which sends none.
 
         Args:
-            rows: a batch runs through the stages in parts of this many rows, joined at the end; None: as one part.
+            rows: rows of each part of a batch that runs through the stages, joined at the end; None: one part.
         """
         self._parts.resources.refuse_closed("open_pipeline")
         self._parts.control.piped, self._parts.control.rows = True, rows
@@ -73,7 +73,7 @@ class TrainingLoop:
 
         Raises:
             EngineError: backwards of more microbatches than ``gradient_accumulation_steps``; a loss that is not a
-                scalar; a pipeline.
+                scalar; on a pipeline without ``open_pipeline``.
         """
         loop = self._looped("backward(loss)")
         with self._parts.comm.within(self._parts.update.made):
@@ -83,7 +83,7 @@ class TrainingLoop:
         """Returns the 0-dim loss times the loss scale of fp16 (else 1), for ``scale(loss).backward()``.
 
         Raises:
-            EngineError: the loss is not a scalar, or depends on no parameter; a pipeline, also after ``open_pipeline``.
+            EngineError: the loss is not a scalar, or depends on no parameter; the model is on a pipeline.
         """
         if (stages := self._parts.config.pp) > 1 and self._parts.control.piped:
             raise EngineError(
@@ -93,11 +93,12 @@ class TrainingLoop:
         return self._looped("scale(loss)").scale(loss)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clips the averaged gradient to this L2 norm in the next ``step``, for ``gradient_clipping`` (Pascanu et al.
-        2013).
+        """Clips the averaged gradient to the L2 norm ``max_norm`` in the next ``step``, in place of
+        ``gradient_clipping``.
 
         Call it after the last backward of a step. Returns the norm before clipping, over all parameters. Collective:
-        reduces gradients that are not reduced yet, sums the weights over dp and the squares over the world (8 bytes).
+        reduces outstanding gradients over dp, sums the loss weights over dp and the squared norms over the world (8
+        bytes).
 
         Raises:
             EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline.
@@ -107,10 +108,10 @@ class TrainingLoop:
             return loop.clip(max_norm)
 
     def step(self) -> StepReport | None:
-        """Updates the weights after the last microbatch of a step; after any other one does nothing and returns None.
+        """Updates the weights after the last microbatch of an accumulation; before that, does nothing and returns None.
 
         Raises:
-            EngineError: no backward was called in this step; a gradient lacks the loss scale.
+            EngineError: no backward was called in this step; under fp16, a loss was not scaled.
         """
         self._parts.resources.refuse_closed("step()")
         if self._parts.loop is None:
@@ -126,19 +127,19 @@ class TrainingLoop:
             self._parts.loop.zero_grad()
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Refuses reads of a parameter's ``grad`` until the next forward, step or ``zero_grad``.
+        """Makes reads of a parameter's ``grad`` raise until the next forward, step or ``zero_grad``.
 
-        Between a backward and its step the engine does this itself; a host that drops gradients later calls it after
-        the step.
+        The engine does this between a backward and its step. A framework that calls ``zero_grad`` after the step calls
+        it too.
 
         Args:
-            around: a host's module around the model; its ``zero_grad`` becomes the engine's.
+            around: the framework's wrapper module; its ``zero_grad`` is replaced by the engine's.
         """
         if self._parts.loop is not None:
             self._parts.loop.guard_gradients(around)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which no backward counts as the last one of a step, which reduces gradients.
+        """Returns a context in which backwards do not reduce gradients, because none counts as the last one of a step.
 
         Results are the same without it: a step reduces all gradients that are not reduced yet. ZeRO 2 and 3 with
         ``reduce: microbatch`` store only shards, and reduce in every backward.
@@ -147,15 +148,16 @@ class TrainingLoop:
         return self._parts.control.no_sync()
 
     def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
-        """Makes the next calls of ``step`` update (True) or only end a microbatch (False).
+        """Makes the next calls of ``step`` update the weights (True), or only end a microbatch (False).
 
-        The update averages over all microbatches since the last one. None: every ``gradient_accumulation_steps``.
+        The update averages over all microbatches since the last one. None: ``step`` updates every
+        ``gradient_accumulation_steps`` calls, the default.
         """
         self._refuse_pipeline("set_gradient_accumulation_boundary")
         self._parts.control.boundary = boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns True if the ``step`` after this microbatch makes an update."""
+        """Returns True if ``step`` after this microbatch updates the weights."""
         self._refuse_pipeline("is_gradient_accumulation_boundary")
         if self._parts.control.boundary is not None:
             return self._parts.control.boundary

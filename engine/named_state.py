@@ -32,7 +32,9 @@ from engine.zero.state_inventory import StateInventory, StateTensor
 
 
 class NamedState:
-    """Access to state by name. A pattern is an ``fnmatch`` pattern over whole names; all ranks pass the same one."""
+    """Access to weights, gradients and optimizer state by parameter name. Patterns are ``fnmatch`` patterns over whole
+    names, equal on all ranks.
+    """
 
     _parts: EngineParts
 
@@ -45,7 +47,7 @@ class NamedState:
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
 
         Raises:
-            EngineError: inside ``full_parameters`` with sharded parameters, whose changes take effect at its end.
+            EngineError: inside ``full_parameters`` with sharded parameters, which changes them at its end.
         """
         self._parts.resources.refuse_closed("full_state_dict")
         if self._parts.runtime.gatherer is not None:
@@ -61,9 +63,9 @@ class NamedState:
         """Loads the weights and persistent buffers of the whole model from ``state`` on rank 0. Collective.
 
         The inverse of ``full_state_dict``: the keys of ``model.state_dict()`` (one key is enough for a tied weight), in
-        any floating-point dtype, on any device. Other ranks may pass an empty dict, since theirs is not read. Masters
-        are written if there are any, a moving average restarts, and the optimizer state stays. Chunks of at most 256
-        MiB reach every rank, each all-reduced over the world, label "weights".
+        any floating-point dtype, on any device. Other ranks may pass an empty dict, since theirs is not read. fp32
+        masters are written if there are any, a moving average restarts, and the optimizer state does not change.
+        Tensors are all-reduced over the world in chunks of at most 256 MiB, label "weights".
 
         Args:
             strict: refuse a state that lacks tensors of the model, or has more; otherwise missing tensors keep their
@@ -89,7 +91,7 @@ class NamedState:
         after a step. One all-reduce of eight bytes a parameter over the world, label "gradient norms".
 
         Raises:
-            EngineError: no backward yet.
+            EngineError: no backward was called yet.
         """
         self._parts.resources.refuse_closed("gradient_norms")
         runtime, clipping = self._parts.runtime, self._parts.update.used_clipping
@@ -123,7 +125,7 @@ class NamedState:
         weights meanwhile.
 
         Raises:
-            EngineError: the run has no average; a call inside that needs the weights of training.
+            EngineError: the run has no average; inside, a call that needs the training weights raises too.
         """
         self._parts.resources.refuse_closed("averaged_weights")
         self._check_average("averaged_weights")
@@ -163,9 +165,9 @@ class NamedState:
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
         """Yields the matching parameters of this rank's stages by name, full over dp, to read and to write in place.
 
-        Tensor ranks have their shard of each. Without sharded parameters (ZeRO 0-2) parameters are always full. Frozen
-        weights stored as codes (``quantize_frozen``) are left out. Collective, with the same pattern on all ranks: ZeRO
-        3 makes one batch of gathers over dp, label "parameters", and at the end compares the written values of the
+        Tensor ranks have their shard of each. Without sharded parameters (ZeRO 0-2) parameters are always full.
+        Quantized frozen weights (``quantize_frozen``) are left out. Collective, with the same pattern on all ranks:
+        ZeRO 3 makes one batch of gathers over dp, label "parameters", and at the end compares the written values of the
         ranks, 8 bytes per bucket and parameter.
 
         Raises:
@@ -194,13 +196,14 @@ class NamedState:
 
         Args:
             pattern: names of trained parameters.
-            local: this rank's part of each, 1-D, instead of the full one over dp: a shard from ZeRO 1 on.
+            local: yields the 1-D shard on this rank (ZeRO 1 to 3) instead of the tensor gathered over dp.
 
-        Reduces the rest, sums the weights over dp, and, unless ``local``, gathers over dp, label "full tensors".
+        Reduces outstanding gradients and sums the loss weights over dp; unless ``local``, all-gathers over dp, label
+        "full tensors".
 
         Raises:
-            EngineError: no backward yet; nothing matches; ranks have written different values; values written after
-                the step.
+            EngineError: no backward was called yet; no parameter matches; ranks have written different values; values
+                were written after the step.
         """
         self._parts.resources.refuse_closed("gradients")
         runtime = self._parts.runtime
@@ -220,7 +223,8 @@ class NamedState:
         """Yields the weights that the optimizer updates, by name: exact fp32 masters, to read and to write in place.
 
         Written values are rounded into the parameters at the end, on all data ranks. Without masters (fp32, or bf16
-        weights alone) they are the parameters' own values. Arguments, traffic and errors as for ``gradients``.
+        weights alone) they are the parameters themselves. Arguments, traffic and errors are the same as for
+        ``gradients``.
         """
         self._parts.resources.refuse_closed("masters")
         runtime = self._parts.runtime
@@ -236,10 +240,10 @@ class NamedState:
 
     @contextmanager
     def optimizer_state(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
-        """Yields the optimizer state of each element: parameter name -> {"exp_avg": tensor, ...}.
+        """Yields the optimizer's state tensors by parameter name: {"exp_avg": tensor, ...}.
 
-        It may be read and written in place; before the first update there is none. Arguments, traffic and errors as for
-        ``gradients``.
+        Tensors may be read and written in place; before the first update there are none. Arguments, traffic and errors
+        are the same as for ``gradients``.
         """
         self._parts.resources.refuse_closed("optimizer_state")
         runtime = self._parts.runtime
@@ -263,14 +267,14 @@ class NamedState:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves state of the trained model to host memory, until ``reload_states``; no byte changes.
+        """Moves weights, gradients and optimizer state to host memory, until ``reload_states``; no byte changes.
 
         A call that needs the offloaded state raises. ``non_blocking``: copies may still run when this returns.
 
         Args:
             include: DeepSpeed's names: "optim_states" (moments), "hp_params" (fp32 masters), "lp_params" (parameters,
                 or this rank's shards of them, also frozen ones), "lp_grads" (gradients and residuals); None: all.
-            device: "cpu", the only supported place.
+            device: "cpu", the only supported device.
             pin_memory: page-lock the copies, so that they transfer at the speed of the link.
 
         Nothing is communicated. State of ``offload_optimizer`` and ``offload_param`` is on the host already.
@@ -291,7 +295,7 @@ class NamedState:
             self._parts.resources.refuse_by(runtime.offloaded.refuse)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves all state of ``offload_states`` back. Nothing is communicated.
+        """Moves all state from host memory back to the device, after ``offload_states``. Nothing is communicated.
 
         ``non_blocking``: copies may still run when this returns; the device waits for them before it uses the state.
         """

@@ -45,7 +45,7 @@ Steps = Sequence[Batch]
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """Results of a training run: losses and gradient norms by step, and the final weights."""
+    """Losses and gradient norms of each training step, and the final weights by name."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -54,29 +54,29 @@ class TrainingRecord:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Deviations of the engine's run from the run of one process."""
+    """Comparison of an engine's training run with one process of plain torch."""
 
     engine: TrainingRecord
     reference: TrainingRecord
 
     @property
     def loss(self) -> float:
-        """Largest relative deviation of a loss."""
+        """Largest relative deviation of a step's loss."""
         return _worst(self.engine.losses, self.reference.losses)
 
     @property
     def norm(self) -> float:
-        """Largest relative deviation of a gradient norm."""
+        """Largest relative deviation of a step's gradient norm."""
         return _worst(self.engine.norms, self.reference.norms)
 
     @property
     def weights(self) -> dict[str, float]:
-        """Largest absolute deviation of each weight."""
+        """Largest absolute deviation of each final weight, by name."""
         return {name: _distance(self.engine.weights[name], value) for name, value in self.reference.weights.items()}
 
     @property
     def weight(self) -> float:
-        """Largest absolute deviation of any weight."""
+        """Largest absolute deviation of any final weight."""
         return _largest(self.weights.values())
 
     def holds(self, loss: float = 1e-6, norm: float = 1e-5, weight: float = 1e-5) -> bool:
@@ -108,7 +108,8 @@ def verify(
     threads: int | None = None,
     device: str | torch.device | None = None,
 ) -> Parity | None:
-    """Trains on the grid and in one process, and compares the results. Call it on every rank.
+    """Trains with the engine and in one process of plain torch, and compares losses, norms and weights. Call it on
+    every rank.
 
     Args:
         build_model: builds the model; it is called under the configured seed.
@@ -119,7 +120,7 @@ def verify(
         lr_scheduler: as for :func:`engine.initialize`.
         inputs: as for :func:`engine.initialize`.
         whole: as for :func:`engine.initialize`.
-        threads: number of ranks as threads of this process, instead of the ranks of the job.
+        threads: run this many ranks as threads of this process, instead of the ranks of the job.
         device: the device that these threads share, such as "cuda"; None: the CPU.
 
     Returns:
@@ -147,7 +148,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """Arguments of :func:`engine.initialize` other than model and configuration."""
+    """Arguments of :func:`engine.initialize` that ``verify`` passes on, other than model and configuration."""
 
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
@@ -157,18 +158,20 @@ class VerifyOptions:
 
     @property
     def rows(self) -> BatchRows:
-        """Division of a global batch into rows."""
+        """Rule that divides a global batch by rows."""
         return BatchRows.of(self.whole, None, 0)
 
 
 PLAIN = VerifyOptions()
-"""Options with the model's own loss and the configured optimizer."""
+"""Options of a run with the model's own loss and the configured optimizer."""
 
 
 def train_on_grid(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Trains with the engine; every rank calls it with the same global batches. The weights are on rank 0."""
+    """Trains with the engine; every rank passes the same global batches. The returned weights are on rank 0, empty
+    elsewhere.
+    """
     world = world or read_world()
     resolved = load_config(config, world.size)
     part = wishes.rows.take_rows
@@ -184,7 +187,7 @@ def train_on_grid(
 def train_alone(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Trains the same microbatches in order in one process of plain torch."""
+    """Trains on the same microbatches, in order, in one process of plain torch."""
     world = world or read_world()
     resolved = load_config(config, world.size)
     model = make_model(build_model, resolved.seed, world.device)

@@ -19,18 +19,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Properties of a device type that torch does not report."""
+    """Row of :data:`ACCELERATORS`: properties of a device type that torch does not report."""
 
     collectives: str
-    """The backend of ``torch.distributed`` for its tensors."""
+    """Backend of ``torch.distributed`` for tensors of the type."""
     hidden_by: str
-    """The environment variable that hides devices from a process."""
+    """Environment variable that hides devices from a process."""
     compiles_triton: bool
-    """True if the kernels of ``kernels/gpu`` are compiled for it."""
+    """True if Triton compiles the kernels of ``kernels/gpu`` for the type."""
     multiplies_wide: bool
-    """True if torch multiplies 16-bit matrices into an fp32 matrix on it."""
+    """True if torch multiplies 16-bit matrices into an fp32 matrix on the type."""
     link: tuple[float, float]
-    """Rough (seconds of latency, bytes per second) between devices of one node.
+    """Rough (latency in seconds, bytes per second) between devices of one node.
 
     The precision suffices for plans, because a transfer is short compared with a stage.
     """
@@ -54,7 +54,7 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         ),
     }
 )
-"""Properties by type, in the order of a rank's search."""
+"""Properties by device type, in the order in which a rank searches for devices."""
 
 
 def find_accelerator() -> str | None:
@@ -92,7 +92,7 @@ def collectives_for(device: torch.device) -> str:
 
 
 def expected_link(kind: str) -> tuple[float, float]:
-    """Returns rough (seconds of latency, bytes per second) between two ranks of a node with this device type."""
+    """Returns rough (latency in seconds, bytes per second) between two ranks of a node with this device type."""
     row = ACCELERATORS.get(kind)
     return _GLOO_LINK if row is None else row.link
 
@@ -195,7 +195,7 @@ def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable
 
 
 class PostedCopy:
-    """Copy of ``tensor``, made on the current stream, that any stream of its device may read."""
+    """Copy of ``tensor`` made on the current stream, readable on any stream of its device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.detach().clone()
@@ -218,7 +218,7 @@ class PinnedCopies:
         self._unread: deque[tuple[torch.Event, torch.Tensor]] = deque()
 
     def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns ``tensor`` on ``device``, the current device of this thread; the host does not wait."""
+        """Copies ``tensor`` to ``device``, the current device of this thread, without blocking the host."""
         pageable = _is_accelerator(device) and is_host(tensor.device) and tensor.numel() and not tensor.is_pinned()
         if not pageable:
             return tensor.to(device, non_blocking=True)
@@ -261,8 +261,7 @@ class SideStream:
             yield
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Delays the reuse of the memory of ``tensor``, of the current stream, until the work queued here so far has
-        ended."""
+        """Prevents reuse of the memory of ``tensor`` until the work queued on this stream so far has ended."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 

@@ -4,10 +4,10 @@
     "triton"      Triton, if the kernel supports the tensor
     "auto"        on a GPU with Triton, the winner in ``tuned.json`` for the device, dtype and width; else PyTorch
 
-A row of ``tuned.json`` applies from its width up to the next row of the same device. Rows that name the device take
-precedence over rows of "*", which are estimates without a measurement; the log names them as such.
+A row of ``tuned.json`` applies from its width up to the next row of the same device. Rows that name the device precede
+rows of "*", which are estimates.
 
-Main gradients are sums to which products add the gradients of weights (Megatron-LM: gradient accumulation fusion).
+Products may add weight gradients to main gradients (Megatron-LM: gradient accumulation fusion).
 
     apart    dW = dy' x    separate memory         main += dW    another pass over both
     added    main += dy' x                         in the product's epilogue
@@ -39,29 +39,29 @@ logger = logging.getLogger("trine")
 
 
 class OpenSum(NamedTuple):
-    """Sum of one parameter's gradients, open for additions."""
+    """Gradient sum of one parameter to which a product may add."""
 
     into: Tensor
-    """The sum, in the shape of the parameter; fp32, or the parameter's dtype."""
+    """Gradient sum in the shape of the parameter; fp32, or the parameter's dtype."""
     holds: bool
-    """False: the content is stale, so that the first product overwrites it."""
+    """True if ``into`` contains a sum; False: the first product overwrites it."""
 
 
 class MainGradient(Protocol):
-    """Main gradient of one parameter."""
+    """Interface to the gradient sum of one parameter, for products that add in place."""
 
     def begin(self, node: Any | None) -> OpenSum | None:
         """Returns the sum for additions in the running backward; None: the caller must return a gradient.
 
-        ``node``: the node that accumulates the parameter's gradients in this backward; None: autograd takes no part.
+        ``node``: the node that accumulates the parameter's gradients in this backward; None: without autograd.
         """
 
     def end(self, node: Any | None) -> None:
-        """Ends the addition, after the product's kernel has been launched."""
+        """Ends the addition, after the kernel of the product has been launched."""
 
 
 class MainGradients:
-    """Main gradients of one engine, by parameter. If empty, every gradient is a separate tensor."""
+    """Registry of one engine's main gradients by parameter; if empty, every gradient is a separate tensor."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Tensor, MainGradient]] = {}
@@ -70,11 +70,11 @@ class MainGradients:
         return bool(self._of)
 
     def register(self, parameter: Tensor, main: MainGradient) -> None:
-        """Makes products add the gradient of ``parameter`` to ``main``."""
+        """Registers ``main``, to which products add the gradient of ``parameter``."""
         self._of[id(parameter)] = parameter, main
 
     def clear(self) -> None:
-        """Makes products return every gradient as a separate tensor again."""
+        """Removes all entries, so that products return separate gradients."""
         self._of.clear()
 
     def use(self, weight: Tensor) -> MainGradient | None:
@@ -108,7 +108,7 @@ def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
 
 Mode = Literal["auto", "reference", "triton"]
 NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
-"""Dtypes of the kernels."""
+"""Dtypes that the kernels support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class TunedChoice:
 
     @property
     def reason(self) -> str:
-        """Justification of the choice for the log."""
+        """Reason of the choice for the log, such as "measured 1.30x torch"."""
         return "not measured on this GPU" if self.speedup is None else f"measured {self.speedup:.2f}x torch"
 
 
@@ -139,7 +139,7 @@ def read_choices(text: str) -> tuple[TunedChoice, ...]:
 
 @cache
 def shipped_choices() -> tuple[TunedChoice, ...]:
-    """Returns the table that ships with this package."""
+    """Returns the table of choices that ships with this package."""
     return read_choices((Path(__file__).resolve().parent / "tuned.json").read_text(encoding="utf-8"))
 
 
@@ -177,7 +177,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 class Kernels:
-    """Kernel choices of one run, cached by operator, device, dtype and width."""
+    """Kernel selection of one run, cached by operator, device, dtype and width."""
 
     def __init__(self, mode: Mode = "auto", winners: tuple[TunedChoice, ...] | None = None) -> None:
         self.mode = mode
@@ -190,7 +190,9 @@ class Kernels:
         """Main gradients to which products add the gradients of weights."""
 
     def replaces(self, device: torch.device) -> bool:
-        """Returns True if modules of a model get our operators; "auto" leaves CPU models unchanged."""
+        """Returns True if the engine replaces modules of a model by its operators; "auto" leaves CPU models
+        unchanged.
+        """
         return self.mode != "auto" or not is_host(device)
 
     def takes(self, operator: str, x: Tensor) -> bool:
@@ -244,7 +246,7 @@ class Kernels:
 
 
 REFERENCE = Kernels("reference")
-"""Kernels that always choose PyTorch."""
+"""Kernel selection that always uses PyTorch."""
 _NAMES = ("torch", "triton")
 _PRODUCTS = ("linear", "linear_backward")
 
@@ -309,9 +311,9 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class FusedOperator(Generic[R]):
-    """Function of tensors, registered with torch as ``name``.
+    """Torch custom operator made from a function of tensors.
 
-    The function takes positional arguments and returns new tensors; it writes into the arguments named in ``mutates``.
+    The function takes positional arguments and returns new tensors; it writes to the arguments named in ``mutates``.
     """
 
     def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
@@ -322,7 +324,7 @@ class FusedOperator(Generic[R]):
         self._plain_eager: Callable[..., Any]
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
-        """Registers the function that makes outputs of the right shapes from inputs without content."""
+        """Registers the function that returns outputs of correct shape and dtype for fake inputs."""
 
         def on_shapes(*args: Any) -> R:
             if _LAUNCHES.get():
@@ -374,7 +376,7 @@ class FusedOperator(Generic[R]):
 
 @contextmanager
 def launching_on_shapes() -> Iterator[None]:
-    """Runs operators' functions on the meta device as well inside the context, so that launches can be recorded."""
+    """Runs the operators' functions on the meta device too inside the context, so that launches are recorded."""
     token = _LAUNCHES.set(True)
     try:
         yield

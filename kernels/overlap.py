@@ -1,4 +1,4 @@
-"""Data of kernels that communicate: measured choices, memory of other ranks, and rows of experts, without Triton.
+"""Data of kernels that communicate: measured launch choices, peer memory, and rows of experts, without Triton.
 
 A row of ``overlap.json`` is for one operation, GPU, dtype, number of ranks, and columns and depth of a product; it
 applies from its number of rows up to the next row of the same product. A product without a row runs without a measured
@@ -13,10 +13,9 @@ A :class:`Mailbox` contains the addresses of memory that all ranks can write:
 An *epoch* is the number of a call, from 1, equal on all ranks. Nothing is ever reset, so a late or repeated signal has
 an old epoch and no effect.
 
-No rank signals that it has read a slot, because each rank waits for every other rank in every call. A rank that writes
-in epoch e has ended epoch e - 1, in which all others wrote after the end of epoch e - 2, and the slot contains tiles of
-e - 2. For the same reason an arrival in epoch e is at most e; a larger value means that the ranks do not make the same
-calls.
+Each rank waits for every other rank in every call, so no rank signals that it has read a slot: a rank that writes in
+epoch e has ended epoch e - 1, which all others began after they had read the slot's tiles of epoch e - 2. An arrival
+above e in epoch e means that ranks make different calls.
 
 Experts are numbered over all ranks; rank r owns experts r*X to (r+1)*X. A rank's tokens are sorted by expert, so the
 rows for another rank are one run. An owner stores received rows sorted by expert, then by rank:
@@ -44,11 +43,11 @@ from engine.errors import EngineError
 Operation = Literal["gather_product", "product_scatter", "product_sum"]
 Way = Literal["fused", "copied", "chunks", "collectives"]
 IN_KERNEL: frozenset[Way] = frozenset({"fused", "copied"})
-"""Methods with a kernel that waits for rows or sends them; "copied": copy engines send rows to a waiting kernel."""
+"""Ways with a communicating kernel; "copied": copy engines send rows to a waiting kernel."""
 
 
 class ProductSizes(NamedTuple):
-    """Sizes of a rank's product [rows, depth] x [depth, columns]; rows count all ranks together."""
+    """Sizes of a product [rows, depth] x [depth, columns]; ``rows`` counts all ranks together."""
 
     rows: int
     columns: int
@@ -57,7 +56,7 @@ class ProductSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapChoice:
-    """Fastest method for an operation at one size."""
+    """Row of ``overlap.json``: the fastest implementation of an operation at one size."""
 
     operation: Operation
     device: str
@@ -65,29 +64,29 @@ class OverlapChoice:
     dtype: str
     ranks: int
     rows: int
-    """The fewest rows of the range of this row."""
+    """Minimum number of rows to which the choice applies."""
     columns: int
     depth: int
     way: Way
     speedup: float
-    """Time of the fastest method without a communicating kernel over the time of the fastest with one."""
+    """Time of the fastest implementation without a communicating kernel divided by that of the fastest with one."""
     tile: tuple[int, int, int, int, int] | None = None
-    """Rows, columns, depth, warps and stages; None: the default tile."""
+    """Tile (rows, columns, depth, warps, stages); None: the default tile."""
 
     @property
     def fuses(self) -> bool:
-        """True if a kernel communicates."""
+        """True if the implementation has a communicating kernel."""
         return self.way in IN_KERNEL
 
 
 class OverlapChoices:
-    """Measured choices of one GPU and number of ranks."""
+    """Measured choices for one GPU and number of ranks."""
 
     def __init__(self, rows: Iterable[OverlapChoice]) -> None:
         self.rows = tuple(rows)
 
     def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
-        """Returns the row for a product; None without a measurement."""
+        """Returns the choice for a product; None if it was not measured."""
         product = (sizes.columns, sizes.depth)
         held = [
             row for row in self._of(operation, dtype) if (row.columns, row.depth) == product and row.rows <= sizes.rows
@@ -98,7 +97,9 @@ class OverlapChoices:
         self, operation: Operation, rows: int, dtype: torch.dtype, *, columns: int | None = None,
         depth: int | None = None,
     ) -> bool:  # fmt: skip
-        """Returns True if some product of these rows and of the known columns or depth fuses."""
+        """Returns True if a communicating kernel is the choice for some product of ``rows`` and these columns or
+        depth.
+        """
         products = {
             ProductSizes(rows, row.columns, row.depth)
             for row in self._of(operation, dtype)
@@ -113,14 +114,14 @@ class OverlapChoices:
 
 
 def read_overlap(text: str) -> tuple[OverlapChoice, ...]:
-    """Parses a table from JSON."""
+    """Parses a table of choices from JSON."""
     rows = json.loads(text)["winners"]
     return tuple(OverlapChoice(**(row | {"tile": tuple(row["tile"])} if row.get("tile") else row)) for row in rows)
 
 
 @cache
 def shipped_overlap() -> tuple[OverlapChoice, ...]:
-    """Returns the table that ships with this package."""
+    """Returns the table of choices that ships with this package."""
     return read_overlap((Path(__file__).resolve().parent / "overlap.json").read_text(encoding="utf-8"))
 
 
@@ -131,33 +132,34 @@ def overlap_choices(device: str, ranks: int) -> OverlapChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mailbox:
-    """Addresses of the memory of all ranks of an axis, for one rank."""
+    """Addresses of all ranks' symmetric memory on an axis, as one rank maps it."""
 
     rank: int
     slots: Tensor
     """Addresses of the slots of each rank, int64 [W]."""
     arrivals: Tensor
-    """Addresses of the arrivals of each rank, then of this rank's words (int32 [W]) about ended ranks: int64 [W +
-    1]."""
+    """Memory addresses, int64 [W + 1]: of each rank's arrival signals, then of this rank's flags for ended ranks (int32
+    [W]).
+    """
     status: Tensor
     """Status word of this rank, int64 [1]: the first missing signal; 0 if all signals have arrived."""
     capacity: int
-    """Bytes of a slot."""
+    """Size of a slot in bytes."""
     most: int
-    """Most tiles of a call that a rank can signal."""
+    """Maximum number of tiles that a rank can signal in a call."""
     patience: int
-    """Number of polls of a signal before the signal counts as lost."""
+    """Number of polls after which a signal counts as lost."""
     multicast: int = 0
-    """Address of the slots of all ranks at once, through the switch; 0: no multicast."""
+    """Multicast address of the slots of all ranks; 0: no multicast."""
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks on the axis."""
         return len(self.slots)
 
 
 class Missing(NamedTuple):
-    """First signal that did not arrive."""
+    """First signal that did not arrive: writer, tile, epoch."""
 
     rank: int
     tile: int
@@ -171,10 +173,10 @@ def read_status(word: int) -> Missing | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """Numbers of rows from every rank to every expert, with the perspective of ``rank``. All ranks have all counts."""
+    """Numbers of rows from every rank to every expert, known to all ranks, with views for ``rank``."""
 
     counts: Tensor
-    """Integers [W, E] on the host."""
+    """Number of rows from each rank to each expert, integers [W, E] on the host."""
     rank: int
 
     def __post_init__(self) -> None:
@@ -187,12 +189,12 @@ class ExpertRows:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks on the axis."""
         return len(self.counts)
 
     @property
     def experts(self) -> int:
-        """Experts of a rank."""
+        """Number of experts on each rank."""
         return self.counts.shape[1] // self.ranks
 
     @cached_property
@@ -207,12 +209,12 @@ class ExpertRows:
 
     @property
     def own(self) -> int:
-        """T: rows of this rank."""
+        """Number of rows of this rank's tokens, T."""
         return int(self.sent.sum())
 
     @property
     def here(self) -> int:
-        """R: rows for this rank's experts."""
+        """Number of rows for this rank's experts, R."""
         return int(self.received.sum())
 
     @property
@@ -221,35 +223,39 @@ class ExpertRows:
         return self.received.sum(0)
 
     def most_rows(self) -> int:
-        """Returns the most rows that any rank sends to another rank."""
+        """Returns the maximum number of rows from one rank to another."""
         return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
 
     def most_tiles(self, height: int) -> int:
-        """Returns the most tiles of ``height`` rows from any rank to another; a rank without rows sends one signal."""
+        """Returns the maximum number of tiles of ``height`` rows from one rank to another; at least 1."""
         tiles = -(-self.counts.view(self.ranks, self.ranks, -1) // height)
         return max(1, int(tiles.sum(2).max()))
 
     def source_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns the tiles of this rank's own rows, int32 [n, 6], sent to the owners (``sends``) or received back."""
+        """Returns descriptors, int32 [n, 6], of the tiles of this rank's rows, sent to experts (``sends``) or received
+        back.
+        """
         starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
         return self._tiles(self.sent, starts, height, sends)
 
     def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
-        """Returns the tiles of rows for this rank's experts, int32 [n, 6], received, or sent back (``sends``)."""
+        """Returns descriptors, int32 [n, 6], of the tiles for this rank's experts, received or sent back
+        (``sends``).
+        """
         return self._tiles(self.received, self._starts(), height, sends)
 
     def by_expert(self, parts: Sequence[Tensor]) -> Tensor:
-        """Sorts the rows received from each rank, [rows, ..] each, by expert, then by rank: [R, ..]."""
+        """Sorts rows received from each rank, [rows, ..] each, by expert, then by rank, to [R, ..]."""
         pieces = [torch.split(part, rows.tolist()) for part, rows in zip(parts, self.received, strict=True)]
         return torch.cat([piece[expert] for expert in range(self.experts) for piece in pieces])
 
     def by_rank(self, rows: Tensor) -> list[Tensor]:
-        """Sorts rows [R, ..] by rank, for their return: the inverse of :meth:`by_expert`."""
+        """Splits rows [R, ..], sorted by expert, by the rank that they return to; inverse of :meth:`by_expert`."""
         pieces = torch.split(rows, self.received.t().flatten().tolist())
         return [torch.cat(pieces[rank :: self.ranks]) for rank in range(self.ranks)]
 
     def to_owners(self, tokens: Tensor) -> list[Tensor]:
-        """Splits ``tokens`` [T, ..], sorted by expert, into the rows of each owner."""
+        """Splits ``tokens`` [T, ..], sorted by expert, by the rank with the expert."""
         return list(torch.split(tokens, self.sent.sum(1).tolist()))
 
     def _starts(self) -> Tensor:

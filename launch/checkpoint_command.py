@@ -1,7 +1,8 @@
 """Commands ``trine checkpoint``: inspect, verify and export checkpoints. They import no torch, so they respond at once.
 
-info      the lines that the banner of a run prints, from the manifest alone verify    read every block and compare its
-hash export    copy the model folder to another place, verified during the copy
+info      prints the lines of a run's banner, from the manifest alone
+verify    reads every block and compares its hash
+export    copies the model folder, verified during the copy
 """
 
 import os
@@ -28,7 +29,7 @@ MODEL = "model/"
 
 
 def info(folder: Path) -> None:
-    """Prints the contents of a checkpoint, from its manifest alone.
+    """Prints the content of a checkpoint, from its manifest alone.
 
     Args:
         folder: folder of a run (its newest checkpoint) or of a checkpoint, as in the functions below.
@@ -71,10 +72,11 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
-    """Copies the model folder of a checkpoint and verifies it meanwhile; it appears by rename, complete or not at all.
+    """Copies the model folder of a checkpoint, verified during the copy; ``out`` appears by a rename, complete or not
+    at all.
 
     Args:
-        single: write all tensors into one ``model.safetensors``, instead of one file for each rank that saved.
+        single: writes all tensors to one ``model.safetensors`` instead of one file per saving rank.
 
     Raises:
         CheckpointError: ``out`` exists and is not empty, the checkpoint is damaged, or the disk is full.
@@ -101,7 +103,7 @@ def export(folder: Path, out: Path, single: bool) -> None:
 
 
 def find(folder: Path) -> Path:
-    """Returns ``folder`` if it is a checkpoint, otherwise the newest checkpoint in it.
+    """Returns ``folder`` if it is a checkpoint, otherwise the newest checkpoint inside.
 
     Raises:
         CheckpointError: the folder has no checkpoint.
@@ -157,7 +159,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Describes a checkpoint in lines of the form of a run's banner."""
+    """Formats a checkpoint's content as lines of a run's banner, by name."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(manifest),
@@ -230,7 +232,7 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """Lists the other contents of the run's folder."""
+    """Formats the other contents of the run folder in one line."""
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config, load_config
-from engine.config.between import check_plans
 from engine.config.config_file import OVERRIDES_HELP
+from engine.config.grid_rules import check_plans
 from engine.config.json_schema import schema
 from engine.config.sections import check_installed
 from engine.errors import EngineError
@@ -37,14 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class CommandParser(ArgumentParser):
-    """Parser of one command: an error shows the command's own usage and its most similar option.
+    """Command-line parser whose errors show the command's usage and its most similar option.
 
-    Options may stand before, between and after the other arguments, up to two dashes; argparse alone fills all optional
-    arguments at the first of them.
+    Options may precede, separate and follow positional arguments, up to ``--``.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses, and ends with an error if arguments remain."""
+        """Parses the arguments; exits with a usage error if unknown ones remain."""
         if not any(action.nargs in (PARSER, REMAINDER) for action in self._actions):
             args = self._options_first(args)
         found, left = super().parse_known_args(args, namespace)
@@ -210,10 +209,10 @@ def _checkpoint_export(options: Namespace) -> None:
 
 
 def check_configuration(options: Namespace) -> None:
-    """Prints notes, the checks that were not made, and the verdict.
+    """Prints notes, skipped checks and the verdict on a configuration.
 
     Raises:
-        ConfigError, PlanError, ScheduleError: the sentence that ``engine.initialize`` would raise.
+        ConfigError, PlanError, ScheduleError: the error that ``engine.initialize`` would raise.
     """
     config = load_config(options.config, options.world, options.overrides)
     check_plans(config.parallel, config.gradient_accumulation_steps)
@@ -230,7 +229,7 @@ def check_configuration(options: Namespace) -> None:
 
 
 def unchecked(config: Config, sized: bool) -> Iterator[str]:
-    """Yields the checks left to ``engine.initialize``, because they depend on ranks, model, device or arguments.
+    """Yields a line for each check left to ``engine.initialize``, because it depends on ranks, model or device.
 
     ``sized``: the number of ranks was passed.
     """

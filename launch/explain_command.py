@@ -10,11 +10,11 @@ from difflib import SequenceMatcher, get_close_matches
 from engine.launch.raised_errors import RaisedError, raised_errors
 
 SHOWN = 3
-"""Errors that an answer shows at most."""
+"""Maximum number of errors that ``trine explain`` prints."""
 ENOUGH = 0.5
-"""Share of the words that an error must have."""
+"""Minimum share of the words that a matching error contains."""
 PASTED = 6
-"""Words from which a text is compared as a whole message."""
+"""Minimum number of words of a text that is matched as a whole message."""
 WIDTH = 100
 
 
@@ -25,7 +25,7 @@ def add_explain_options(parser: ArgumentParser) -> None:
 
 
 def explain(options: Namespace) -> int:
-    """Prints the errors that fit the words best; exit status 1 if none does."""
+    """Prints the errors that match the words best; returns 1 if none does."""
     given = " ".join(options.words)
     errors = list({(error.kind, error.text): error for error in raised_errors()}.values())
     if options.all:
@@ -48,7 +48,7 @@ def explain(options: Namespace) -> int:
 
 
 def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
-    """Returns the errors that fit ``given`` best; one alone if all of its constant text is in ``given``."""
+    """Returns the known errors most similar to ``given``; only one if ``given`` contains all of its constant text."""
     asked = spelled(given, errors)
     known = [(share_of_words(error, given, asked), constant(error), error) for error in errors]
     fits = sorted(known, key=lambda one: one[:2], reverse=True)
@@ -59,7 +59,9 @@ def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
 
 
 def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
-    """Returns the words of ``given`` without numbers and paths; a word of no error becomes the most similar one."""
+    """Splits ``given`` into words without numbers and paths, and replaces unknown words by the most similar known
+    ones.
+    """
     vocabulary = {word for error in errors for word in words_of(error.text)}
     words = [word for word in words_of(given) if not re.search(r"[\d/]", word)]
     near = {word: get_close_matches(word, vocabulary, 1, 0.85) for word in {*words} - vocabulary}
@@ -67,10 +69,11 @@ def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
 
 
 def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None = None) -> float:
-    """Returns the share of the words of ``given`` in the error; 2 if its constant pieces are in ``given``, in order.
+    """Returns the fraction of ``given``'s words that the error contains; 2 if ``given`` contains its constant text in
+    order.
 
-    A longer text, pasted from a run, counts by the share of the error's constant words that it has in their order: the
-    placeholders of the error stand for any words. ``asked``: words of ``given`` that are compared.
+    For a text of at least ``PASTED`` words it is the share of the error's constant words found in order. ``asked``:
+    words to compare.
     """
     said = " ".join(given.split())
     if constant(error) >= 12 and re.search(".*?".join(map(re.escape, pieces(error.text))), said, flags=re.DOTALL):
@@ -91,23 +94,23 @@ def words_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> list[str]:
-    """Returns the constant pieces of a message between its values."""
+    """Splits an error message into the constant texts between its placeholders."""
     return [piece.strip() for piece in re.split(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text) if piece.strip()]
 
 
 def constant(error: RaisedError) -> int:
-    """Returns the number of characters of the constant pieces."""
+    """Returns the number of constant characters in the error's message."""
     return sum(map(len, pieces(error.text)))
 
 
 def readable(text: str) -> str:
-    """Returns a message with <value> for each value, and [text] for a text that only some runs print."""
+    """Returns a message with <value> for each inserted value, and [text] for optional text."""
     text = re.sub(r"\{\?([^{}]*)\}", r"[\1]", text)
     return re.sub(r"\{([^{}\"']*)\}", r"<\1>", text)
 
 
 def described(error: RaisedError) -> str:
-    """Returns the error, its cause and its remedy as paragraphs."""
+    """Formats error, cause and remedy as paragraphs."""
     text = readable(error.text)
     clauses = re.split(r"; (?=[^;]*$)", text, maxsplit=1)
     rule, remedy = clauses if len(clauses) == 2 else (text, "the sentence has no separate remedy.")

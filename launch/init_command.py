@@ -128,7 +128,7 @@ def write_starter(options: Namespace) -> None:
     """Writes ``train.py`` and ``engine.json``, and prints the next commands.
 
     Raises:
-        ConfigError, PlanError: a file exists already, or there is no such model; one sentence.
+        ConfigError, PlanError: a file exists already, or the model does not.
     """
     for name in (SCRIPT, CONFIG):
         if (options.out / name).exists():

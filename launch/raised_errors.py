@@ -20,26 +20,26 @@ PUBLIC = (
     "CheckpointError",
 )  # fmt: skip
 REFUSALS = "RefusedError"
-"""Reasons of a configuration's rules; :class:`Problems` makes the sentence of the ConfigError from one."""
+"""Class name of the error that a configuration rule raises and ``Problems`` turns into a ConfigError."""
 
 
 class RaisedError(NamedTuple):
-    """Message with its place in the source."""
+    """Error message in the source code, with its location."""
 
     kind: str
-    """Name of the error class."""
+    """Name of the exception class."""
     text: str
     file: str
-    """Path below the folder ``engine``."""
+    """Path of the source file below the folder ``engine``."""
     line: int
     function: str
-    """Empty at the top of a file."""
+    """Name of the raising function; empty at module level."""
     about: str
-    """Docstring of the function, or of the file."""
+    """Docstring of the function, or of the module."""
 
 
 def raised_errors(root: Path = ROOT) -> Iterator[RaisedError]:
-    """Yields every message of an error class, and every problem of a configuration."""
+    """Yields every error message in the sources below ``root``, and every refusal of a configuration."""
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for file in sorted(files):
@@ -90,13 +90,13 @@ def _message(call: ast.Call, scope: "Scope") -> tuple[str, ast.expr | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Names around a message, with the values that they can have."""
+    """Variables visible to an error message, with their possible texts."""
 
     function: ast.AST | None
     tree: ast.Module
 
     def texts(self, node: ast.expr, depth: int = 3) -> list[str]:
-        """Returns every text that an expression can be."""
+        """Returns every text to which an expression may evaluate."""
         match node:
             case ast.Constant(value=str() as text):
                 return [text]
@@ -112,7 +112,7 @@ class Scope:
         return [text for value in found for text in self.texts(value, depth - 1)] or [_placeholder(node)]
 
     def public(self, name: str) -> str:
-        """Returns the public class that ``name`` is or derives from in its file; empty if there is none."""
+        """Returns the public error class that ``name`` is or derives from in its file; empty if none."""
         if name in PUBLIC:
             return name
         classes = (node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name)

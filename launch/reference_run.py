@@ -23,13 +23,13 @@ from engine.parallel.comm.launcher import find_place
 from engine.reporting.step_report import StepReport, line_parts, trouble
 
 EVALUATION_BATCHES = 8
-"""Validation batches that a rank reads at the end: enough for two digits of bits per byte."""
+"""Validation batches per rank at the end of a run."""
 CHECKPOINT_EVERY = 50
-"""Default number of steps between checkpoints: half a minute on two CPU cores."""
+"""Default number of steps between checkpoints."""
 
 
 def job_place() -> tuple[int, int]:
-    """Returns this process's rank and the number of ranks of the job, before the engine has started it."""
+    """Returns this process's rank and the job's number of ranks, before the engine starts."""
     place = find_place(os.environ)
     return (place.rank, place.size) if place is not None else (0, 1)
 
@@ -86,7 +86,7 @@ def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, t
 
 
 def save_last(eng: engine.Engine, before: int) -> None:
-    """Starts a checkpoint of the last step, unless no step followed ``before`` or the step has one. Collective."""
+    """Starts a checkpoint of the last step, unless that step has one or no step followed ``before``. Collective."""
     every = eng.config.checkpoint.every
     if eng.step_count > before and (not every or eng.step_count % every):
         eng.save_checkpoint()
@@ -118,7 +118,7 @@ def sample_text(eng: engine.Engine, shape: DecoderConfig, length: int) -> bytes 
 
 
 WARM_UP_STEPS = 2
-"""First steps, which build caches and process groups; the estimate of the remaining time excludes them."""
+"""Number of first steps that the estimate of the remaining time excludes."""
 
 
 @dataclass(slots=True)
@@ -126,13 +126,13 @@ class ProgressLine:
     """Progress ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4 GiB eta 1m04s``."""
 
     steps: int
-    """Total number of steps, including those before this start."""
+    """Total number of steps of the run, including earlier starts."""
     every: int
     smoothed: float | None = None
     _marks: list[float] = field(default_factory=list)
 
     def show(self, report: StepReport) -> None:
-        """Records a step; prints every ``every`` steps, after the first step of this start and after the last one."""
+        """Records a step's report; prints the first, the last, and every ``every``-th step."""
         self._marks.append(time.perf_counter())
         fresh = self.smoothed is None or not math.isfinite(self.smoothed)
         self.smoothed = report.loss if fresh else 0.9 * (self.smoothed or 0.0) + 0.1 * report.loss

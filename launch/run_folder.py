@@ -82,7 +82,7 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def go_on(options: Namespace, made: int) -> list[str]:
-    """Truncates the log to the loaded checkpoint and returns lines that report it; a new run has none.
+    """Truncates the log to the loaded checkpoint; returns lines that report this, none for a new run.
 
     The removed rows belong to steps that are trained again. A log outside the folder is left unchanged.
     """

@@ -19,7 +19,7 @@ from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from engine.parallel.pipeline.schedule.validate import check
 
 RANKS, MICROBATCHES = 4, 8
-"""Defaults, if neither the command line nor the configuration has a number."""
+"""Default numbers of ranks and microbatches."""
 
 
 def add_options(command: ArgumentParser) -> None:
@@ -46,10 +46,10 @@ def add_options(command: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Prints the requested pictures and figures, and writes the requested files.
+    """Prints the requested drawings and figures of a schedule, and writes the requested files.
 
     Raises:
-        EngineError: the kind does not exist or refuses these sizes; a file is malformed or cannot be written.
+        EngineError: the kind does not exist or refuses these sizes, or a file is malformed or cannot be written.
     """
     config = None if options.config is None else load_config(options.config, options.world)
     asked, cost = _asked(options, config), _cost(options, config)

@@ -1,8 +1,8 @@
 """Command ``trine watch``: current actions of this host's ranks, or the watchdog's report about a hung job.
 
-rank  host   pid   step  is in                                   for     finished before 0     node0  8123  70
-gradients over dp (#70 of 'dp', ..)     5.3 s   control over world (..) 1     node0  8124  70    forward of stage 0,
-microbatch 0        5.3 s   control over world (..)
+rank  host   pid   step  is in                                   for     finished before
+0     node0  8123  70    gradients over dp (#70 of 'dp', ..)     5.3 s   control over world (..)
+1     node0  8124  70    forward of stage 0, microbatch 0        5.3 s   control over world (..)
 """
 
 import json
@@ -20,7 +20,7 @@ from engine.watchdog.view import RankView
 
 _HEAD = ("rank", "host", "pid", "step", "is in", "for", "finished before")
 _LATEST_DEAD, _RECENT_HOURS = 3, 1
-"""Number of dead jobs that are listed, and hours since their end; further ones are counted."""
+"""Maximum number of listed dead jobs, and hours since their end; older ones are only counted."""
 _WAITS_HEAD = ("rank", "has waited in", "between", "times", "in all")
 
 
@@ -38,10 +38,10 @@ def add_watch_options(command: ArgumentParser) -> None:
 
 
 def show_ranks(options: Namespace) -> None:
-    """Prints the ranks once, or repeatedly until Ctrl-C.
+    """Prints a table of the ranks once, or repeatedly until Ctrl-C.
 
     Raises:
-        EngineError: the folder has no report.
+        EngineError: the folder contains no report.
     """
     while True:
         reported = options.folder is not None
@@ -118,12 +118,12 @@ def _tables(views: list[RankView], waits: bool) -> list[str]:
 
 
 def rank_table(views: list[RankView]) -> list[str]:
-    """Returns a table with a line for each rank."""
+    """Formats the state of each rank as a table line."""
     return aligned([_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))])
 
 
 def wait_table(views: list[RankView]) -> list[str]:
-    """Returns a table with a line for each rank and each stream of collectives or messages in which it has waited."""
+    """Formats waits of each rank and stream of collectives or messages as table lines."""
     rows = [
         (str(view.rank), f"{one.axis} {one.stream!r}", name_ranks(one.ranks), str(one.count), f"{one.seconds:.3f} s")
         for view in sorted(views, key=lambda view: view.rank)

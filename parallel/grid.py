@@ -12,10 +12,9 @@ neighbours. With the order "tp-pp-dp" the stages of a replica are closer to each
                                      dp 0   0   1     dp 0   2   3
                                      dp 1   4   5     dp 1   6   7
 
-Code outside the grid, the configuration and the plan asks for an axis by its meaning: ``grid.rows`` (ranks read
-different rows), ``grid.copies`` (ranks hold equal parameters), ``grid.sharding`` (ZeRO shards state over it),
-``replica`` (the ranks of one full model, which read the same rows). Each is the name of an axis; where several axes
-have the meaning, it is their names joined by "+".
+Code outside the grid, configuration and plan selects an axis by its meaning: ``grid.rows`` (ranks read different rows),
+``grid.copies`` (ranks hold equal parameters), ``grid.sharding`` (ZeRO shards state over it), ``replica`` (the ranks of
+one full model, which read the same rows). Each is the name of an axis, or several names joined by "+".
 """
 
 import math
@@ -39,45 +38,48 @@ has one rank and ``edp`` is dp.
 """
 
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
-"""Axes from the fastest-varying to the slowest with the rank; axes without a name here keep their place."""
+"""Axes from the fastest-varying with the rank to the slowest; axes that are not named keep their position."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridAxis:
-    """Axis of the grid, and its meaning for the data and the parameters of its ranks."""
+    """Axis of the grid, and the properties of the ranks along it."""
 
     name: str
-    """Name in groups, traffic, reports and checkpoints."""
+    """Name in process groups, traffic, reports and checkpoints."""
     noun: str
-    """Name in messages; the key of its size under "parallel"."""
+    """Noun in error messages; key of the axis size in the configuration's section "parallel"."""
     rows: bool = False
-    """Ranks along it read different rows, and their gradients are summed."""
+    """True if the ranks along this axis read different rows of the batch and sum their gradients."""
     copies: bool = False
-    """Ranks along it hold equal parameters."""
+    """True if the ranks along this axis hold equal parameters."""
+    sums: bool = False
+    """True if these ranks compute parts of one gradient, which are summed; ZeRO shards over the axis."""
     size: int = 1
-    """Number of ranks if the configuration has no key for it."""
+    """Default number of ranks along this axis."""
 
 
 class Spread(NamedTuple):
-    """Axes over which a kind of parameters and their state are sharded or replicated, and the number of shards."""
+    """Axes over which parameters and their optimizer state are sharded or replicated, and the number of shards."""
 
     sharding: Axis = "dp"
-    """ZeRO shards the state over it; gradients are reduced over it."""
+    """Axis over which ZeRO shards the state and gradients are reduced."""
     groups: Axis = "dp_replicate"
-    """Ranks along it hold the same shard, and sum its gradient once a step."""
+    """Axis of the ranks with the same shard, which sum its gradient once per step."""
     sums: Axis = "dp"
-    """Ranks along it have partial gradients, which are summed without ZeRO."""
+    """Axis of the ranks with partial gradients, over which gradients are summed without ZeRO."""
     copies: Axis = "dp"
-    """Ranks along it hold equal parameters, which ZeRO may have sharded."""
+    """Axis of the ranks with equal parameters, possibly sharded by ZeRO."""
     shard_copies: Axis = "dp_replicate"
-    """Ranks along it hold equal shards."""
+    """Axis of the ranks with equal shards."""
     ranks: int = 1
-    """Size of ``sharding``."""
+    """Number of ranks along ``sharding``."""
 
 
 AXES: tuple[GridAxis, ...] = (
     GridAxis("pp", "pipeline"),
-    GridAxis("dp", "data", rows=True, copies=True),
+    GridAxis("dp", "data", rows=True, copies=True, sums=True),
+    GridAxis("cp", "context", copies=True, sums=True),
     GridAxis("tp", "tensor"),
 )
 
@@ -109,22 +111,27 @@ class Coord(Mapping[str, int]):
 
     @property
     def pp(self) -> int:
-        """Pipeline rank."""
+        """Index of this rank on the pipeline axis."""
         return self._indices["pp"]
 
     @property
     def dp(self) -> int:
-        """Data rank."""
+        """Index of this rank on the data axis."""
         return self._indices["dp"]
 
     @property
+    def cp(self) -> int:
+        """Index of this rank on the context axis."""
+        return self._indices["cp"]
+
+    @property
     def tp(self) -> int:
-        """Tensor rank."""
+        """Index of this rank on the tensor axis."""
         return self._indices["tp"]
 
 
 class ShardHolder(NamedTuple):
-    """Coordinates that decide which parts of which parameters a rank holds."""
+    """Coordinates of a rank that determine the parameters, or shards of them, that it stores."""
 
     pp: int = 0
     tp: int = 0
@@ -135,10 +142,10 @@ class Grid:
     """Grid of ranks, and this rank's position in it. Immutable.
 
     Args:
-        rank: this rank.
-        order: the axes from the closest ranks to the farthest.
-        shard_size: data ranks of a shard group, which are neighbours; None: all of them.
-        experts: data ranks, which are neighbours, that share the experts of a layer.
+        rank: global number of this rank.
+        order: axes from the fastest-varying with the rank to the slowest.
+        shard_size: number of neighbouring data ranks that share one ZeRO copy; None: all.
+        experts: number of neighbouring data ranks that share the experts of a layer.
         sizes: number of ranks along each axis, 1 by default.
 
     Raises:
@@ -183,87 +190,99 @@ class Grid:
 
     @property
     def pp(self) -> int:
-        """Size of the pipeline axis."""
+        """Number of ranks on the pipeline axis."""
         return self.sizes["pp"]
 
     @property
     def dp(self) -> int:
-        """Size of the data axis."""
+        """Number of ranks on the data axis."""
         return self.sizes["dp"]
 
     @property
+    def cp(self) -> int:
+        """Number of ranks on the context axis."""
+        return self.sizes["cp"]
+
+    @property
     def tp(self) -> int:
-        """Size of the tensor axis."""
+        """Number of ranks on the tensor axis."""
         return self.sizes["tp"]
 
     @property
     def rows(self) -> Axis:
-        """The axis along which ranks read different rows."""
+        """Axis along which ranks read different rows of the batch."""
         return self._joined(axis.name for axis in AXES if axis.rows)
 
     @property
     def row_ranks(self) -> int:
-        """Number of ranks that read different rows: size of ``rows``."""
+        """Number of ranks along the axis ``rows``."""
         return self.size(self.rows)
 
     @property
     def row_rank(self) -> int:
-        """Index of this rank's rows in a global batch: index along ``rows``."""
+        """Index of this rank along the axis ``rows``."""
         return self.index(self.rows)
 
     @property
     def copies(self) -> Axis:
-        """The axis along which ranks hold equal parameters, which ZeRO may have sharded."""
+        """Axis along which ranks hold equal parameters, possibly sharded by ZeRO."""
         return self._joined(axis.name for axis in AXES if axis.copies)
 
     @property
+    def sums(self) -> Axis:
+        """Axis over which gradients are summed: ranks along it compute parts of one gradient."""
+        return self._joined(axis.name for axis in AXES if axis.sums)
+
+    @property
     def sharding(self) -> Axis:
-        """The axis over which ZeRO shards: dp, or its inner part."""
-        return "dp_shard" if self.data_axes else "dp"
+        """Axis over which ZeRO shards: ``sums``, or its inner part with several shard groups."""
+        if not self.data_axes:
+            return self.sums
+        return self._joined(("dp_shard", *(axis.name for axis in AXES if axis.sums and not axis.rows)))
 
     @property
     def shard_line(self) -> Axis:
-        """The axis that shard groups divide into runs of neighbours."""
-        return "dp"
+        """Axis that shard groups divide into runs of neighbouring ranks: ``sums``."""
+        return self.sums
 
     @property
     def shard_groups(self) -> Axis:
-        """The axis along which the gradients of equal shards are summed: one rank of each shard group."""
+        """Axis of one rank from each shard group, along which gradients of equal shards are summed."""
         return "dp_replicate"
 
     @property
     def shard_copies(self) -> Axis:
-        """The axis along which ranks hold the same ZeRO shard."""
-        others = [axis.name for axis in AXES if axis.copies and axis.name != "dp"]
+        """Axis of the ranks that store the same ZeRO shard."""
+        others = [axis.name for axis in AXES if axis.copies and not axis.sums]
         return self._joined((self.shard_groups, *others))
 
     @property
     def spread(self) -> Spread:
-        """The axes of parameters that every data rank computes with."""
+        """Axes of the parameters that every data rank computes with."""
         return Spread(
-            self.sharding, self.shard_groups, self.rows, self.copies, self.shard_copies, self.size(self.sharding)
+            self.sharding, self.shard_groups, self.sums, self.copies, self.shard_copies, self.size(self.sharding)
         )
 
     @property
     def expert_spread(self) -> Spread:
-        """The axes of the parameters of experts, which data ranks along ``ep`` share."""
+        """Axes of expert parameters, which data ranks along ``ep`` share."""
         sharding: Axis = "edp_shard" if self.data_axes else "edp"
         return Spread(sharding, "edp_replicate", "edp", "edp", "edp_replicate", self.size(sharding))
 
     @property
     def data_axes(self) -> tuple[Axis, ...]:
-        """The two parts of dp if there are several shard groups; otherwise empty."""
+        """Axes (dp_shard, dp_replicate) if there are several shard groups; otherwise empty."""
         return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()
 
     def coord(self, rank: int | None = None) -> Coord:
-        """Returns the position of ``rank``, or of this rank."""
+        """Returns the coordinates of ``rank``, by default of this rank."""
         if rank is None:
             return self._coord
         self._check(rank)
         return Coord(**{axis: self.index(axis, rank) for axis in self.sizes})
 
     def holder(self, coord: Coord | None = None) -> ShardHolder:
-        """Returns the coordinates that decide which parameters the rank at ``coord``, or this rank, holds."""
+        """Returns the coordinates that determine which parameters a rank stores; ``coord`` defaults to this rank's."""
         coord = coord or self._coord
         return ShardHolder(coord.pp, coord.tp, coord.dp % self.experts)
 
@@ -294,7 +313,7 @@ class Grid:
         return index
 
     def is_first(self, axis: Axis, coord: Coord | None = None) -> bool:
-        """Returns True if the rank at ``coord``, or this rank, is the first of its peers along ``axis``."""
+        """Returns True if the rank at ``coord``, by default this rank, is the first of its peers along ``axis``."""
         return self.index(axis, None if coord is None else self.rank_at(**coord)) == 0
 
     def peers(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
@@ -340,7 +359,7 @@ class Grid:
 
     @property
     def shape(self) -> str:
-        """The sizes as text: 2 pipeline x 4 data x 1 tensor."""
+        """Sizes of the axes as text, such as ``2 pipeline x 4 data x 1 tensor``."""
         shape = " x ".join(
             f"{self.sizes[axis.name]} {axis.noun}"
             for axis in AXES
@@ -404,19 +423,25 @@ def _data_parts(dp: int, shards: int, experts: int) -> _DataParts:
 
 
 def expert_problem(experts: int, dp: int, shard_size: int | None) -> str | None:
-    """Returns the rule that a number of expert ranks breaks, with a remedy; None if it fits the data ranks."""
-    shards = shard_size or dp
+    """Returns an error sentence if ``experts`` ranks do not divide the data ranks or a shard group; otherwise None."""
+    shards, sizes = shard_size or dp, ", ".join(map(str, expert_sizes(dp, shard_size)))
     if experts > 1 and dp == 1:
         return "is laid over data ranks, and there is one; give more of them, or one expert rank"
     if experts < 1 or dp % experts:
-        fitting = [str(size) for size in range(1, dp + 1) if dp % size == 0]
-        return f"does not divide the {dp} data ranks, over which experts are laid; give one of {', '.join(fitting)}"
+        return f"does not divide the {dp} data ranks, over which experts are laid; give one of {sizes}"
     if max(shards, experts) % min(shards, experts):
         return (
             f"and zero_optimization.shard_size {shards} do not fit into each other, but groups of experts and shard "
-            "groups are runs of neighbours, one inside the other; let one be a multiple of the other"
+            f"groups are runs of neighbours, one inside the other; give one of {sizes}"
         )
     return None
+
+
+def expert_sizes(dp: int, shard_size: int | None) -> list[int]:
+    """Returns the numbers of data ranks that may share the experts of a layer."""
+    shards = shard_size or dp
+    fitting = (size for size in range(1, dp + 1) if dp % size == 0)
+    return [size for size in fitting if max(shards, size) % min(shards, size) == 0]
 
 
 def _digits(sizes: Mapping[str, int], order: Order, data: _DataParts) -> dict[str, tuple[int, int]]:
@@ -444,25 +469,27 @@ def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def saved_order(sizes: Mapping[str, object]) -> Order:
-    """Returns the order of a saved grid; grids saved before the second order existed have none."""
+    """Returns the axis order recorded in a checkpoint's grid; checkpoints without an entry have "tp-dp-pp"."""
     return "tp-pp-dp" if sizes.get("order") == "tp-pp-dp" else "tp-dp-pp"
 
 
 def saved_grid(sizes: Mapping[str, Any]) -> Grid:
-    """Returns a saved grid, with rank 0 as this rank; an axis that did not exist then has one rank."""
+    """Returns the grid recorded in a checkpoint, with this rank as rank 0; missing axes have size 1."""
     experts = sizes.get("ep", 1)
     return Grid(order=saved_order(sizes), experts=experts, **{axis.name: sizes.get(axis.name, 1) for axis in AXES})
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """Returns the axis that provides the process group of each axis with several ranks, in opening order.
+    """Returns, for each axis with several ranks, the axis that provides its process group, in opening order.
 
-    The world, and axes along which parameters differ, provide their groups to others. Axes of copies get separate
-    groups, since gradients travel over them at the same time as other messages.
+    An axis of all ranks uses the world's group; other axes with equal ranks share one group. Axes of equal parameters
+    get separate groups, since gradients travel over them at the same time as other messages.
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
     expert_axes = ("ep", *dict.fromkeys(grid.expert_spread[:5])) if grid.experts > 1 else ()
-    meanings = ("replica", *grid.data_axes, grid.rows, grid.copies, grid.shard_copies, *expert_axes)
+    meanings = (
+        "replica", *grid.data_axes, grid.rows, grid.sums, grid.sharding, grid.copies, grid.shard_copies, *expert_axes
+    )  # fmt: skip
     used: dict[Axis, Axis] = {"world": "world"}
     for axis in (*grid.sizes, *meanings):
         if axis not in used and grid.size(axis) > 1:

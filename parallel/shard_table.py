@@ -1,7 +1,7 @@
 """Shard table: the ranks and the stage that hold each part of every parameter.
 
-It is built once from the model, on any device, without processes. Clipping, gradient sums, the ZeRO layout, checkpoints
-and memory budgets read this one table, so they cannot disagree.
+Built once from the model, on any device; clipping, gradient sums, the ZeRO layout, checkpoints and memory budgets read
+it.
 
 Each logical parameter has one row; a tied parameter is one row with aliases. The ranges of a row describe its sharding
 over the tensor axis or, for the parameters of experts, over the expert axis. A row that is not sharded has a single
@@ -29,12 +29,12 @@ from engine.kernels.codecs.weight_format import QuantizedShape, WeightFormat
 from engine.parallel.grid import ShardHolder
 
 ShardAxis = Literal["tp", "ep"]
-"""Axis that shards a single parameter: tensor, or expert."""
+"""Axis that shards a parameter: tensor or expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``start:stop`` along the sharded dim, and the indices along the row's axis that hold them."""
+    """Rows ``start:stop`` of a sharded dim, with the indices on the row's axis that store them."""
 
     start: int
     stop: int
@@ -43,33 +43,33 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """Row of one logical parameter: its name, its owners, and its sharding."""
+    """Sharding of one logical parameter: name, shape, pipeline owners, ranges of the sharded dim."""
 
     name: str
     """First name of the parameter in ``model.named_parameters()``."""
     aliases: tuple[str, ...]
-    """Other names of the parameter, if modules share it."""
+    """Other names of a tied parameter."""
     shape: tuple[int, ...]
     """Full shape, before sharding."""
     dtype: torch.dtype
-    """Dtype in the model as the user gave it."""
+    """Dtype in the user's model."""
     owners: tuple[int, ...]
-    """Indices of axis pp that hold the parameter; several if it is tied across stages."""
+    """Indices on axis pp that store the parameter; several if it is tied across stages."""
     dim: int | None
-    """Dim that ``axis`` shards, or None."""
+    """Sharded dim; None: not sharded along ``axis``."""
     ranges: tuple[Range, ...]
-    """The ranges of rows with their holders; together they cover ``dim`` once."""
+    """Ranges of rows with their holders; together they cover ``dim`` once."""
     partial: bool
-    """Several tensor ranks hold the same elements, and each has only a partial gradient."""
+    """True if several tensor ranks store the same elements and each computes a partial gradient."""
     in_glue: bool
-    """The parameter is read by code outside blocks and other modules, where no module hook fires."""
+    """True if code outside blocks and other modules reads the parameter, so that no module hook fires."""
     trainable: bool
     group: int
-    """Optimizer group, an index into the groups of the plan."""
+    """Index of the parameter's optimizer group."""
     quantized: WeightFormat | None = None
-    """Format of a quantized frozen weight; None: not quantized."""
+    """Storage format of a quantized frozen weight; None: not quantized."""
     axis: ShardAxis = "tp"
-    """Axis whose indices hold the ranges: tp, or ep for the parameters of experts."""
+    """Axis that shards ``dim``: tp, or ep for expert parameters."""
 
     @property
     def equal_on_tensor_ranks(self) -> bool:
@@ -77,11 +77,11 @@ class ShardRow:
         return self.dim is None or self.axis == "ep"
 
     def part(self, holder: ShardHolder) -> int:
-        """Returns the index along ``axis`` of a rank at ``holder``, which the methods below take."""
+        """Returns the index along ``axis`` of a rank at coordinates ``holder``."""
         return holder.tp if self.axis == "tp" else holder.ep
 
     def held(self, holder: ShardHolder) -> bool:
-        """Returns True if a rank at ``holder`` holds elements of the parameter."""
+        """Returns True if a rank with coordinates ``holder`` stores elements of the parameter."""
         here = self.axis == "tp" or any(holder.ep in each.holders for each in self.ranges)
         return here and holder.pp in self.owners
 
@@ -91,18 +91,18 @@ class ShardRow:
         return math.prod(self.shape)
 
     def local_shape(self, part: int) -> tuple[int, ...]:
-        """Returns the shape of the elements that index ``part`` of ``axis`` holds."""
+        """Returns the shape of the shard on index ``part`` of ``axis``."""
         if self.dim is None:
             return self.shape
         held = sum(each.stop - each.start for each in self.ranges if part in each.holders)
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
     def local_elements(self, part: int) -> int:
-        """Returns the number of elements that index ``part`` of ``axis`` holds."""
+        """Returns the number of elements of the shard on index ``part`` of ``axis``."""
         return math.prod(self.local_shape(part))
 
     def quantized_shape(self, part: int) -> QuantizedShape | None:
-        """Returns the shape of the codes and scales on index ``part`` of ``axis``; None if the row is not quantized."""
+        """Returns shape and format of the quantized shard on index ``part`` of ``axis``; None if not quantized."""
         if self.quantized is None:
             return None
         cut_columns = self.dim is not None and self.dim == len(self.shape) - 1
@@ -110,18 +110,17 @@ class ShardRow:
         return QuantizedShape(format=self.quantized, shape=self.local_shape(part), runs=runs)
 
     def counted(self, holder: ShardHolder) -> bool:
-        """Returns True if a norm counts the copy of this rank, except for its ``copies``.
+        """Returns True if global norms include the copy on the rank ``holder``, except for the ranges ``copies``.
 
-        All tensor ranks have copies of a parameter that only the expert axis shards; the first one counts.
+        A parameter sharded only over the expert axis is counted on tensor rank 0.
         """
         part, first = self.part(holder), self.axis == "tp" or holder.tp == 0
         return first and holder.pp == self.owners[0] and any(each.holders[0] == part for each in self.ranges)
 
     def copies(self, part: int) -> tuple[tuple[int, int], ...]:
-        """Returns runs [start, stop) of the flat elements of index ``part`` that a norm counts at another index.
+        """Returns ranges [start, stop) of the flat shard on index ``part`` that global norms count on another rank.
 
-        They exist if a rank holds exclusive and shared rows of one parameter, such as a fused QKV weight with a shared
-        key.
+        They exist if a shard has both exclusive and shared rows, such as a fused QKV weight with a shared key.
         """
         own = [(each.stop - each.start, each.holders[0] == part) for each in self.ranges if part in each.holders]
         if self.dim is None or not any(first for _, first in own):
@@ -137,7 +136,7 @@ class ShardRow:
 
 @dataclass(frozen=True, slots=True)
 class ShardTable:
-    """All rows, in the order of ``model.named_parameters()``."""
+    """Shardings of all parameters, in the order of ``model.named_parameters()``."""
 
     rows: tuple[ShardRow, ...]
 
@@ -145,7 +144,7 @@ class ShardTable:
         return iter(self.rows)
 
     def held_by(self, holder: ShardHolder) -> tuple[ShardRow, ...]:
-        """Returns the rows with elements on a rank at ``holder``."""
+        """Returns the rows of parameters with elements on a rank with coordinates ``holder``."""
         return tuple(row for row in self.rows if row.held(holder))
 
     @property
@@ -155,20 +154,20 @@ class ShardTable:
 
 
 class Cutting(Protocol):
-    """Sharding of a parameter over the tensor or the expert axis."""
+    """Interface of one parameter's sharding: the sharded dim and its ranges."""
 
     @property
     def dim(self) -> int | None:
-        """The dim that is sharded."""
+        """Sharded dim; None: not sharded."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The holders of each range of rows."""
+        """Ranges of rows with their holders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Division of the parameters over the grid, by their first names; the default replicates everything."""
+    """Input of a shard table: shardings of the parameters by their first names; the default replicates everything."""
 
     tp: int = 1
     cuts: Mapping[str, Cutting] = field(default_factory=dict)
@@ -176,13 +175,13 @@ class Division:
     partial: Collection[str] = ()
     """Parameters replicated over the tensor axis with a partial gradient on each rank."""
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Indices of axis pp; parameters without an entry are on the first stage."""
+    """Indices on axis pp that store each parameter; the default is the first stage."""
     in_glue: Collection[str] = ()
-    """Parameters read outside modules."""
+    """Parameters that are read outside modules."""
     quantized: Mapping[str, WeightFormat] = field(default_factory=dict)
-    """Formats of quantized frozen weights."""
+    """Storage formats of quantized frozen weights."""
     experts: Mapping[str, Cutting] = field(default_factory=dict)
-    """Sharding of the parameters of experts over the expert axis, in place of an entry in ``cuts``."""
+    """Sharding of expert parameters over the expert axis, in place of an entry in ``cuts``."""
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:

@@ -150,6 +150,9 @@ def no_process_group_left() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+    if function := sys.modules.get("torch.autograd.function"):
+        apply = function.Function.apply
+        assert apply.__module__ == function.__name__, f"{apply} was left in torch, where later tests meet it"
 
 
 @pytest.fixture(scope="session")

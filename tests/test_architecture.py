@@ -31,7 +31,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "optim",
     ),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "model", "trace", "tensor", "activation_checkpointing", "experts",
+        "grid", "shard_table", "comm", "model", "trace", "tensor", "context", "activation_checkpointing", "experts",
         "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (
@@ -43,7 +43,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "device", "dispatch", "overlap", "optim", "gpu", "ops", "codecs",
     ),
     "engine.planning.cost_model": (
-        "workload", "layout", "hardware", "links", "estimate", "search",
+        "workload", "layout", "hardware", "links", "expert_exchange", "estimate", "search",
     ),
     "engine.launch.jobs": (
         "request", "bound_cores", "torchrun", "hostfile", "guard", "probe", "schedulers", "remote", "ssh",
@@ -66,7 +66,7 @@ TORCH_FREE = (
     "engine.parallel.pipeline.schedule.dependencies", "engine.parallel.pipeline.schedule.kinds",
     "engine.parallel.pipeline.schedule.simulate", "engine.parallel.pipeline.schedule.validate",
     "engine.planning.cost_model.workload", "engine.planning.cost_model.links",
-    "engine.planning.cost_model.search", "engine.zero.layout",
+    "engine.planning.cost_model.search", "engine.planning.cost_model.expert_exchange", "engine.zero.layout",
 )  # fmt: skip
 
 # (file, function) -> why it is longer, or has more parameters, than the ceiling.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launches import Launch
+from tests.selection import wide
 from tests.test_examples import QUIET, ROOT, run_as_rank
 
 PAGE = (ROOT / "docs/start/your_model.md").read_text(encoding="utf-8")
@@ -25,7 +26,7 @@ def losses(text: str) -> dict[int, tuple[float, float]]:
     return {int(step): (float(loss), float(norm)) for step, loss, norm in re.findall(LINE, text, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("grid", ["tp2", "zero3", pytest.param("pp2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("grid", ["tp2", wide("zero3"), wide("pp2")])
 def test_the_script_prints_the_losses_of_the_page_on_every_grid(grid: str, tmp_path: Path) -> None:
     (script,) = re.findall(r"<!-- script -->\n```python\n(.*?)```", PAGE, re.DOTALL)
     (given,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)

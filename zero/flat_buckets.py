@@ -9,10 +9,9 @@ For each bucket (glossary in ``zero/__init__.py``), here with N = 4 and an fp32 
     master   fp32            [ shard 1 ]                       on the rank that owns shard 1, on the device or the host
     host_sums fp32           [ shard 1 ]                       copy of its gradients on the host, if the master is there
 
-At ZeRO 3 ``kept`` may lie on the host too, and is copied into its place in ``params`` before each gather; the host then
-needs no copy of parameters that have no master. If parameters are fp32, or bf16 without a master
-(``optim/bf16_updates``), the optimizer updates ``kept`` directly. At ZeRO 3 ``params`` has memory only while it is
-gathered; views of it, also those that autograd has saved, become valid again with every gather.
+At ZeRO 3 ``kept`` may be in host memory and is copied to ``params`` before each gather. If parameters are fp32, or bf16
+without a master (``optim/bf16_updates``), the optimizer updates ``kept`` directly. At ZeRO 3 ``params`` has memory only
+while it is gathered; views of it, including those saved by autograd, are valid again after every gather.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -34,70 +33,72 @@ from engine.zero.layout import Bucket, FlatLayout, Slot
 _OURS = ("__reduce_ex__", PLANNED_TRAINABLE)
 """Attributes that the engine sets on a parameter."""
 Storages = MutableMapping[tuple[int, int], torch.UntypedStorage]
-"""Storages over parts of others, by address and number of bytes."""
+"""Storages over slices of larger storages, by (address, bytes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBucket:
-    """Tensors of one bucket on this rank."""
+    """Flat tensors of one bucket on this rank: parameters, gradients, master weights."""
 
     bucket: Bucket
     params: Tensor
-    """Parameters [elements] in the dtype of the computation; the user's parameters are views of it."""
+    """Flat parameters [elements] in the compute dtype; the user's parameters are views of it."""
     kept: Tensor
-    """Owned part [owned] of ``params``; at ZeRO 3 it has memory of its own."""
+    """Owned slice [owned] of ``params``; separate memory at ZeRO 3."""
     grads: Tensor
-    """Gradients [held] in the dtype of accumulation; empty for a frozen bucket."""
+    """Flat gradients [held] in the accumulation dtype; empty for a frozen bucket."""
     held: slice
-    """Elements of the gradients on this rank: all of them, or its shard."""
+    """Elements with gradients on this rank: all, or its shard."""
     owned: slice
-    """Elements that this rank updates: its shard, or all of them at ZeRO stage 0."""
+    """Elements that this rank updates: its shard, or all at ZeRO 0."""
     shard: slice
-    """Elements of the gradients that this rank counts in the norm: always its 1/N of the bucket."""
+    """Elements that this rank counts in the gradient norm: its 1/N of the bucket at every stage."""
     master: Tensor | None
-    """Weights [owned] that the optimizer updates: fp32 if ``params`` are narrower, in any dtype on the host; None if
-    it updates ``kept``.
+    """Master weights [owned] that the optimizer updates: fp32 for narrower ``params``, any dtype on the host; None: the
+    optimizer updates ``kept``.
     """
     parameters: tuple[nn.Parameter, ...]
     """The user's parameters, in the order of the slots."""
     views: tuple[Tensor, ...]
-    """Views of ``params`` that are the data of ``parameters``. They are made once, because torch makes no view of a
-    tensor without memory.
+    """Views of ``params``, the data of ``parameters``; made once, because torch makes no view of a tensor without
+    memory.
     """
     sharded: bool
-    """True at ZeRO 3: ``params`` has memory only while it is gathered. False for experts of one rank alone."""
+    """True at ZeRO 3: ``params`` has memory only while gathered. False for experts on a single rank."""
     codec: BlockCodec | None = None
-    """Encoding of its weights when they are gathered; None: they are sent unencoded."""
+    """Codec of gathered weights; None: they are sent unencoded."""
     counts: bool = True
-    """This rank counts its shard in the norm; False: the same shard of another group does."""
+    """True if this rank counts its shard in the norm; False if another shard group does."""
     host_sums: Tensor | None = None
-    """Gradients [owned] in host memory, with the master and the update; else None."""
+    """Reduced gradients [owned] in host memory, if the host updates the bucket; otherwise None."""
     kept_on_host: bool = False
     """True if ``kept`` is in host memory."""
     apart: WeakValueDictionary[tuple[int, int], torch.UntypedStorage] = field(default_factory=WeakValueDictionary)
-    """Storages of single parameters over the memory of ``params``, which pickles and state dicts have."""
+    """Storages of single parameters over the memory of ``params``, which pickles and state dicts refer to."""
 
     @property
     def rounds_in_gathers(self) -> bool:
-        """True if the gather after an update leaves decoded weights in ``kept``, and exact ones in the master only."""
+        """True if the gather after an update writes decoded weights to ``kept``, while the master stays exact."""
         return self.codec is not None and self.wide is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
-        """Returns the gradients of elements ``part`` of the bucket, which must be allocated."""
+        """Returns the gradients of the bucket's elements ``part``, which this rank must store."""
         return self.grads[part.start - self.held.start : part.stop - self.held.start]
 
     @property
     def weights(self) -> Tensor:
-        """Weights [owned] that the optimizer updates: the master, or the parameters if there is none."""
+        """Weights [owned] that the optimizer updates: the master, or ``kept`` without a master."""
         return self.kept if self.master is None else self.master
 
     @property
     def wide(self) -> Tensor | None:
-        """The master, if it holds more than ``kept``: a copy on the host in the same dtype is not saved or gathered."""
+        """Master of a wider dtype than ``kept``; None for a host copy of equal dtype, which is not saved or
+        gathered.
+        """
         return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
-        """Copies the values of a parameter into the bucket; the weights receive them exactly."""
+        """Copies a parameter's values ``given`` to its slot in the bucket and, unrounded, to the master."""
         flat = given.reshape(-1)
         start, stop = max(slot.start, self.owned.start), min(slot.stop, self.owned.stop)
         if start < stop:
@@ -109,14 +110,14 @@ class FlatBucket:
             self.params[slot.start : slot.stop].copy_(flat)
 
     def reserve(self) -> None:
-        """Allocates the memory of a sharded ``params``, with arbitrary content."""
+        """Allocates memory for ``params`` of a sharded bucket, uninitialized."""
         self.params.untyped_storage().resize_(self.params.numel() * self.params.element_size())
 
     def release(self) -> None:
-        """Frees the memory of a sharded ``params``; views of it remain, and are valid again after ``reserve``.
+        """Frees the memory of ``params`` of a sharded bucket; views of it are valid again after ``reserve``.
 
-        Memory of a fixed size, because NumPy or another process uses it, is left to its users (``move``), and so
-        is memory over which a parameter has a storage of its own.
+        Memory that cannot be resized (used by NumPy or another process), or that a single parameter's storage shares,
+        stays allocated for its users (``move``).
         """
         if self.apart or not self.params.untyped_storage().resizable():
             self.move()
@@ -124,15 +125,16 @@ class FlatBucket:
 
     @property
     def escaped(self) -> bool:
-        """True if a tensor outside of the bucket uses the memory of ``params``."""
+        """True if a tensor outside the bucket shares the memory of ``params``."""
         storage = self.params.untyped_storage()
         parameters = sum(p.untyped_storage()._cdata == storage._cdata for p in self.parameters)
         own = 2 + len(self.views) + parameters  # ``params`` and ``storage``
         return bool(torch._C._storage_Use_Count(storage._cdata) > own)
 
     def move(self) -> None:
-        """Moves ``params`` and its views to other memory, without content; other references to the old memory keep
-        it."""
+        """Moves ``params``, with the parameters that view it, to new uninitialized memory; other tensors retain the old
+        memory.
+        """
         fresh = torch.empty_like(self.params)
         for slot, parameter, view in zip(self.bucket.slots, self.parameters, self.views, strict=True):
             with torch._C.DisableTorchFunctionSubclass():
@@ -141,10 +143,9 @@ class FlatBucket:
 
 
 def lay_apart(tensor: Tensor, storages: Storages) -> None:
-    """Moves ``tensor`` into a storage with only its own bytes, over the same memory, so that pickles and copies take
-    nothing else.
+    """Replaces the storage of ``tensor`` by one of only its bytes, in the same memory, so that pickles contain no more.
 
-    Tensors over the same bytes get one storage, as long as ``storages`` has it. Nothing is copied.
+    Tensors over the same bytes share one storage in ``storages``. Nothing is copied.
     """
     whole, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
@@ -159,7 +160,7 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
-    """Returns storages over single parameters of the bucket of ``parameter``; None if it is in no bucket."""
+    """Returns the storages of single parameters in the bucket of ``parameter``; None if it is in no bucket."""
     made = vars(parameter).get("__reduce_ex__")
     storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
     return storages
@@ -177,47 +178,51 @@ def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
-    """Returns the part of a bucket's [elements] that belongs to one parameter, in the parameter's shape."""
+    """Returns the view of one parameter, in its shape, in a flat tensor [elements] of its bucket."""
     return flat[slot.start : slot.stop].view(slot.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Place of this process among the data ranks that share buckets, and the kinds of state that it shards."""
+    """Index of this rank among the data ranks that share buckets, and the state (gradients, masters) that it shards."""
 
     index: int
     ranks: int
     sharded: bool
-    """True updates the shard only (ZeRO 1)."""
+    """True: the rank updates its shard only (ZeRO 1)."""
     sharded_gradients: bool = False
-    """True keeps the shard of the gradients only (ZeRO 2 with ``reduce: microbatch``). Gradients that are partial over
-    tensor ranks stay full, because they must be summed over tensor ranks first.
+    """True: the rank stores only its shard of the gradients (ZeRO 2 with ``reduce: microbatch``). Gradients partial
+    over tensor ranks stay full: they are summed over tensor ranks first.
     """
     sharded_parameters: bool = False
-    """True keeps the shard of the parameters only (ZeRO 3)."""
+    """True: the rank stores its shard of the parameters only (ZeRO 3)."""
     master: bool = True
-    """False leaves out the master: narrow parameters are updated themselves, gradients summed in their dtype."""
+    """True: narrow parameters have fp32 masters. False: they are updated directly, and gradients are summed in their
+    dtype.
+    """
     hosted: frozenset[int] = frozenset()
-    """Indices of the trained buckets that the host updates: their masters, gradients and moments are in its memory."""
+    """Indices of the trained buckets that the host updates, with masters, gradients and moments in host memory."""
     grid: Grid | None = None
-    """The grid of this rank; None: every bucket is sharded as ``index`` says, and no other group has copies of it."""
+    """Grid of this rank; None: ``index`` is the shard in every bucket, and there is one shard group."""
     pinned: bool = True
-    """Page-lock the memory of the host that an accelerator copies from or to."""
+    """True: host memory for copies to and from an accelerator is page-locked."""
     mapped: Callable[[int, torch.dtype], Tensor] | None = None
-    """Makes zeros on the host: elements that the system can write out. None: ordinary memory."""
+    """Function (count, dtype) that allocates zeros in file-backed host memory; None: ordinary memory."""
     hosted_parameters: bool = False
-    """Keep the shards of the parameters in host memory (ZeRO 3)."""
+    """True: the shards of the parameters are in host memory (ZeRO 3)."""
     pinned_parameters: bool = True
-    """Page-lock that memory."""
+    """True: the host memory of the parameters is page-locked."""
     delayed: bool = False
-    """True if updates overlap with steps that still compute with the weights from before them."""
+    """True: updates overlap with the next step, which still computes with the old weights."""
 
     def index_of(self, spread: Spread) -> int:
-        """Returns the index of the shard that this rank owns of a bucket."""
+        """Returns the index of this rank's shard in a bucket with these axes."""
         return self.index if self.grid is None else self.grid.index(spread.sharding)
 
     def counts(self, spread: Spread) -> bool:
-        """Returns True if this rank counts its shard in the norm; other shard groups hold copies of it."""
+        """Returns True if this rank counts its shard in the gradient norm; among equal copies only the first rank
+        does.
+        """
         return self.grid is None or self.grid.is_first(spread.shard_copies)
 
 
@@ -230,9 +235,9 @@ def reserve(
 
 
 def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
-    """Moves the parameters of a bucket into it, except parameters in ``placed``, which have their values there already.
+    """Copies the parameters of a bucket into its memory and makes them views; skips names in ``placed``.
 
-    Each one is pickled alone afterwards, where torch would write the whole bucket.
+    A pickle of one parameter then contains its own bytes, not the whole bucket.
     """
     for slot, parameter, view in zip(flat.bucket.slots, flat.parameters, flat.views, strict=True):
         if slot.name not in placed:
@@ -243,7 +248,7 @@ def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
 
 
 def leave(flat: FlatBucket) -> None:
-    """Gives each full parameter a storage of its own bytes with its values, when the engine closes."""
+    """Ends the sharing of storage among full parameters of a closed engine, without copies."""
     for parameter in flat.parameters if not flat.sharded else ():
         vars(parameter).pop("__reduce_ex__", None)
         lay_apart(parameter, flat.apart)
@@ -320,8 +325,9 @@ def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.dev
 
 
 def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: Callable[[FlatBucket], float]) -> Tensor:
-    """Returns sums of squares [names] of the gradients that this rank counts in its shards, fp64; other ranks count the
-    rest."""
+    """Returns the sum of squares of this rank's counted gradients by parameter, fp64 [names]; other ranks count the
+    rest.
+    """
     found: dict[str, Tensor] = {}
     for flat in buckets:
         for part in flat.bucket.counted(flat.shard) if flat.counts else ():
@@ -335,10 +341,9 @@ def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: C
 
 
 def norm_parts(buckets: Sequence[FlatBucket]) -> list[tuple[Tensor, bool]]:
-    """Returns the gradients in this rank's shards, with zeros as padding, and True for each that this rank counts in
-    the norm.
+    """Returns (gradient slice, True if counted) of this rank's shards, for the gradient norm; padding is 0.
 
-    Copies that other ranks count add 0; if such a copy has a non-finite value, the norm is NaN.
+    Uncounted copies add 0 to the norm, or NaN if they contain a non-finite value.
     """
     return [
         (flat.gradient(part), counts and flat.counts)
@@ -362,7 +367,7 @@ class _Tie:
 
 
 class Attachment:
-    """Parameter objects of a model, and their places in the flat buckets, as they were when the engine was built."""
+    """Record of a model's parameter objects and their positions in the flat buckets, made when the engine is built."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[FlatBucket]) -> None:
         self._buckets = buckets
@@ -384,9 +389,9 @@ class Attachment:
         self._members = self._count()
 
     def check(self) -> None:
-        """Refuses parameters that the engine would not train: added, replaced, moved or unfrozen since it was built.
+        """Refuses parameters that the engine would not train: added, replaced, moved or unfrozen since the build.
 
-        A trained parameter may be frozen and thawed again: it then has no gradient, as one that forward does not use.
+        A trained parameter may be frozen and thawed; while frozen it has no gradient.
 
         Raises:
             EngineError: such a parameter exists; the message names the first one.

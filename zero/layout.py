@@ -1,29 +1,26 @@
-"""Flat layout: the owner of each element of each bucket. Pure arithmetic, no torch.
+"""Flat layout: the rank that owns each element of each bucket. No torch.
 
-Parameters are laid out in buckets, in the order in which the backward produces their gradients, one dtype to a bucket.
-One collective moves one bucket. Every data rank owns an equal slice of every bucket, so that reducing and
-gathering need no bookkeeping at run time:
+Parameters are placed in buckets in the order in which backward produces their gradients, one dtype per bucket. One
+collective reduces or gathers one bucket, and every data rank owns an equal slice of it:
 
     bucket 0   | head.weight ........ | norm.bias | norm.weight |pad|     S0 elements
                |  rank 0  |  rank 1   |  rank 2   |   rank 3      |
     bucket 1   | blocks.7.down.weight ............ | ...      |pad|     S1 elements
                |  rank 0      |  rank 1     |  rank 2     |  rank 3     |
 
-Parameters with gradients from other ranks too have buckets of their own at the end: parameters tied over pipeline
-ranks, and parameters with gradients that are partial over tensor ranks. Such a bucket has the same layout on all ranks
-that share it, and its reduction is deferred to the end of the step.
+Parameters tied over pipeline ranks, and parameters with gradients that are partial over tensor ranks, have separate
+buckets at the end, with the same layout on all of these ranks, reduced at the end of the step.
 
-If a rank has several stages, a bucket holds parameters that the same stages use, so that it can be reduced after the
-last backward of these stages.
+If a rank has several stages, all parameters of a bucket belong to the same stages, after whose last backward it is
+reduced.
 
-If parameters are sharded (ZeRO 3), a bucket holds the parameters that the same gather groups use (``gather_schedule``),
-of any size, and frozen parameters have buckets too.
+At ZeRO 3 all parameters of a bucket belong to the same gather groups (``gather_schedule``), and frozen parameters have
+buckets too.
 
-Slots start at multiples of ALIGNMENT elements, and a bucket is padded to a multiple of N times that. The budget
-formulas count this padding as part of the layout (its total size is Psi in the papers). Where traffic is encoded in
-blocks with a scale each, slots start at blocks: which elements share a scale then depends on the parameter alone, so
-that tensor ranks and stages with copies of it encode them equally, independent of the layout of the rest. Parameters of
-which a tensor rank holds own and shared rows have buckets of their own, which are sent as they are.
+Slots start at multiples of ALIGNMENT elements, and a bucket is padded to a multiple of N times that; memory estimates
+include the padding. With quantized traffic, slots start at quantization blocks, so that all copies of a parameter on
+tensor ranks and stages are encoded equally. Parameters with both sharded and replicated rows on a tensor rank have
+separate buckets, which are not quantized.
 """
 
 import math
@@ -43,7 +40,7 @@ ALIGNMENT = 64
 
 
 class Turn(NamedTuple):
-    """Gather group in a stage; turns are ordered as a forward through all stages makes them."""
+    """Gather group of a pipeline stage; sorted by the order of use in a forward through all stages."""
 
     stage: int
     group: int
@@ -51,36 +48,36 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Parameter to lay out."""
+    """Parameter to place in a bucket: name, shape, dtype, optimizer group, axes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     group: int = 0
     counted: bool = True
-    """True on the one rank that counts the parameter in the gradient norm, of all ranks that hold a copy."""
+    """True on the one rank, of all with a copy, that counts the parameter in the gradient norm."""
     shared: bool = False
-    """True if several tensor ranks hold it, or a part of it."""
+    """True if several tensor ranks store the whole parameter or parts of it."""
     ties: tuple[int, ...] = ()
-    """Pipeline stages that own the parameter, if there are several; its gradient is summed over them."""
+    """Pipeline stages that own a tied parameter, over which its gradient is summed; otherwise empty."""
     partial: bool = False
-    """True if its gradient must be summed over tensor ranks."""
+    """True if the gradient must be summed over tensor ranks."""
     gathers: tuple[Turn, ...] = ()
-    """Turns that use the parameter, if parameters are sharded; otherwise empty."""
+    """Gather groups that use the parameter at ZeRO 3; otherwise empty."""
     trainable: bool = True
     stages: tuple[int, ...] = ()
     """Stages of this rank that use the parameter, if the rank has several; otherwise empty."""
     copies: tuple[tuple[int, int], ...] = ()
-    """Runs of its elements that another rank counts in the norm, while this rank counts the rest."""
+    """Ranges of flat elements that another rank counts in the gradient norm; this rank counts all others."""
     exact: bool = False
-    """True if it is sent as it is where other parameters are encoded."""
+    """True if the parameter is sent unencoded where others are encoded."""
     spread: Spread | None = None
-    """Axes over which it is spread; None: the axes of the layout."""
+    """Axes of the parameter's shards and sums; None: the axes of the layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Place of one parameter in its bucket, in elements."""
+    """Position of one parameter in its bucket, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,11 +85,11 @@ class Slot:
     group: int
     counted: bool = True
     copies: tuple[tuple[int, int], ...] = ()
-    """Runs of its elements, relative to its start, that another rank counts in the norm."""
+    """Ranges of elements, relative to ``start``, that another rank counts in the norm."""
 
     @property
     def stop(self) -> int:
-        """End of the slot, exclusive."""
+        """End of the slot in the bucket, exclusive."""
         return self.start + math.prod(self.shape)
 
 
@@ -107,29 +104,29 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One contiguous piece of the layout; one collective moves it."""
+    """Contiguous piece of the layout, communicated by one collective."""
 
     index: int
     dtype: str
     slots: tuple[Slot, ...]
     elements: int
-    """Padded size, a multiple of the number of shards."""
+    """Padded number of elements, a multiple of the number of shards."""
     spread: Spread
-    """Axes over which it is sharded, reduced and equal."""
+    """Axes over which the bucket is sharded, reduced and equal."""
     ties: tuple[int, ...] = ()
-    """Pipeline stages over which its gradients are summed."""
+    """Pipeline stages over which the bucket's gradients are summed."""
     partial: bool = False
-    """True if its gradients are summed over tensor ranks."""
+    """True if the bucket's gradients are summed over tensor ranks."""
     gathers: tuple[Turn, ...] = ()
-    """Turns that use it; empty where parameters are full on every rank."""
+    """Gather groups that use the bucket; empty if parameters are full on every rank."""
     stages: tuple[int, ...] = ()
-    """Stages of this rank with gradients for this bucket; empty: all of them."""
+    """Stages of this rank with gradients for the bucket; empty: all."""
     exact: bool = False
-    """True if it is sent as it is where other buckets are encoded."""
+    """True if the bucket is sent unencoded where others are encoded."""
 
     @property
     def late(self) -> bool:
-        """True if its reduction is deferred until every gradient of the step has arrived."""
+        """True if the reduction is deferred until all gradients of the step are accumulated."""
         return bool(self.ties) or self.partial
 
     def shard(self, index: int) -> slice:
@@ -138,15 +135,15 @@ class Bucket:
         return slice(index * size, (index + 1) * size)
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
-        """Returns the part of ``within`` that each optimizer group covers, with padding, in order."""
+        """Divides the slice ``within`` by optimizer group, including padding, in order."""
         return tuple(Segment(group, start, stop) for group, start, stop in self._runs(within, lambda slot: slot.group))
 
     def counted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the parts of ``within`` that this rank counts in the gradient norm; they may include padding."""
+        """Returns the slices of ``within`` that this rank counts in the gradient norm, possibly with padding."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if yes)
 
     def uncounted(self, within: slice) -> tuple[slice, ...]:
-        """Returns the other parts of ``within``: copies of elements that another rank counts."""
+        """Returns the slices of ``within`` that another rank counts in the gradient norm."""
         return tuple(slice(start, stop) for yes, start, stop in self._norm_runs(within) if not yes)
 
     def _norm_runs(self, within: slice) -> Iterator[tuple[bool, int, int]]:
@@ -175,7 +172,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """All buckets of one stage and tensor slice, for ``ranks`` data ranks."""
+    """Buckets of one pipeline stage and tensor rank, sharded over ``ranks`` data ranks."""
 
     ranks: int
     buckets: tuple[Bucket, ...]
@@ -185,7 +182,7 @@ class FlatLayout:
 
     @property
     def elements(self) -> int:
-        """Padded elements of all trained buckets (Psi)."""
+        """Padded number of elements of all trained buckets."""
         return sum(bucket.elements for bucket in self.buckets)
 
 

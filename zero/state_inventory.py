@@ -1,15 +1,15 @@
-"""Inventory of what a rank holds of a model and its training: one list for integrity, offload, checkpoints and names.
+"""Inventory of all state on a rank: one list for integrity checks, offload, checkpoints and names.
 
 ZeRO    weights                  masters, moments      equal on the data ranks
 0       whole buckets            whole                 all of it
 1, 2    whole buckets            shards                weights
 3       shards                   shards                nothing
 
-What an optimizer keeps of whole parameters is equal where all data ranks have it, and not where its owner has. For the
-parameters of experts, the data ranks are those along "edp", which hold the same experts.
+Optimizer state of whole parameters is equal on the data ranks, or on its owner only. For expert parameters, the data
+ranks are the ranks along "edp", which store the same experts.
 
-Frozen parameters are weights too: whole ones of their own below ZeRO 3. Gradients, residuals of encodings and secondary
-shards are held between steps as well, and no checkpoint has the latter.
+Frozen parameters are full weights below ZeRO 3. Gradients, quantization residuals and secondary shards are stored
+between steps too; secondary shards are in no checkpoint.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,34 +27,34 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class UpdatedTensor(Protocol):
-    """Tensor that an optimizer updates: the elements ``part`` of a bucket."""
+    """Interface of a tensor that an optimizer updates: the elements ``part`` of a bucket."""
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The tensor."""
+        """Parameter object in the optimizer's groups."""
 
     @property
     def flat(self) -> FlatBucket:
-        """The bucket."""
+        """Bucket with the tensor's elements."""
 
     @property
     def part(self) -> slice:
-        """Its elements."""
+        """Slice of the bucket that this tensor covers."""
 
     def names(self) -> list[str]:
-        """Returns the parameters with elements in this tensor."""
+        """Returns the names of the parameters with elements in this tensor."""
 
 
 class KeepsWhole(Protocol):
-    """Keeper of state of whole parameters, in shapes of its own."""
+    """Interface of state tensors of whole parameters, in shapes of their own."""
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """All data ranks keep the same state."""
+        """True if all data ranks store equal state."""
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Parameter -> kind -> what this rank keeps."""
+        """State tensors on this rank by parameter and kind."""
 
 
 class HoldsMoments(Protocol):
@@ -62,89 +62,90 @@ class HoldsMoments(Protocol):
 
     @property
     def places(self) -> Sequence[UpdatedTensor]:
-        """All tensors that it updates."""
+        """All tensors that the optimizer updates."""
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer that keeps state by those tensors."""
+        """Inner optimizer, with state by these tensors."""
 
     @property
     def whole(self) -> Sequence[KeepsWhole]:
-        """Updates with state of full parameters."""
+        """Whole-parameter updates with their state."""
 
 
 class HoldsAverages(Protocol):
-    """Moving average of the weights."""
+    """Interface of a moving average of the weights."""
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
         """Returns the averages by updated tensor and kind."""
 
 
 class HoldsResiduals(Protocol):
-    """Reducer of gradients."""
+    """Interface of a gradient reducer with encoding errors."""
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Encoding errors, by name."""
+        """Encoding errors of gradients, by name."""
 
 
 class HoldsSecondary(Protocol):
-    """Gatherer of parameters."""
+    """Interface of a parameter gatherer with secondary shards."""
 
     @property
     def secondary(self) -> Sequence[Tensor]:
-        """Secondary shards of gathered parameters on this node."""
+        """Secondary shards on this rank."""
 
     def end(self) -> None:
-        """Frees the values that a forward has left for its backward."""
+        """Frees gathered parameters that a forward kept for its backward."""
 
 
 class Home(Enum):
-    """Memory in which a tensor lies between two steps."""
+    """Memory of a tensor between two steps: device or host."""
 
     DEVICE = auto()
-    """On the device that computes."""
+    """Memory of the accelerator (or CPU) that computes."""
     HOST = auto()
-    """On the host, which updates it or gives it to gathers, as the configuration asks."""
+    """Host memory, as the configuration's offload requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """Tensor that this rank holds between two steps."""
+    """Tensor of state that this rank stores between two steps, with its parameter and axes."""
 
     kind: str
-    """"weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or a name of the
-    optimizer's such as "exp_avg"."""
+    """Kind of state: "weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or an
+    optimizer state name such as "exp_avg".
+    """
     tensor: Tensor
     name: str = ""
-    """The parameter, of a tensor that belongs to one of them alone."""
+    """Name of the parameter, if the tensor belongs to a single one."""
     flat: FlatBucket | None = None
-    """The bucket, of a tensor that holds elements of one."""
+    """Bucket, if the tensor contains elements of one."""
     part: slice = field(default_factory=lambda: slice(0))
-    """Those elements."""
+    """Elements of the bucket in the tensor."""
     home: Home = Home.DEVICE
     equal: bool = False
-    """All data ranks hold it, in equal bits."""
+    """True if the tensor is bitwise equal on all data ranks."""
     spread: Spread = field(default_factory=Spread)
-    """Axes of the parameters that it belongs to."""
+    """Axes of the parameters that the tensor belongs to."""
     writers: tuple[Tensor, ...] = ()
-    """Other tensors in its memory, through which the program may write."""
+    """Other tensors over the same memory, through which code may write."""
 
     @property
     def copies(self) -> Axis:
-        """The axis along which ranks hold it in equal bits."""
+        """Axis of the ranks with bitwise equal tensors."""
         return self.spread.copies if self.equal else self.spread.shard_copies
 
     def parameter(self, element: int) -> str:
-        """Returns the parameter of an element."""
+        """Returns the name of the parameter of a bucket element."""
         return self._slot(element)[0]
 
     def place(self, element: int) -> int:
-        """Returns the index of an element in this tensor's part of its parameter."""
+        """Returns the index of a bucket element within its parameter's slot."""
         return element - self._slot(element)[1]
 
     def within(self, part: slice) -> "StateTensor":
-        """Returns the elements ``part`` of the bucket, all of which are in this tensor."""
+        """Returns the elements ``part`` of the bucket, all contained in this tensor."""
         start = self.part.start
         return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
 
@@ -162,32 +163,32 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateInventory:
-    """State of a rank. The state of the optimizer changes, so it is listed anew each time.
+    """List of all state tensors of a rank between two steps, made anew at each call.
 
     All data ranks list their tensors in the same order.
     """
 
     model: nn.Module
     rows: Sequence[ShardRow]
-    """The parameters that this rank's stages hold; others are placeholders, which may not be read."""
+    """Rows of the parameters on this rank's stages; parameters of other stages are placeholders."""
     trained: Sequence[FlatBucket]
     frozen: Sequence[FlatBucket]
-    """Buckets of sharded frozen parameters; others are the model's own."""
+    """Buckets of frozen sharded parameters; other frozen parameters stay in the model."""
     optimizer: HoldsMoments
     average: HoldsAverages | None = None
     reducer: HoldsResiduals | None = None
     encoder: MessageEncoder | None = None
     gatherer: HoldsSecondary | None = None
     grid: Grid = field(default_factory=Grid)
-    """The grid of this rank."""
+    """Grid with this rank's coordinates."""
 
     @property
     def buckets(self) -> tuple[FlatBucket, ...]:
-        """All buckets."""
+        """All buckets, trained and frozen."""
         return (*self.trained, *self.frozen)
 
     def weights(self) -> Iterator[StateTensor]:
-        """Yields parameters in the dtype of the computation: parameters of buckets, then the others."""
+        """Yields the parameters in the compute dtype: first in buckets, then outside."""
         for flat in self.buckets:
             optimized = self._optimized(flat) if flat.master is None else ()
             if flat.sharded:
@@ -211,7 +212,7 @@ class StateInventory:
                 )
 
     def masters(self) -> Iterator[StateTensor]:
-        """Yields the master weights, which the optimizer updates in place of parameters."""
+        """Yields all master weights of this rank."""
         for flat in self.buckets:
             if flat.master is not None:
                 yield StateTensor(
@@ -228,7 +229,7 @@ class StateInventory:
             )  # fmt: skip
 
     def moments(self) -> Iterator[StateTensor]:
-        """Yields the optimizer's state, of whole parameters and of elements."""
+        """Yields the optimizer state of whole parameters and of elements."""
         for updates in self.optimizer.whole:
             yield from self.whole_state(updates)
         state = self.optimizer.inner.state
@@ -238,8 +239,9 @@ class StateInventory:
         })  # fmt: skip
 
     def element_state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
-        """Yields states of elements, by updated tensor and kind in ``tensors``: the optimizer's, or states to be
-        loaded."""
+        """Yields per-element state in ``tensors``, by updated tensor and kind: the optimizer's, or state to be
+        loaded.
+        """
         for place in self.optimizer.places:
             flat, shape = place.flat, place.parameter.shape
             for kind, value in tensors.get(place.parameter, {}).items():
@@ -252,7 +254,7 @@ class StateInventory:
                     yield replace(held, name=next(iter(place.names()), "padding of a bucket"))
 
     def whole_state(self, updates: KeepsWhole) -> Iterator[StateTensor]:
-        """Yields the state of whole parameters, in shapes of its own."""
+        """Yields the state tensors of optimizers that update whole parameters."""
         for name, own in updates.state.items():
             for kind, value in own.items():
                 yield StateTensor(
@@ -260,11 +262,11 @@ class StateInventory:
                 )
 
     def averages(self) -> Iterator[StateTensor]:
-        """Yields the moving average of the updated tensors."""
+        """Yields the moving averages of the weights on this rank."""
         return self.element_state(self.average.tensors() if self.average is not None else {})
 
     def gradients(self) -> Iterator[StateTensor]:
-        """Sums of gradients, their copies that the host reads, and what encodings have left out of them."""
+        """Yields accumulated gradients, their host copies, and encoding errors."""
         for flat in self.trained:
             yield StateTensor(kind="gradient", tensor=flat.grads, flat=flat, part=flat.held)
             if flat.host_sums is not None:
@@ -276,7 +278,7 @@ class StateInventory:
             yield StateTensor(kind="residual", tensor=residual)
 
     def secondary(self) -> Iterator[StateTensor]:
-        """Yields secondary shards of gathered parameters on this node."""
+        """Yields the secondary shards (hpZ: parameters partitioned within a node) on this rank."""
         for shard in self.gatherer.secondary if self.gatherer is not None else ():
             yield StateTensor(kind="secondary shard", tensor=shard)
 

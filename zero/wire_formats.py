@@ -1,15 +1,14 @@
-"""Buckets that are sent in fewer bits, and the steps that do it: the plan counts their bytes, and the run sends them.
+"""Choice of the buckets and steps with quantized traffic, used by both the plan and the run.
 
-Encoded gradients go to their owner by an all-to-all of messages. If the data ranks of a group are on several nodes,
-it has two hops, and every hop encodes anew:
+Quantized gradients are sent to their owner by an all-to-all; in two hops, each with its own quantization, if the data
+ranks are on several nodes:
 
     node 0: ranks 0 1   node 1: ranks 2 3          shard k belongs to rank k
     within nodes     0 -> 1: shards 1 and 3        1 -> 0: shards 0 and 2       messages of two shards, in the node
     across nodes     0 -> 2: shard 2               2 -> 0: shard 0              messages of one, summed over the node
 
-The gradients of experts go to their owners along the axis of the bucket, in one hop.
-
-Buckets of fp64, of integers, those that are marked exact, and those of one rank are sent as they are.
+Gradients of experts are sent in one hop. Buckets of fp64 or integers, exact buckets, and those of one rank are not
+quantized.
 """
 
 from collections.abc import Iterator
@@ -25,59 +24,59 @@ _ENCODED = frozenset(str(dtype).removeprefix("torch.") for dtype in ENCODED_DTYP
 
 @dataclass(frozen=True, slots=True)
 class ReductionHop:
-    """One all-to-all of a reduction."""
+    """One all-to-all of an encoded gradient reduction."""
 
     label: str
     ranks: int
-    """Ranks that take part."""
+    """Number of ranks that exchange messages."""
     shards: int
-    """Shards in a message."""
+    """Number of shards in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormats:
-    """Formats of the traffic of data ranks."""
+    """Encodings of parameters and gradients sent between data ranks."""
 
     ranks: int = 1
-    """Data ranks of a shard group."""
+    """Number of data ranks in a shard group."""
     within: int = 1
-    """Number of these ranks on one node; ``ranks`` if all are, or if it is unknown."""
+    """Number of these ranks on one node; ``ranks`` if all are, or if unknown."""
     axis: Axis = ""
-    """That of a shard group."""
+    """Axis of the ranks that share a shard group."""
     weights: BlockFormat | None = None
     weight_dtypes: frozenset[str] = _ENCODED
-    """Dtypes of the buckets with encoded weights."""
+    """Dtypes of buckets with encoded weights."""
     gradients: BlockFormat | None = None
     feedback: bool = False
-    """Adds the rounding error of encoded gradients to the next ones."""
+    """True if encoding errors of gradients are added to the next gradients."""
 
     @property
     def any(self) -> bool:
-        """Some traffic is encoded."""
+        """True if weights or gradients are encoded."""
         return self.weights is not None or self.gradients is not None
 
     @property
     def alignment(self) -> int:
-        """Slots start at multiples of this number of elements."""
+        """Alignment of slots in elements."""
         return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
 
     def of_weights(self, bucket: Bucket) -> BlockFormat | None:
-        """Returns the format of a gathered bucket; None: it is sent as it is."""
+        """Returns the encoding of a bucket's all-gather; None: unencoded."""
         return self.weights if bucket.dtype in self.weight_dtypes & _ENCODED and _encodable(bucket) else None
 
     def of_gradients(self, bucket: Bucket) -> BlockFormat | None:
-        """Returns the format of a reduced bucket; None: it is sent as it is."""
+        """Returns the encoding of a bucket's gradient reduction; None: unencoded."""
         return self.gradients if bucket.dtype in _ENCODED and _encodable(bucket) else None
 
     def over(self, spread: Spread) -> "WireFormats":
-        """Returns the formats of buckets with these axes."""
+        """Returns the formats for buckets that are sharded over other axes."""
         if spread.sharding == self.axis or not self.axis:
             return self
         return replace(self, ranks=spread.ranks, within=spread.ranks, axis=spread.sharding)
 
     @property
     def hops(self) -> tuple[ReductionHop, ...]:
-        """The steps of a reduction that is encoded."""
+        """All-to-alls of an encoded reduction: one, or within nodes and then across."""
         nodes = self.ranks // self.within
         if nodes == 1 or self.within == 1:
             return (ReductionHop("gradients", self.ranks, 1),)
@@ -85,8 +84,9 @@ class WireFormats:
         return inside, ReductionHop("gradients across nodes", nodes, 1)
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
-        """Returns indices of the axis that exchange messages with ``index`` in a hop, with ``index``, in the order of
-        sums."""
+        """Returns the indices on the axis that exchange messages in a hop, including ``index``, in the order of
+        sums.
+        """
         first = index - index % self.ranks
         if len(self.hops) == 1:
             return tuple(range(first, first + self.ranks))
@@ -96,7 +96,7 @@ class WireFormats:
         return tuple(range(first + place, first + self.ranks, self.within))
 
     def gathered_bytes(self, bucket: Bucket, itemsize: int) -> int:
-        """Returns bytes of all shards of a gathered bucket; ``itemsize``: of an element that is not encoded."""
+        """Returns the bytes of all shards of a gathered bucket; ``itemsize``: bytes of an unencoded element."""
         wire = self.of_weights(bucket)
         if wire is None:
             return bucket.elements * itemsize
@@ -104,8 +104,7 @@ class WireFormats:
         return ranks * wire.message_bytes(bucket.elements // ranks)
 
     def reduction(self, bucket: Bucket, itemsize: int) -> Iterator[Traffic]:
-        """Yields the traffic of one reduction of a bucket to its owners; ``itemsize``: of an element that is not
-        encoded."""
+        """Yields the traffic of one gradient reduction of a bucket; ``itemsize``: bytes of an unencoded element."""
         wire, formats = self.of_gradients(bucket), self.over(bucket.spread)
         if wire is None:
             sent = sent_bytes("reduce_scatter", bucket.elements * itemsize, formats.ranks)
@@ -117,8 +116,9 @@ class WireFormats:
             yield Traffic(formats.axis, hop.label, 1, sent)
 
     def residual_elements(self, bucket: Bucket) -> int:
-        """Returns the number of fp32 residuals that a rank keeps of a bucket for error feedback: the errors of each
-        hop's codes."""
+        """Returns the number of fp32 encoding errors that a rank stores for error feedback of a bucket, over all
+        hops.
+        """
         if not self.feedback or self.of_gradients(bucket) is None:
             return 0
         formats = self.over(bucket.spread)

@@ -1,17 +1,17 @@
-"""What a checkpoint costs: Trine beside torch.save, torch's distributed checkpoint, safetensors and the bare disk.
+"""Seconds to save and load a checkpoint: Trine, torch.save, torch's DCP, safetensors and the bare disk.
 
     python -m benchmarks checkpoint [--rounds 5] [--gigabytes 1.3] [--folder F] [--write-figures] [--out FOLDER]
 
-One process writes and reads the same fp32 weights of a decoder (width 4096, inner width 11008) in every way, in a new
-order each round; every write ends with file and folder on the disk. *cold* means dropped from the page cache before.
+One process writes and reads the same fp32 weights of a decoder (width 4096, MLP width 11008) in every format, in a new
+order each round; every write ends with an fsync of file and folder. *cold*: dropped from the page cache before.
 
     stall        what training waits for; the rest goes on in the background and is waited for untimed
     write        from the call to the commit; for "Trine, image to disk" its writer alone, hashes included
     read         into tensors that exist; Trine checks every block on the way and the others check nothing
     rows cold    a quarter of the rows of every matrix, which is what a tensor rank of four wants
 
-CPU seconds are those of this process; what the kernel's own threads do for buffered writes is not in them. Exit code 1
-when a goal is missed. The disk and its neighbours decide the seconds, so ratios within a round are what counts.
+CPU seconds are of this process, without the kernel's writeback threads. Exit code 1 when a goal is missed. The disk's
+other users change the seconds, so compare ratios within a round.
 """
 
 import argparse
@@ -76,7 +76,7 @@ WIDTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the tensors."""
+    """Sizes of the tensors in a checkpoint."""
 
     width: int = WIDTH
     layers: int = 1
@@ -84,13 +84,13 @@ class Size:
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all tensors of this size."""
         shapes = decoder_shapes(self.width, self.layers, self.vocabulary)
         return sum(4 * torch.Size(shape).numel() for shape in shapes.values())
 
 
 class Bench:
-    """All ways, over one set of tensors. ``folder`` is new and lies on the disk that is measured."""
+    """All formats over one set of tensors. ``folder`` is new, on the disk under test."""
 
     def __init__(self, size: Size, folder: Path) -> None:
         self._folder = folder
@@ -108,7 +108,7 @@ class Bench:
         )  # fmt: skip
 
     def round(self, turn: int) -> list[Sample]:
-        """Everything once: all stalls, all writes, all reads, each in an order of its own."""
+        """Measures all stalls, writes and reads once, each in random order."""
         order, samples = random.Random(turn), self.stalls(turn)
         for action in order.sample(self._writes(), len(self._writes())):
             samples += action()
@@ -117,14 +117,14 @@ class Bench:
         return samples
 
     def close(self) -> None:
-        """End the engine and what DCP has kept."""
+        """Closes the engine and the memory that DCP retains."""
         self._kept.close()
         self._trine.engine.close()
 
     # ------------------------------------------------------------------ stall
 
     def stalls(self, turn: int) -> list[Sample]:
-        """What training waits for, into memory that is warm: each way is done once untimed before."""
+        """Measures the seconds that training waits for a save, into warm memory: each format runs untimed before."""
         ways: list[Callable[[], list[Sample]]] = [
             self._memcpy,
             lambda: self._staged("Trine", self._trine.begin),
@@ -222,7 +222,7 @@ class Bench:
 
 
 def make_filled_image(tensors: Tensors) -> HostImage:
-    """The file in memory, as a snapshot leaves it."""
+    """Returns a checkpoint's file image in host memory, as an asynchronous save makes it."""
     image = make_image({name: kind_of(values) for name, values in tensors.items()}, {}, ImageMemory(), "all")
     for name, values in tensors.items():
         image.tensor(name).copy_(values)
@@ -230,19 +230,19 @@ def make_filled_image(tensors: Tensors) -> HostImage:
 
 
 def write_image(image: HostImage, folder: Path) -> None:
-    """The second half of a save."""
+    """Writes an image to disk: the second half of a save."""
     write_file(Files(), folder / "image.safetensors", image.memory, image.layout.size)
     sync_folder(folder)
 
 
 def check(mode: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Refuse to report the speed of what is wrong."""
+    """Raises unless all read tensors equal the written ones."""
     if not all(torch.equal(found, right) for found, right in pairs):
         raise AssertionError(f"{mode} has read other values than were written")
 
 
 def disk_bytes() -> int:
-    """What this process has caused to be read from disks; 0 where the system does not tell."""
+    """Returns the bytes that this process has read from disks; 0 if the system does not report them."""
     try:
         text = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:
@@ -251,7 +251,7 @@ def disk_bytes() -> int:
 
 
 def measure(size: Size, rounds: int, folder: Path | None = None) -> Rounds:
-    """All rounds, after untimed stalls, which take the memory that is kept."""
+    """Runs all rounds, after untimed stalls that allocate memory."""
     with TemporaryDirectory(dir=folder, prefix="checkpoints-") as place, closing(Bench(size, Path(place))) as bench:
         bench.stalls(0)
         found = []
@@ -262,21 +262,21 @@ def measure(size: Size, rounds: int, folder: Path | None = None) -> Rounds:
 
 
 def conclude(rounds: Rounds) -> tuple[str, dict[str, Any], bool]:
-    """(text for people, the same for programs, whether all goals are reached)."""
+    """Returns the results as text and as a JSON object, and True if all goals are reached."""
     verdicts = [judge(rounds, goal) for goal in GOALS]
     text = "\n".join([table(rounds, BASES), "", *map(str, verdicts)])
     return text, as_json(rounds, verdicts), all(verdict.passed for verdict in verdicts)
 
 
 def choose_size(gigabytes: float) -> Size:
-    """As many layers as come nearest; at least one."""
+    """Returns the size with the number of layers, at least one, closest to ``gigabytes``."""
     without, one = Size(layers=0).bytes, Size(layers=1).bytes
     layers = round((gigabytes * GIGABYTE - without) / (one - without))
     return Size(layers=max(1, layers))
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every goal is reached."""
+    """Measures, prints and writes results; returns 0 if every goal is reached."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description="Cost of a checkpoint.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gigabytes", type=float, default=1.3, help="of weights; whole layers of 0.8")

@@ -1,10 +1,10 @@
-"""Ways to bring the same tensors to the disk and back: Trine, torch.save, DCP, safetensors, and the bare disk.
+"""Writes and reads the same tensors by Trine, torch.save, DCP, safetensors and plain files.
 
-    tensors    a decoder's weights; what is written
-    landing    as many bytes of warm memory, page-aligned; what is read into, and what the bare disk writes
+    tensors    the weights of a decoder, which are written
+    landing    as many bytes of page-aligned memory, touched before: reads fill it, plain files are written from it
 
-A write ends when file and folder are forced to the disk. A read ends when the values lie in the landing (Trine: in the
-model), which is overwritten in place. A quarter of the rows, the second, is what a tensor rank of four wants.
+A write ends with an fsync of file and folder. A read ends when the values are in the landing (Trine: in the model),
+which is overwritten in place. Partial reads take the second quarter of the rows, as one of four tensor ranks does.
 """
 
 import mmap
@@ -36,14 +36,14 @@ from engine.checkpoint.format.step_folders import committed
 from engine.checkpoint.format.step_reader import ReadRequest, StepReader
 
 RAW_CHUNK = 1 << 25
-"""Bytes of one write or read of the bare disk; larger ones were no faster."""
+"""Bytes of one write or read of the raw disk; larger ones were no faster."""
 FILE = "tensors"
 
 Tensors = Mapping[str, Tensor]
 
 
 def decoder_shapes(width: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Weights of a decoder of the Llama kind; the inner width is that of 4096 -> 11008."""
+    """Returns the weight shapes of a Llama decoder; its MLP has the width ratio 4096 -> 11008."""
     inner = 43 * width // 16
     shapes: dict[str, tuple[int, ...]] = {"embedding": (vocabulary, width)}
     for layer in range(layers):
@@ -55,7 +55,7 @@ def decoder_shapes(width: int, layers: int, vocabulary: int) -> dict[str, tuple[
 
 
 class Weights(nn.Module):
-    """A model that is nothing but these parameters."""
+    """Model with these parameters and no forward."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -66,26 +66,26 @@ class Weights(nn.Module):
 
 @dataclass(frozen=True)
 class Landing:
-    """Warm, page-aligned memory with a place for every tensor."""
+    """Warm, page-aligned host memory for every tensor."""
 
     memory: memoryview
     tensors: Tensors
 
     def quarter(self) -> dict[str, tuple[int, int]]:
-        """The rows of every matrix that a quarter is: [start, stop)."""
+        """Returns the second quarter of each matrix's rows as [start, stop), by name."""
         return {name: (len(tensor) // 4, len(tensor) // 2) for name, tensor in self.tensors.items() if tensor.ndim == 2}
 
     def rows(self) -> dict[str, Tensor]:
-        """The memory of that quarter."""
+        """Returns views of that quarter of the rows, by name."""
         return {name: self.tensors[name][start:stop] for name, (start, stop) in self.quarter().items()}
 
     def offset(self, tensor: Tensor) -> int:
-        """First byte of a tensor in here."""
+        """Returns the byte offset of a tensor in the memory."""
         return tensor.data_ptr() - torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
 
 def make_landing(tensors: Tensors) -> Landing:
-    """With the values of ``tensors``, each at a multiple of 64 bytes."""
+    """Copies ``tensors`` to new memory, each at a multiple of 64 bytes."""
     starts, end = {}, 0
     for name, tensor in tensors.items():
         starts[name] = end
@@ -104,7 +104,7 @@ def make_landing(tensors: Tensors) -> Landing:
 
 @dataclass(frozen=True)
 class Format:
-    """One way; each call takes the folder of the files."""
+    """Functions that write and read a checkpoint in one format, given its folder."""
 
     name: str
     write: Callable[[Path], object]
@@ -113,12 +113,12 @@ class Format:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk."""
+    """Syncs a folder's entries to disk."""
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def forget(folder: Path) -> None:
-    """Drop all files under a folder from the page cache; they lie on the disk."""
+    """Drops all files in a folder from the page cache; they must be on disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             file = os.open(path, os.O_RDONLY)
@@ -127,7 +127,7 @@ def forget(folder: Path) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Have all files under a folder in the page cache."""
+    """Reads all files in a folder into the page cache."""
     buffer = memoryview(bytearray(1 << 20))
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -146,7 +146,7 @@ def _sync(path: Path, flags: int = os.O_RDONLY) -> None:
 
 
 def write_raw(landing: Landing, folder: Path, direct: bool) -> None:
-    """The landing's bytes in one file."""
+    """Writes the memory to one file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         file = os.open(folder / FILE, flags | (os.O_DIRECT if direct else 0), 0o644)
@@ -163,7 +163,7 @@ def write_raw(landing: Landing, folder: Path, direct: bool) -> None:
 
 
 def read_direct(landing: Landing, folder: Path) -> None:
-    """That file, past the page cache where the file system can."""
+    """Reads the file with direct I/O if the file system supports it."""
     try:
         file = os.open(folder / FILE, os.O_RDONLY | os.O_DIRECT)
     except OSError:
@@ -174,7 +174,7 @@ def read_direct(landing: Landing, folder: Path) -> None:
 
 
 def raw(landing: Landing) -> Format:
-    """Buffered reads and writes of exactly the bytes that are wanted."""
+    """Returns the raw disk as a format: buffered reads and writes of the needed bytes only."""
 
     def fetch(folder: Path, ranges: Iterator[tuple[int, int]]) -> None:
         file = os.open(folder / FILE, os.O_RDONLY)
@@ -203,7 +203,9 @@ def raw(landing: Landing) -> Format:
 
 
 def safetensors(tensors: Tensors, landing: Landing) -> Format:
-    """The package: ``save_file``, ``load_file`` and ``get_slice``, copied into place."""
+    """Returns the format of the safetensors package: ``save_file``, ``load_file`` and ``get_slice``, copied into
+    existing tensors.
+    """
 
     def write(folder: Path) -> None:
         save_file(dict(tensors), folder / FILE)
@@ -223,7 +225,7 @@ def safetensors(tensors: Tensors, landing: Landing) -> Format:
 
 
 def torch_save(tensors: Tensors, landing: Landing) -> Format:
-    """``torch.save`` and ``torch.load(mmap=True)``, copied into place."""
+    """Returns the format of ``torch.save`` and ``torch.load(mmap=True)``, followed by a copy into existing tensors."""
 
     def write(folder: Path) -> None:
         with open(folder / FILE, "xb") as file:
@@ -249,7 +251,7 @@ def torch_save(tensors: Tensors, landing: Landing) -> Format:
 
 
 def distributed_checkpoint(tensors: Tensors, landing: Landing, threads: int) -> Format:
-    """DCP of one process; it forces its files to the disk itself."""
+    """Returns torch's distributed checkpoint (DCP) in one process as a format; it syncs its files itself."""
 
     def write(folder: Path) -> None:
         writer = FileSystemWriter(folder, thread_count=threads, sync_files=True)
@@ -287,7 +289,7 @@ class _QuarterPlanner(DefaultLoadPlanner):
 
 
 def stage_with_dcp(tensors: Tensors, folder: Path, kept: AsyncStager | None) -> Callable[[], object]:
-    """``dcp.async_save``; returns the wait for its end. ``kept``: what has staged before and keeps that memory."""
+    """Starts ``dcp.async_save``; returns a function that waits for its end. ``kept``: stager with reused memory."""
     future = async_save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=True), async_stager=kept)
     assert isinstance(future, Future), "a thread's"
     return future.result
@@ -297,7 +299,7 @@ def stage_with_dcp(tensors: Tensors, folder: Path, kept: AsyncStager | None) -> 
 
 
 class Trine:
-    """An engine of one rank, whose whole state is the weights: SGD without momentum."""
+    """Trine engine with one rank and no state except weights (SGD without momentum), as a format."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.model = Weights(shapes)
@@ -306,15 +308,15 @@ class Trine:
 
     @property
     def parameters(self) -> Tensors:
-        """The live weights."""
+        """Weights of the model by name."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def begin(self, folder: Path) -> Callable[[], object]:
-        """What training waits for; returns the wait for the rest."""
+        """Starts a save, up to where training continues; returns a function that waits for the rest."""
         return self.engine.save_checkpoint(folder).wait
 
     def format(self, landing: Landing) -> Format:
-        """``save_checkpoint`` to its end, ``load_checkpoint`` into the model, a reader for rows."""
+        """Returns the engine's ``save_checkpoint``, ``load_checkpoint`` and row reader as a format."""
         return Format(
             "Trine",
             lambda folder: self.begin(folder)(),
@@ -324,7 +326,7 @@ class Trine:
 
 
 def read_rows(landing: Landing, folder: Path) -> int:
-    """A quarter of the rows by Trine's reader; the bytes that it has read of tensor files."""
+    """Reads a quarter of the rows by Trine's reader; returns the bytes read from tensor files."""
     files = Files()
     reader = StepReader(files, committed(files, folder)[-1])
     reader.read(

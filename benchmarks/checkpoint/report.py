@@ -1,4 +1,4 @@
-"""From the samples of a benchmark of checkpoints to a table, goals and JSON."""
+"""Turns the samples of the checkpoint benchmark into a table, verdicts on its goals, and JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,42 +10,42 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One way of doing one thing, once."""
+    """Measurement of one operation in one format."""
 
     part: str
-    """What is done: "write", "read warm" ..."""
+    """Operation, such as "write" or "read warm"."""
     mode: str
-    """Which way."""
+    """Name of the checkpoint format."""
     seconds: float
     cpu_seconds: float
-    """Of all threads of this process, user and system."""
+    """CPU seconds of all threads of this process, user and system."""
     bytes: int
-    """Of the tensors that are wanted."""
+    """Bytes of the needed tensors."""
     disk_bytes: int
-    """Read from the disk."""
+    """Bytes read from disk."""
 
 
 Rounds = Sequence[Sequence[Sample]]
-"""By round; in each the same (part, mode), in any order."""
+"""Samples by round; each round has the same (operation, format) pairs in any order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is to be reached."""
+    """Goal for one operation in one format, relative to a peer."""
 
     part: str
     mode: str
     peer: str = ""
-    """Whose time the limit is against; none: disk bytes against wanted bytes."""
+    """Format with the reference time; empty: disk bytes over needed bytes."""
     at_most: float | None = None
-    """Of the peer's time."""
+    """Maximum ratio of the time to the peer's."""
     at_least: float | None = None
-    """Times as fast as the peer."""
+    """Minimum ratio of the speed to the peer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of it."""
+    """Goal with the measured ratio that it is checked against."""
 
     goal: Goal
     figure: float
@@ -53,7 +53,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the goal is reached."""
+        """True if the goal is reached."""
         if self.goal.at_least is not None:
             return self.figure >= self.goal.at_least
         return self.goal.at_most is None or self.figure <= self.goal.at_most
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def judge(rounds: Rounds, goal: Goal) -> Verdict:
-    """Ratios are taken within a round: whatever else the machine did then hit both."""
+    """Computes the figure for a goal, from ratios within rounds, since a disturbance affects both formats."""
     found = [{sample.mode: sample for sample in samples if sample.part == goal.part} for samples in rounds]
     if not goal.peer:
         return Verdict(goal, median(modes[goal.mode].disk_bytes / modes[goal.mode].bytes for modes in found))
@@ -79,7 +79,9 @@ def judge(rounds: Rounds, goal: Goal) -> Verdict:
 
 
 def table(rounds: Rounds, bases: Mapping[str, str]) -> str:
-    """Aligned text, one line a mode; *x* is the median ratio of seconds to the part's base in the same round."""
+    """Formats the results as aligned text, one line per format; *x*: median ratio of seconds to the base in the same
+    round.
+    """
     lines: list[list[str]] = []
     for part, base in bases.items():
         lines.append([part, "s", "fastest-slowest", "GB/s", f"x {base}", "CPU s/GB", "disk/wanted"])
@@ -116,7 +118,7 @@ def _of(rounds: Rounds, part: str, mode: str) -> list[Sample]:
 
 
 def as_json(rounds: Rounds, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Verdicts and all samples."""
+    """Returns verdicts and all samples as a JSON object."""
     return {
         "verdicts": [asdict(v.goal) | {"figure": v.figure, "passed": v.passed} for v in verdicts],
         "rounds": [[asdict(sample) for sample in samples] for samples in rounds],

@@ -1,4 +1,4 @@
-"""The first minutes on a GPU: everything that no CPU can tell, most worth first, within one budget of time.
+"""Checks and timings that need a GPU, the most important first, within one time budget.
 
 command     the command line, and the order in which processes run
 parts       the parts: what each runs, decides, and may take

@@ -1,11 +1,11 @@
-"""A process of a part: ``python -m benchmarks.first_contact.child PART [CASE ..]``."""
+"""One process of a part of the first contact: ``python -m benchmarks.first_contact.child PART [CASE ..]``."""
 
 import sys
 from collections.abc import Sequence
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the part; what it finds is printed."""
+    """Runs the part in this process, and prints its results."""
     task, names = command[0], command[1:]
     if task == "facts":
         from benchmarks.first_contact.facts import run_facts

@@ -1,16 +1,15 @@
-"""First contact with one GPU: everything that no CPU can tell, most worth first, in at most nine minutes.
+"""Checks and times the engine on one GPU in at most nine minutes, the most important parts first.
 
     python -m benchmarks first_contact [--minutes 9] [--out DIR] [--device auto|cuda|cpu] [--only NAME ..] [--list]
     python -m benchmarks first_contact --only correctness      the first of two runs
     python -m benchmarks first_contact --only speed            the second
     python -m benchmarks first_contact --store DIR ..          findings of both into docs/figures
 
-It needs torch, triton, transformers and pytest. Every part is a process with a limit of its own, so that a kernel that
-breaks the device, hangs or does not compile costs one line and not the run. ``--device cpu`` runs all of it on tiny
-sizes: that shows that the command works, and nothing about a GPU.
+Needs torch, triton, transformers and pytest. Every part is a process with a time limit, so that a kernel that breaks
+the device, hangs or does not compile fails its part alone. ``--device cpu`` runs tiny sizes, to test the command.
 
-Writes into DIR (without --out $OUT, else runs/first_contact) as soon as it is found: ``part-NAME.json``,
-``summary.md``, ``log.txt``, ``profile.txt``, and what the benchmarks of kernels and overlap write.
+Writes to DIR (default $OUT, else runs/first_contact) after each part: ``part-NAME.json``, ``summary.md``, ``log.txt``,
+``profile.txt``, and the files of the benchmarks kernels and overlap.
 """
 
 import argparse
@@ -26,22 +25,22 @@ from benchmarks.first_contact.parts import SLOWER_ON_CPU, Part, make_parts, sele
 from benchmarks.first_contact.processes import Running
 
 MANY_CASES = 8
-"""A part of more cases is several processes on a GPU."""
+"""Number of cases above which a part runs in several processes on a GPU."""
 AT_ONCE = {"cuda": 6, "cpu": 2}
-"""Processes beside each other."""
+"""Number of concurrent untimed processes by device."""
 LEAST_SECONDS = 8.0
-"""Below which nothing new is started."""
+"""Minimum seconds left for the start of another process."""
 
 
 class Schedule:
-    """The processes of a run: those that are not timed beside each other, then each alone."""
+    """Processes of a run: untimed ones concurrently, then timed ones alone."""
 
     def __init__(self, parts: Sequence[Part], findings: Findings, seconds: float, at_once: int) -> None:
         self._parts, self._findings, self._seconds, self._at_once = parts, findings, seconds, at_once
         self._environment = environment(findings.device)
 
     def run(self, scratch: Path) -> None:
-        """Run all parts in the time that there is; nothing runs when it returns or raises."""
+        """Runs all parts within the time budget; no process remains when it returns or raises."""
         beside = [part for part in self._parts if part.beside]
         begun = False
         for part in self._parts:
@@ -91,7 +90,7 @@ class Schedule:
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return the environment of all processes."""
+    """Returns the environment variables of all processes."""
     own = {
         "FIRST_CONTACT_DEVICE": device, "PYTHONUNBUFFERED": "1", "NCCL_DEBUG": "WARN", "TRINE_TIMEOUT_SECONDS": "60",
         "OMP_NUM_THREADS": "1" if device == "cpu" else "2", "TOKENIZERS_PARALLELISM": "false",
@@ -120,7 +119,7 @@ def _parse(command: Sequence[str]) -> argparse.Namespace:
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the parts that are asked for; 1 if one of them has failed."""
+    """Runs the selected parts; returns 1 if one failed."""
     arguments = _parse(command)
     if arguments.store is not None:
         from benchmarks.first_contact.stored import store  # not on the machine with the GPU

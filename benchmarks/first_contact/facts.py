@@ -1,4 +1,4 @@
-"""What this machine is and reaches: versions, ceilings of memory and products, the best attention, host waits."""
+"""Versions and measured limits of this machine: memory bandwidth, matmul TFLOPS, fastest attention, host sync time."""
 
 import os
 import platform
@@ -28,13 +28,13 @@ BACKENDS: Mapping[str, SDPBackend | None] = MappingProxyType(
     {"default": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 )
 SHAPES = MappingProxyType({"1b": (2, 32, 8, 4096, 64), "8b": (1, 32, 8, 8192, 128)})
-"""Batch, heads, heads of keys, tokens, width of a head."""
+"""Attention sizes: batch, heads, key heads, tokens, head width."""
 MIB = 1 << 20
 NEEDS_GPU = ("device", "rates", "loss chunks", "attention", "what blocks the host")
 
 
 def run_facts(names: Sequence[str]) -> None:
-    """Tell every fact of ``names``."""
+    """Measures and prints every fact in ``names``."""
     bodies: dict[str, Callable[[], Finding]] = {
         "versions": _versions, "host": _host, "device": _device, "rates": _rates, "dW into fp32": _wide_gradients,
         "loss chunks": _loss_chunks, "attention": _attention, "what blocks the host": _what_blocks,

@@ -1,4 +1,4 @@
-"""What a first contact has found: one JSON file a part, the log of every process, and a summary."""
+"""Results of a first contact: one JSON file for each part, a log of all processes, and a summary."""
 
 import json
 import time
@@ -9,15 +9,15 @@ from typing import Any
 
 LOG, SUMMARY, PROFILE = "log.txt", "summary.md", "profile.txt"
 LOG_CHARACTERS = 60_000
-"""Of one process."""
+"""Maximum characters of one process's output in the log."""
 UNTOLD = frozenset({"part", "name", "ok", "seconds", "profile", "packages", "waits"})
-"""What a line leaves to the files."""
+"""Fields of a finding that a summary line omits."""
 WORDS: Mapping[bool | None, str] = {True: "ok", False: "**failed**", None: "not run"}
 
 
 @dataclass(slots=True)
 class Findings:
-    """Findings of a run, written at once into a folder."""
+    """Findings of a run, written to a folder immediately."""
 
     folder: Path
     device: str
@@ -31,7 +31,7 @@ class Findings:
         (self.folder / LOG).write_text("", encoding="utf-8")
 
     def add(self, part: str, name: str, ok: bool | None, seconds: float, **more: Any) -> None:
-        """Write a finding; ``ok`` is None for what was not run."""
+        """Writes a finding; ``ok`` None: the case did not run."""
         row = {"part": part, "name": name, "ok": ok, "seconds": round(seconds, 2), **more}
         self.rows.append(row)
         if table := row.pop("profile", None):
@@ -49,18 +49,18 @@ class Findings:
         return time.monotonic() - self.began
 
     def log(self, title: str, text: str) -> None:
-        """Keep the end of what a process has printed."""
+        """Appends the end of a process's output to the log."""
         with (self.folder / LOG).open("a", encoding="utf-8") as file:
             file.write(f"\n======== {title}\n{text[-LOG_CHARACTERS:]}\n")
 
 
 def brief(row: Mapping[str, Any], length: int = 400) -> str:
-    """Return the figures of a finding in one line."""
+    """Formats the figures of a finding in one line."""
     return " ".join(f"{key}={value}" for key, value in row.items() if key not in UNTOLD)[:length]
 
 
 def summary(rows: Sequence[Mapping[str, Any]], device: str, seconds: float) -> str:
-    """Return all findings as a table."""
+    """Formats all findings as a table."""
     lines = [f"# First contact, {device}, {seconds:.0f} s", ""]
     if device == "cpu":
         lines += ["**On a CPU, tiny: no figure here means anything.**", ""]
@@ -72,6 +72,6 @@ def summary(rows: Sequence[Mapping[str, Any]], device: str, seconds: float) -> s
 
 
 def counted(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many findings are good, in words."""
+    """Formats the numbers of successful, failed and skipped findings."""
     right, wrong, unrun = (sum(row["ok"] is kind for row in rows) for kind in (True, False, None))
     return f"{right} ok, {wrong} failed, {unrun} not run"

@@ -1,4 +1,4 @@
-"""Modes of one rank and grids of several on this device, each beside one process of plain torch."""
+"""Compares losses of engine modes on one rank, and of grids of several ranks on one device, with plain torch."""
 
 import json
 import subprocess
@@ -20,17 +20,17 @@ EXACT = frozenset(
     {"fp32", "zero1", "zero2 microbatch", "zero3", "accumulate clip", "offload", "offload zero3", "recompute full",
      "recompute selective", "activations on host", "gpt2 dropout"}
 )  # fmt: skip
-"""Cases of fp32, whose results differ by rounding alone."""
+"""Cases in fp32, with results that may differ by rounding only."""
 BOUNDS = {True: (5e-6, 5e-5, 1e-4), False: (1e-6, 1e-5, 2e-5)}
-"""Of losses, norms and weights, on a GPU and on a CPU."""
+"""Maximum deviations of losses, norms and weights, with and without a GPU."""
 LOOSE = (1e-2, 5e-2, 1.0)
-"""Of 16 bits: two right runs round differently."""
+"""Maximum deviations of losses, norms and weights in 16 bits."""
 OWN_RULES = ("adamw8bit", "bf16 no master")
-"""Cases that plain torch has no rule for: they have to learn."""
+"""Cases without an equivalent in plain torch, for which the loss must decrease."""
 
 
 def changes_of(name: str) -> Config:
-    """Return what a case changes of the configuration."""
+    """Returns the configuration for the case ``name``, as changes to the default."""
     bf16, host = {"bf16": {"enabled": True}}, {"device": "cpu"}
     triton = "triton" if on_gpu() else "reference"
     adamw = {"type": "AdamW", "params": {"lr": 3e-3}}
@@ -60,14 +60,14 @@ def changes_of(name: str) -> Config:
 
 
 def make_config(**changes: Any) -> Config:
-    """Return the configuration of all cases, changed."""
+    """Returns the common configuration with ``changes``."""
     adamw = {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}}
     sizes = {"train_batch_size": ROWS, "train_micro_batch_size_per_gpu": 2}
     return {**sizes, "zero_optimization": {"stage": 0}, "optimizer": adamw, "gradient_clipping": 0.25} | changes
 
 
 def make_llama() -> nn.Module:
-    """Build a small Llama."""
+    """Builds a small random Llama model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
@@ -80,20 +80,20 @@ def make_llama() -> nn.Module:
 
 
 def make_batches(steps: int = 3) -> list[dict[str, torch.Tensor]]:
-    """Draw global batches."""
+    """Draws the global batches of ``steps`` steps."""
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(steps)]
     return [{"input_ids": one, "labels": one.clone()} for one in tokens]
 
 
 def judged(found: Any, bounds: tuple[float, float, float]) -> Finding:
-    """Return a comparison as a finding."""
+    """Returns a loss comparison with its verdict as a JSON object."""
     figures = {"loss": f"{found.loss:.1e}", "norm": f"{found.norm:.1e}", "weight": f"{found.weight:.1e}"}
     return {"ok": found.holds(*bounds), **figures}
 
 
 def run_parity(names: Sequence[str]) -> None:
-    """Tell of every case in ``names``."""
+    """Trains every case in ``names`` and prints its result."""
     torch.backends.cuda.matmul.allow_tf32 = False
     each(names, _case)
 
@@ -154,7 +154,7 @@ def _quantized() -> Finding:
 
 
 def grid_config(name: str) -> Config:
-    """Read a configuration from the words of a case, such as "dp2 tp2 zero1 sequence 1f1b"."""
+    """Parses a configuration from a case such as "dp2 tp2 zero1 sequence 1f1b"."""
     axes = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
     words = name.split()
     parallel: Config = {axes[word[:2]]: int(word[2:]) for word in words if word[:2] in axes}
@@ -167,7 +167,7 @@ def grid_config(name: str) -> Config:
 
 
 def run_ranks(names: Sequence[str]) -> None:
-    """Tell of every grid in ``names``: its ranks are threads that share the device."""
+    """Trains every grid in ``names`` with thread ranks on one device, and prints the result."""
     from engine.verify import verify
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -182,7 +182,7 @@ def run_ranks(names: Sequence[str]) -> None:
 
 
 def run_gloo(names: Sequence[str]) -> None:
-    """Tell of every grid in ``names``: its ranks are two processes that share the device through gloo."""
+    """Trains every grid in ``names`` with two gloo processes on one device, and prints the result."""
 
     def body(name: str) -> Finding:
         own = ("-m", "benchmarks.first_contact.child", "gloo-rank", name)
@@ -205,7 +205,7 @@ def run_gloo(names: Sequence[str]) -> None:
 
 
 def run_gloo_rank(names: Sequence[str]) -> None:
-    """Train one rank of two; rank 0 prints the comparison, indented, so that no parent takes it for a case."""
+    """Trains as one of two ranks; rank 0 prints the comparison, indented so that the parent ignores it."""
     import torch.distributed as dist
 
     from engine.verify import verify

@@ -1,4 +1,4 @@
-"""The parts of a first contact, by worth. Pure data."""
+"""List of the parts of a first contact, the most important first."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ CASES = (
     "accumulate clip", "offload", "offload zero3", "recompute full", "recompute selective", "activations on host",
     "adamw8bit", "bf16 no master", "muon", "autocast", "gpt2 dropout", "checkpoint", "quantized", "compile",
 )  # fmt: skip
-"""Of one rank, each beside plain torch or beside itself."""
+"""Single-rank cases, each compared with plain torch or with itself."""
 RANKS = (
     "dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sequence", "pp2 1f1b", "pp2 zb-h1", "dp2 tp2 pp2",
 )  # fmt: skip
@@ -25,41 +25,41 @@ STEPS: Mapping[str, float] = MappingProxyType(
         "engine 1b triton": 60, "engine 1b compiled": 90, "torch 1b compiled": 90,
     }
 )  # fmt: skip
-"""Seconds by contender and sizes."""
+"""Time limits in seconds by contender and model size."""
 STEPS_BEFORE_KERNELS = 3
 CORRECTNESS = ("main", "torchrun", "doctor", "parity", "ranks", "gloo", "kernel tests")
-"""``--only correctness``."""
+"""Parts that ``--only correctness`` selects."""
 SPEED = ("facts", *(f"step {name}" for name in STEPS), "kernels", "overlap")
-"""``--only speed``."""
+"""Parts that ``--only speed`` selects."""
 GPU_TESTS = "tests/gpu"
 TINY_TESTS = "tests/kernels/optim/test_update_rules.py"
-"""In place of :data:`GPU_TESTS` without a GPU."""
+"""Test file that replaces :data:`GPU_TESTS` without a GPU."""
 SLOWER_ON_CPU = 3.0
-"""Limits of a run without a GPU, which shares its processors."""
+"""Factor of the time limits without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A process, or several in turn, with a limit."""
+    """Part of a first contact: one process, or several in turn, with a time limit."""
 
     name: str
     decides: str
     seconds: float
-    """The limit of a process."""
+    """Time limit of a process in seconds."""
     command: tuple[str, ...]
     names: tuple[str, ...] = ()
-    """Cases that one process runs in turn; one that ends its process is noted, and the others go on in a new one."""
+    """Test cases that one process runs in turn; after a crash a new process runs the rest."""
     beside: bool = False
-    """May run beside others: nothing in it is timed."""
+    """True if the part does no timing and may run concurrently with others."""
     keeps: tuple[str, ...] = ()
-    """Files of its folder that are kept."""
+    """Names of files in the part's folder to retain."""
 
 
 def select(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
-    """Return the parts that ``only`` names, with ``correctness`` and ``speed`` for two halves; all without names.
+    """Returns the parts that ``only`` names, "correctness" and "speed" included; all if ``only`` is empty.
 
     Raises:
-        LookupError: a name is of no part.
+        LookupError: a name is unknown.
     """
     groups = {"correctness": CORRECTNESS, "speed": SPEED}
     wanted = [name for given in only for name in groups.get(given, (given,))]
@@ -70,7 +70,7 @@ def select(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
 
 
 def make_parts(device: str, scratch: Path) -> list[Part]:
-    """Return all parts in the order of their worth; ``scratch`` takes what their processes write."""
+    """Returns all parts in order of importance; ``scratch``: folder for their files."""
     tiny = device == "cpu"
     steps = [_step(name, seconds) for name, seconds in list(STEPS.items())[: 2 if tiny else None]]
     first = [_own("facts", "versions, ceilings, the best attention, what blocks the host", 60, FACTS)]

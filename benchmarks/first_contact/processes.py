@@ -1,4 +1,4 @@
-"""A part as a process with a limit: what it tells is written at once, and its end costs the others nothing."""
+"""Runs a part in a process with a time limit; its results are written at once and survive its failure."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from benchmarks.first_contact.findings import Findings
 from benchmarks.first_contact.parts import Part
 
 MARK = "RESULT "
-"""Begins the lines by which a process tells findings."""
+"""Prefix of the output lines that contain findings."""
 FAREWELL_SECONDS = 5.0
-"""torchrun ends its workers, which are sessions of their own, when it is ended itself."""
+"""Seconds for torchrun to end its workers after it was signalled."""
 
 
 class Running:
-    """A process of a part, in a session of its own."""
+    """Process of a part, in a new session, with its time limit."""
 
     def __init__(self, part: Part, names: tuple[str, ...], seconds: float, environment: Mapping[str, str]) -> None:
         self.part, self.names, self.began = part, names, time.monotonic()
@@ -35,7 +35,7 @@ class Running:
         )
 
     def ended(self) -> bool:
-        """Return whether the process has ended; one that is late is ended here."""
+        """Returns True if the process has ended; kills it after its time limit."""
         if self._process.poll() is None:
             if time.monotonic() < self._ends:
                 return False
@@ -44,7 +44,7 @@ class Running:
         return True
 
     def end(self) -> None:
-        """End the process, if it runs, and what it has started."""
+        """Kills the process, if it runs, with its descendants."""
         for kind in (signal.SIGTERM, signal.SIGKILL) if self._process.poll() is None else (signal.SIGKILL,):
             try:
                 os.killpg(self._process.pid, kind)
@@ -55,16 +55,16 @@ class Running:
         self._process.wait()
 
     def close(self) -> None:
-        """End the process, and forget what it has printed."""
+        """Kills the process, and discards its output."""
         self.end()
         self._file.close()
 
     def text(self) -> str:
-        """Return what the process has printed; it writes at its own place of the file."""
+        """Returns the output of the process so far."""
         return os.pread(self._file.fileno(), 1 << 26, 0).decode(errors="replace")
 
     def write_news(self, findings: Findings) -> None:
-        """Write down what the process has told since the last look, so that little is lost if the run is ended."""
+        """Writes findings that the process has printed since the last call."""
         lines = [line for line in self.text().rpartition("\n")[0].splitlines() if line.startswith(MARK)]
         for line in lines[self._told :]:
             one = json.loads(line[len(MARK) :])
@@ -72,7 +72,7 @@ class Running:
         self._told = len(lines)
 
     def settle(self, findings: Findings) -> tuple[str, ...]:
-        """Write down the rest; the cases that are left because one has ended the process."""
+        """Writes the remaining findings; returns the cases left after a crash."""
         code, took = self._process.returncode, time.monotonic() - self.began
         findings.log(f"{self.part.name} {' '.join(self.names)} exit code {code} {took:.1f} s", self.text())
         self.write_news(findings)

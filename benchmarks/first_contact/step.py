@@ -1,4 +1,4 @@
-"""One contender on one model: seconds, MFU, whether the host is ahead, what it waits for, the longest kernels."""
+"""Profiles one engine mode on one model: seconds, MFU, host lead over the device, host waits, longest kernels."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,12 +15,12 @@ from benchmarks.gpu_step.report import known_peak
 from benchmarks.harness.device_profile import host_waits, profile_step
 
 SHORT = 64
-"""Tokens of rows that the device is done with before the host has launched them."""
+"""Tokens per row of steps that the device finishes before the host has launched them."""
 STEPS = 4
 
 
 def make_job(name: str) -> Job:
-    """Read a contender and its sizes from a name such as "engine 1b compiled"."""
+    """Parses a contender and its sizes from a name such as "engine 1b compiled"."""
     kind, which, *how = name.split()
     kernels = next((word for word in how if word in ("reference", "triton")), "auto")
     contender = Contender(name, "engine" if kind == "engine" else "torch", kernels, "compiled" in how)
@@ -32,7 +32,7 @@ def make_job(name: str) -> Job:
 
 
 def run_step(name: str) -> None:
-    """Tell of the steps, and then of what may fail: host waits, the profile. The last finding is the named case."""
+    """Measures steps, then host waits and a profile; prints each finding, the one for ``name`` last."""
     began, job = time.monotonic(), make_job(name)
     device = torch.device(device_kind())
     trainer: Trainer = (EngineTrainer if job.contender.kind == "engine" else TorchTrainer)(job, device)

@@ -1,4 +1,4 @@
-"""Findings of runs on a GPU as the figure ``first-contact`` of the documents: a row a part, a column a GPU."""
+"""Writes results of GPU runs as the figure ``first-contact`` of the documents: a row a part, a column a GPU."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from benchmarks.harness.figures import ROOT, read, record_cells, render
 
 NAME = "first-contact"
 TOLD = ("step_ms", "MFU", "tokens_per_s", "peak_GB", "host_bound_ms", "busy_share", "waits")
-"""Figures of a finding that its cell shows."""
+"""Numbers of a result that a table cell shows."""
 
 
 def store(folders: Sequence[Path], root: Path = ROOT) -> str:
-    """Merge the findings of ``folders``, later ones over earlier ones, into the figure; return its table.
+    """Merges the results of ``folders``, later over earlier, into the figure; returns its table.
 
     Raises:
-        LookupError: a folder has no findings, or they are of a run without a GPU, which shows nothing.
+        LookupError: a folder has no findings, or its run had no GPU.
     """
     parts = make_parts("cuda", Path())
     cells = {(part.name, "decides"): part.decides for part in parts}
@@ -31,7 +31,7 @@ def store(folders: Sequence[Path], root: Path = ROOT) -> str:
 
 
 def read_parts(folder: Path) -> list[list[dict[str, Any]]]:
-    """Return the findings of a run, part by part."""
+    """Returns the results of a run, grouped by part."""
     files = sorted(folder.glob("part-*.json"))
     read_ = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     if not read_ or any(one["device"] == "cpu" for one in read_):
@@ -40,7 +40,7 @@ def read_parts(folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def cell(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a part in a cell: how many findings are good, which are not, and the figures of a step."""
+    """Formats the cases of one part as a table cell: number that passed, names that failed, timings of a step."""
     wrong = [str(row["name"]) for row in rows if row["ok"] is False]
     figures = [f"{key} {row[key]}" for row in rows for key in TOLD if isinstance(row.get(key), int | float)]
     told = [counted(rows), *([f"failed: {', '.join(wrong)}"] if wrong else []), *figures]

@@ -1,4 +1,4 @@
-"""Cases of one process, in turn: each tells its finding at once, and one that fails costs the others nothing."""
+"""Runs test cases in one process and prints the result of each at once; one that raises does not stop the rest."""
 
 import json
 import os
@@ -14,33 +14,33 @@ from benchmarks.first_contact.processes import MARK
 
 Finding = dict[str, Any]
 BROKEN = 3
-"""Exit code after an error from which no operator of this process comes back."""
+"""Exit code after an error that breaks the device for this process."""
 
 
 def device_kind() -> str:
-    """Return the device of this run: "cuda" or "cpu"."""
+    """Returns the device type of this run: "cuda" or "cpu"."""
     return os.environ.get("FIRST_CONTACT_DEVICE", "cpu")
 
 
 def on_gpu() -> bool:
-    """Return whether this run has a GPU."""
+    """Returns True if this run uses a GPU."""
     return device_kind() == "cuda"
 
 
 def settle() -> None:
-    """Wait for the device."""
+    """Waits until the GPU, if there is one, has finished all work."""
     if on_gpu():
         torch.cuda.synchronize()
 
 
 def tell(name: str, ok: bool | None, began: float, **more: Any) -> None:
-    """Tell a finding, by the line that the parent process looks for."""
+    """Prints a finding on a line for the parent process."""
     row = {"name": name, "ok": ok, "seconds": time.monotonic() - began, **more}
     print(f"\n{MARK}{json.dumps(row)}", flush=True)
 
 
 def each(names: Sequence[str], body: Callable[[str], Finding]) -> None:
-    """Tell what ``body`` finds in each case; ``ok`` in it is the verdict, by default True."""
+    """Runs ``body`` for each case and prints its result; ``ok`` defaults to True."""
     for name in names:
         began = time.monotonic()
         try:
@@ -57,7 +57,7 @@ def each(names: Sequence[str], body: Callable[[str], Finding]) -> None:
 
 
 def event_ms(work: Callable[[], object], count: int) -> float:
-    """Return the median milliseconds of ``work`` on the device; one call without a GPU."""
+    """Returns the median milliseconds of ``work`` on the device over ``count`` runs; one run on a CPU."""
     if not on_gpu():
         began = time.perf_counter()
         work()

@@ -1,1 +1,1 @@
-"""Whole steps of models of about 1 B parameters on one GPU."""
+"""Training steps of models of about 1 B parameters, timed on one GPU."""

@@ -1,14 +1,13 @@
-"""A training step of models of about 1 B parameters on one GPU: the engine beside plain torch and DeepSpeed.
+"""Times a training step of models of about 1 B parameters on one GPU: the engine, plain torch and DeepSpeed.
 
     python -m benchmarks gpu_step --out DIR [--quick] [--minutes 8.5] [--peak-tflops N] [--device cpu]
 
-World size 1, no torchrun. The microbatch is the largest of which a contender fits. Contenders are processes of their
-own, one after the other, or at once if three of them fit ("wave"): they build and warm up together, then train a few
-steps in turn, in a new order each round, alone on the GPU, and profile one step in the end: the busy share of the GPU,
-launches, the longest kernels, and where the host waits. ``--models 8b-shape`` is a slice of Llama 8B. Writes
-DIR/gpu_step.json (every turn) and DIR/gpu_step.md (the table). A contender that fails is reported with its error,
-what there is no time for as not measured. ``--quick``: two contenders. ``--device cpu`` trains tiny models: that
-shows that the command works, and nothing about speed.
+World size 1, no torchrun. Each contender is a process with the largest microbatch that fits. They run one after
+another, or three at a time if those fit ("wave"): built and warmed up together, they train a few steps in turn, in a
+new order each round, and profile one step in the end: busy share of the GPU, launches, longest kernels, host waits.
+``--models 8b-shape`` is a slice of Llama 8B. Writes DIR/gpu_step.json (every turn) and DIR/gpu_step.md (the table),
+with the error of a contender that fails. ``--quick``: two contenders. ``--device cpu`` trains tiny models, to test the
+command.
 """
 
 import argparse
@@ -40,25 +39,25 @@ CONTENDERS = (
     Contender("engine, kernels triton", "engine", kernels="triton"),
     Contender("DeepSpeed ZeRO-1", "deepspeed"),
 )
-"""Those that have to be compared with each other stand together, and first: waves are cut in this order."""
+"""Contenders in the order of their waves; contenders that are compared are in one wave."""
 QUICK = (CONTENDERS[0].name, PLAIN)
 MICROBATCHES = (4, 2, 1)
 WANTED_AT_ONCE = 3
 USABLE_MEMORY = 0.92
-"""Of a GPU's: contexts and fragments take the rest."""
+"""Usable fraction of a GPU's memory; contexts and fragmentation need the rest."""
 PATIENCE_SECONDS = 180.0
-"""For one answer; the first steps compile."""
+"""Timeout in seconds of one answer; first steps compile."""
 NO_TIME = "not measured: no time left"
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much every contender trains."""
+    """Numbers of steps and turns of each contender."""
 
     warm_up: int = 3
     rounds: int = 3
     steps: int = 4
-    """A turn."""
+    """Number of steps per turn."""
 
 
 TINY_EFFORT = Effort(1, 1, 2)
@@ -66,14 +65,14 @@ TINY_EFFORT = Effort(1, 1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many contenders are in memory at once, and the microbatch of all."""
+    """Number of contenders in memory at once, and the microbatch of all."""
 
     micro: int
     at_once: int
 
 
 def choose_scale(sizes: Sizes, memory_bytes: int | None) -> Scale:
-    """Return the largest microbatch of which one contender fits, and three at once or one; all without a GPU."""
+    """Returns the largest microbatch that fits one contender, and the number (three or one) that fits at once."""
     if memory_bytes is None:
         return Scale(1, len(CONTENDERS))
     room = USABLE_MEMORY * memory_bytes
@@ -83,7 +82,7 @@ def choose_scale(sizes: Sizes, memory_bytes: int | None) -> Scale:
 
 
 def run_wave(jobs: Sequence[Job], effort: Effort, budget: Budget) -> list[dict[str, Any]]:
-    """What each of ``jobs`` answered; all at once in memory, timed in turns."""
+    """Runs ``jobs`` with all processes in memory at once, timed in turns; returns their results."""
     found: list[dict[str, Any]] = [{"turns": []} for _ in jobs]
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(make_runner, (job,))) for job in jobs]
@@ -142,7 +141,7 @@ def _noted(one: dict[str, Any]) -> Iterator[None]:
 
 
 def run_model(jobs: Sequence[Job], at_once: int, effort: Effort, budget: Budget) -> list[dict[str, Any]]:
-    """All jobs, wave after wave; a wave may take its share of what is left."""
+    """Runs all jobs, wave by wave, within the time budget; returns their results."""
     waves = [jobs[first : first + at_once] for first in range(0, len(jobs), at_once)]
     found: list[dict[str, Any]] = []
     for number, wave in enumerate(waves):
@@ -159,7 +158,7 @@ def run_model(jobs: Sequence[Job], at_once: int, effort: Effort, budget: Budget)
 
 
 def make_jobs(sizes: Sizes, arguments: argparse.Namespace, scale: Scale) -> list[Job]:
-    """One a contender; DeepSpeed where it is installed."""
+    """Returns one job per contender; DeepSpeed only if installed."""
     names = QUICK if arguments.quick and not arguments.contenders else arguments.contenders
     absent = ["deepspeed"] if find_spec("deepspeed") is None else []
     chosen = [one for one in CONTENDERS if one.kind not in absent and (not names or one.name in names)]
@@ -167,7 +166,7 @@ def make_jobs(sizes: Sizes, arguments: argparse.Namespace, scale: Scale) -> list
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measure every model: rows, verdicts and every answer, in plain data and text."""
+    """Measures every model; returns rows, verdicts and raw answers as a JSON object."""
     tiny, facts = device.type == "cpu", about(device)
     peak = arguments.peak_tflops * 1e12 if arguments.peak_tflops else known_peak(facts["device"])
     budget, effort = Budget(60 * arguments.minutes), TINY_EFFORT if tiny else Effort()
@@ -197,7 +196,7 @@ def _section(sizes: Sizes, rows: Sequence[Row], lines: Sequence[str]) -> str:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """Markdown."""
+    """Formats the results as Markdown."""
     facts = found["about"]
     lines = [f"# A training step on {facts['device']}", "", str(facts), f"The run took {found['seconds']:.0f} s."]
     if facts["device"] == "cpu":
@@ -227,7 +226,7 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when losses agree and at least one engine row has figures for each model."""
+    """Measures, prints and writes results; returns 0 if losses agree and an engine row has figures for each model."""
     arguments = _parse(command)
     found = measure(arguments, torch.device(arguments.device))
     text = as_text(found)

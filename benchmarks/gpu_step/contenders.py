@@ -1,7 +1,7 @@
-"""Who takes a step in ``benchmarks.gpu_step``: the engine in its modes, plain torch, DeepSpeed; each in a process.
+"""Contenders of ``benchmarks.gpu_step``, each in a process: the engine in several modes, plain torch, DeepSpeed.
 
-All train bf16 weights with an fp32 master and fp32 sums of gradients, clipped at 1, by AdamW: what the engine keeps is
-emulated for plain torch below. No autocast anywhere.
+All train bf16 weights with fp32 master weights and fp32 gradient sums, clipped at norm 1, by AdamW without autocast;
+the plain torch loop emulates the engine's master weights and sums.
 """
 
 import os
@@ -25,7 +25,7 @@ LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A row of the table."""
+    """Row of the table: name, kind and options of a trainer."""
 
     name: str
     kind: Literal["engine", "torch", "deepspeed"]
@@ -35,7 +35,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a contender has to do."""
+    """Contender with its model, microbatch and number of microbatches."""
 
     contender: Contender
     sizes: Sizes
@@ -45,24 +45,24 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Of a step."""
+        """Number of rows per step."""
         return self.micro * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Number of tokens per step."""
         return self.rows * self.sizes.sequence
 
 
 class Trainer(Protocol):
-    """Takes steps."""
+    """Interface of a contender's training loop."""
 
     def step(self, batch: Mapping[str, Tensor]) -> Callable[[], float]:
-        """One optimizer step; what is given back reads the mean loss, and may wait for it."""
+        """Trains one step; returns a function that returns the mean loss, and may synchronize."""
 
 
 class EngineTrainer:
-    """``engine.initialize`` and ``train_batch``, one process without torchrun."""
+    """Trine: ``engine.initialize`` and ``train_batch`` in one process without torchrun."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         import engine
@@ -83,13 +83,13 @@ class EngineTrainer:
         self._engine = engine.initialize(make_model(job.sizes, device), config, loss_fn=loss_of(job.sizes))
 
     def step(self, batch: Mapping[str, Tensor]) -> Callable[[], float]:
-        """As the protocol says."""
+        """Trains one step; see :class:`Trainer`."""
         report = self._engine.train_batch(dict(batch))
         return lambda: float(report.loss)
 
 
 class TorchTrainer:
-    """The loop that one writes by hand: fp32 sums and master beside bf16 weights, fused AdamW on the master."""
+    """Plain torch: a handwritten loop with fp32 gradient sums and masters of bf16 weights, and fused AdamW."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         model = make_model(job.sizes, device)
@@ -107,7 +107,7 @@ class TorchTrainer:
         self._job = job
 
     def step(self, batch: Mapping[str, Tensor]) -> Callable[[], float]:
-        """As the protocol says."""
+        """Trains one step; see :class:`Trainer`."""
         losses = [self._accumulate(part) for part in _microbatches(batch, self._job.micro)]
         torch.nn.utils.clip_grad_norm_(self._masters, CLIP, foreach=True)
         self._optimizer.step()
@@ -126,7 +126,7 @@ class TorchTrainer:
 
 
 class DeepSpeedTrainer:
-    """``deepspeed.initialize`` with ZeRO 1 and its own loop."""
+    """DeepSpeed: ``deepspeed.initialize`` with ZeRO 1 and its own loop."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
@@ -150,7 +150,7 @@ class DeepSpeedTrainer:
         self._job = job
 
     def step(self, batch: Mapping[str, Tensor]) -> Callable[[], float]:
-        """As the protocol says."""
+        """Trains one step; see :class:`Trainer`."""
         losses = []
         for part in _microbatches(batch, self._job.micro):
             loss = mean_loss(self._engine, self._job.sizes, part)
@@ -171,9 +171,10 @@ _KINDS: Mapping[str, Callable[[Job, torch.device], Trainer]] = MappingProxyType(
 
 
 def make_runner(job: Job) -> Callable[..., Any]:
-    """The process of a contender: ("start",) builds, ("steps", n) trains and tells time, losses and peak memory.
+    """Returns the request handler of a contender: ("start",) builds, ("steps", n) trains and returns time, losses,
+    memory.
 
-    ("profile",) trains two steps more: one for the waits of the host, one for the profiler.
+    ("profile",) trains two more steps: one counts host waits, one is profiled.
     """
     if job.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or the engine would take the GPU

@@ -1,9 +1,9 @@
-"""The two models of ``benchmarks.gpu_step``, what a step of them computes, and what it takes of a GPU.
+"""Two models of ``benchmarks.gpu_step``, the operations of one step, and the GPU memory that it needs.
 
     decoder    engine.models.decoder: GPT-2's architecture, LayerNorm, GELU, biases; the loss is made outside
     llama      Hugging Face's LlamaForCausalLM unchanged, sizes of Llama 3.2 1B; the loss is its own
 
-Operations of a step, of forward and backward, recomputation not counted:
+Operations of a step (forward and backward, without recomputation):
 
     6 P T  +  6 L A S T      P weights that are multiplied: not embeddings, which are looked up, but for a tied head
                              T tokens, L layers, A width of all heads, S sequence length
@@ -31,7 +31,7 @@ _LOGIT_BYTES = 14
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model."""
+    """Sizes of a model: architecture, layers, widths, heads, vocabulary, sequence."""
 
     name: Name
     layers: int
@@ -42,7 +42,7 @@ class Sizes:
     vocabulary: int
     sequence: int
     title: str = ""
-    """Of its row in a table; by default the name of the architecture."""
+    """Name in the table; default: the architecture."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "title", self.title or self.name)
@@ -55,9 +55,9 @@ ONE_BILLION: Mapping[str, Sizes] = MappingProxyType(
     }
 )
 EIGHT_BILLION_SHAPE = Sizes("llama", 8, 4096, 14336, 32, 8, 32064, 8192, "8b-shape")
-"""Eight layers of Llama 8B with a quarter of its vocabulary: 18 bytes of each of its 1.9 B parameters fit one GPU."""
+"""Eight layers of Llama 8B with a quarter of its vocabulary: 1.9 B parameters of 18 bytes each fit one GPU."""
 MODELS: Mapping[str, Sizes] = MappingProxyType({**ONE_BILLION, EIGHT_BILLION_SHAPE.title: EIGHT_BILLION_SHAPE})
-"""What a GPU trains, by title."""
+"""Models trained on a GPU, by title."""
 TINY: Mapping[str, Sizes] = MappingProxyType(
     {
         "decoder": Sizes("decoder", 2, 32, 128, 2, 2, 64, 16),
@@ -67,7 +67,7 @@ TINY: Mapping[str, Sizes] = MappingProxyType(
 
 
 def make_model(sizes: Sizes, device: torch.device) -> nn.Module:
-    """In fp32, with the same random weights in every process."""
+    """Builds the model in fp32, with equal random weights in every process."""
     torch.manual_seed(0)
     with device:
         if sizes.name == "decoder":
@@ -90,12 +90,12 @@ def make_model(sizes: Sizes, device: torch.device) -> nn.Module:
 
 
 def loss_of(sizes: Sizes) -> Any:
-    """The ``loss_fn`` for the engine; None where the model's output has the loss."""
+    """Returns the ``loss_fn`` of the engine; None if the model returns the loss."""
     return loss_sum if sizes.name == "decoder" else None
 
 
 def mean_loss(model: nn.Module, sizes: Sizes, batch: Mapping[str, Tensor]) -> Tensor:
-    """The same loss of a microbatch for plain torch."""
+    """Returns the mean loss of a microbatch in plain torch."""
     output = model(**batch)
     if sizes.name == "decoder":
         total, weight = loss_sum(output, batch)
@@ -105,7 +105,7 @@ def mean_loss(model: nn.Module, sizes: Sizes, batch: Mapping[str, Tensor]) -> Te
 
 
 def make_batch(sizes: Sizes, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """The rows of a step, in each the same: what is learned by heart shows in the loss, and so does a mistake."""
+    """Returns the rows of a step, equal in every step, so that the loss falls."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(sizes.vocabulary, (rows, sizes.sequence + 1), generator=generator).to(device)
     if sizes.name == "decoder":
@@ -115,7 +115,7 @@ def make_batch(sizes: Sizes, rows: int, device: torch.device) -> dict[str, Tenso
 
 
 def multiplied_parameters(sizes: Sizes) -> int:
-    """P of the formula, without biases and norms, which are not multiplied as matrices."""
+    """Returns the number P of matrix parameters in the FLOP formula, without biases and norms."""
     head = sizes.width // sizes.heads
     attention = sizes.width * head * (2 * sizes.heads + 2 * sizes.key_heads)
     perceptron = sizes.width * sizes.hidden * (2 if sizes.name == "decoder" else 3)
@@ -123,13 +123,13 @@ def multiplied_parameters(sizes: Sizes) -> int:
 
 
 def step_flops(sizes: Sizes, tokens: int) -> int:
-    """Of a step on so many tokens, by the formula."""
+    """Returns the FLOPs of a step on ``tokens`` tokens, by the formula."""
     attention = 6 * sizes.layers * sizes.width * sizes.sequence
     return (6 * multiplied_parameters(sizes) + attention) * tokens
 
 
 def needed_bytes(sizes: Sizes, micro: int) -> int:
-    """A guess, from above, of what a contender takes of a GPU."""
+    """Estimates the GPU memory of a contender in bytes, from above."""
     lookups = sizes.width * (sizes.vocabulary + sizes.sequence if sizes.name == "decoder" else 0)
     state = _STATE_BYTES * (multiplied_parameters(sizes) + lookups)
     by_width, by_hidden = _LAYER_BYTES

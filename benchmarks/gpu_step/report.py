@@ -1,4 +1,4 @@
-"""From the turns of all contenders to rows, verdicts and a table."""
+"""Turns the samples of all contenders into table rows and verdicts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from benchmarks.gpu_step.contenders import Job
 from benchmarks.gpu_step.models import multiplied_parameters, step_flops
 
 BF16_PEAK = 989.4e12
-"""Operations a second of an H100 or H200 SXM, dense bf16, by NVIDIA's data sheet."""
+"""Peak bf16 FLOP/s (dense) of an H100 or H200 SXM, from NVIDIA's data sheet."""
 LEAST_MFU = 0.5
 LOSS_TOLERANCE = 0.02
-"""Nats by which contenders may differ: bf16 rounds at other places in other kernels."""
+"""Maximum difference in nats between contenders' losses, due to bf16 rounding."""
 PLAIN, COMPILED = "torch", "torch, compiled"
 
 
 def known_peak(device_name: str) -> float | None:
-    """The denominator of MFU; None for GPUs whose peak is another."""
+    """Returns the peak FLOP/s for MFU; None for other GPUs."""
     sxm = any(model in device_name for model in ("H100", "H200")) and not any(
         other in device_name for other in ("PCIe", "NVL")
     )
@@ -26,13 +26,13 @@ def known_peak(device_name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A contender on a model; ``error``: why there are no figures."""
+    """Results of a contender on a model, or the reason ``error`` for their absence."""
 
     model: str
     contender: str
     error: str | None = None
     step_seconds: float = 0.0
-    """Median over turns."""
+    """Median seconds of a step over turns."""
     fastest: float = 0.0
     slowest: float = 0.0
     turns: int = 0
@@ -43,11 +43,11 @@ class Row:
     start_seconds: float = 0.0
     warm_up_seconds: float = 0.0
     loss: float = 0.0
-    """After as many steps as every contender has taken."""
+    """Loss after an equal number of steps of all contenders."""
 
 
 def make_row(job: Job, found: Mapping[str, Any], peak: float | None) -> Row:
-    """``found``: "start", "warm_up" and "turns" as the process answered, or "error"."""
+    """Makes a row from a process's answers to "start", "warm_up" and "turns", or from its "error"."""
     model, name = job.sizes.title, job.contender.name
     turns: Sequence[Mapping[str, Any]] = found.get("turns", ())
     if not turns:
@@ -76,7 +76,7 @@ HEADINGS = ("contender", "step ms", "fastest-slowest", "tokens/s", "TFLOP/s", "M
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, a line a contender."""
+    """Formats rows as a Markdown table, one line per contender."""
     lines = [HEADINGS, ("---",) * len(HEADINGS), *(_cells(row) for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
@@ -99,7 +99,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A sentence and what it came to; ``passed`` None: it could not be judged."""
+    """Checked statement with its result; ``passed`` None: not decidable."""
 
     text: str
     passed: bool | None
@@ -109,7 +109,7 @@ class Verdict:
 
 
 def judge(model: str, rows: Sequence[Row], judges_speed: bool) -> list[Verdict]:
-    """Losses agree; the best engine row reaches its MFU and beats torch.compile."""
+    """Checks that losses agree, and that the best engine row reaches its MFU and beats torch.compile."""
     verdicts = [_losses(model, rows)]
     if not judges_speed:
         return verdicts
@@ -142,7 +142,7 @@ def _losses(model: str, rows: Sequence[Row]) -> Verdict:
 
 
 def formula(job: Job, peak: float | None) -> str:
-    """What TFLOP/s and MFU count, with the numbers in it."""
+    """Describes the FLOP count behind TFLOP/s and MFU, with its numbers."""
     sizes = job.sizes
     weights = f"{multiplied_parameters(sizes):,}"
     over = "no peak is known for this device: give --peak-tflops" if peak is None else f"MFU over {peak / 1e12} TFLOP/s"
@@ -155,7 +155,7 @@ def formula(job: Job, peak: float | None) -> str:
 
 
 def profiled(jobs: Sequence[Job], answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what the profiled step of each contender shows, and the longest kernels of the first one."""
+    """Formats each contender's profiled step, and the longest kernels of the first contender."""
     lines = []
     for job, answer in zip(jobs, answers, strict=True):
         if (found := answer.get("profile")) is not None and "error" not in found:

@@ -1,1 +1,1 @@
-"""What all benchmarks use: rounds of processes that take turns, counts of memory and traffic, tables, figures."""
+"""Shared code of all benchmarks: interleaved rounds of processes, memory and traffic counts, tables, figures."""

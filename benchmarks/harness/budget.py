@@ -1,4 +1,4 @@
-"""Wall time that a command may take, in all and for each of its parts."""
+"""Wall-time budget of a command, split among its parts."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Seconds from now on."""
+    """Time budget of ``seconds`` from now on."""
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
@@ -18,14 +18,14 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the start of the budget."""
         return self.clock() - self.start
 
     @property
     def left(self) -> float:
-        """Seconds to the end; never negative."""
+        """Seconds until the end of the budget; never negative."""
         return max(0.0, self.seconds - self.spent)
 
     def part(self, seconds: float) -> "Budget":
-        """So many seconds of it, or what is left."""
+        """Returns a budget of ``seconds``, at most the remaining time."""
         return Budget(min(seconds, self.left), self.clock)

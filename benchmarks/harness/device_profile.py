@@ -1,4 +1,4 @@
-"""One step seen from the device: its busy share, launches, longest kernels, and what the host waits for."""
+"""Profile of one training step on the device: busy share, launches, longest kernels, and host waits."""
 
 import time
 import warnings
@@ -11,11 +11,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 TOP = 20
-"""Kernels of a table."""
+"""Number of kernels in a table."""
 
 
 def host_waits(step: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """Return how often the host waits for the device in a step, by "file.py:line"; nothing on a CPU."""
+    """Returns the number of host synchronizations in a step by "file.py:line"; empty on a CPU."""
     if device.type != "cuda":
         return {}
     with warnings.catch_warnings(record=True) as caught:
@@ -30,7 +30,7 @@ def host_waits(step: Callable[[], object], device: torch.device) -> dict[str, in
 
 
 def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Return the figures of one profiled step; ``profile`` is torch's table of the longest operators."""
+    """Profiles one step; returns its figures, with torch's table of the longest operators as ``profile``."""
     on_gpu = device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     _settle(on_gpu)
@@ -61,7 +61,7 @@ def _figures(events: Iterable[Any], wall: float) -> dict[str, Any]:
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of what ``spans`` cover together."""
+    """Returns the length of the union of time spans."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))

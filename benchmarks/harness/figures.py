@@ -1,11 +1,11 @@
-"""The figures of the documents: each is a JSON file, and marked sections of pages show it.
+"""Figures of the documents: JSON files that fill marked sections of pages.
 
     docs/figures/NAME.json                         the result, with its command, commit, date and machine
     <!-- NAME:begin --> .. <!-- NAME:end -->       the whole figure, in README.md or a page of docs/
     <!-- NAME:summary --> .. <!-- NAME:end -->     its summary in the repository, the whole figure on the site
 
-Measuring writes the file and fills the sections; a table keeps the cells that this measurement did not try. The line
-below a figure names its origin. ``python -m benchmarks.harness.figures`` fills all sections from the files, and
+A measurement writes the file and fills the sections; a table keeps the cells that were not measured anew. A line below
+each figure names its origin. ``python -m benchmarks.harness.figures`` fills all sections from the files, and
 ``tests/test_documents.py`` compares them.
 """
 
@@ -29,7 +29,7 @@ FOLDER = ROOT / "docs" / "figures"
 VERSIONS = ("torch", "triton", "transformers")
 UNKNOWN = "not recorded"
 SMALL_BYTES = 350
-"""A figure of at most this size is its own summary."""
+"""Maximum bytes of a figure that serves as its own summary."""
 COMMAND_CHARACTERS = 110
 _ORIGIN = ("command", "commit", "date", "machine", "versions")
 """Keys of a figure that describe its measurement."""
@@ -37,19 +37,18 @@ _MARKED = re.compile(r"(<!-- ([\w-]+):(begin|summary) -->\n)(.*?)(\n?<!-- \2:end
 _DEVIATIONS = re.compile(r"\de[+-]\d\d(?: / \de[+-]\d\d)*")
 
 Cells = Mapping[tuple[str, str], str]
-"""Text by (row, column)."""
+"""Cells of a table: text by (row, column)."""
 
 
 def record_text(name: str, text: str, root: Path = ROOT) -> None:
-    """Keep a figure that is a text as it is printed, and show it."""
+    """Stores a text figure and inserts it into the pages."""
     _write(name, {"text": text} | _source(), root)
 
 
 def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> None:
-    """Keep the cells of a table, beside those that other measurements have left, and show it.
+    """Adds cells to a table of earlier measurements, and inserts the table into the pages.
 
-    Rows and columns stay in the order in which they were first measured. A cell that stays keeps its origin
-    (``earlier``).
+    Rows and columns stay in the order of their first measurement. Older cells retain their origin (``earlier``).
     """
     with _alone(root):
         before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
@@ -93,7 +92,7 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def render(figure: Mapping[str, Any]) -> str:
-    """The Markdown of a figure."""
+    """Formats a figure as Markdown."""
     if "text" in figure:
         return str(figure["text"])
     columns = figure["columns"]
@@ -103,12 +102,12 @@ def render(figure: Mapping[str, Any]) -> str:
 
 
 def section(figure: Mapping[str, Any]) -> str:
-    """The whole figure and the line of its origin."""
+    """Formats a whole figure with the line of its origin."""
     return f"{render(figure)}\n\n{origin(figure)}"
 
 
 def summary(figure: Mapping[str, Any]) -> str:
-    """The figure in at most a few lines, and the line of its origin."""
+    """Formats a figure in a few lines with the line of its origin."""
     return f"{_abstract(figure)}\n\n{origin(figure)}"
 
 
@@ -133,7 +132,7 @@ def _abstract(figure: Mapping[str, Any]) -> str:
 
 
 def origin(figure: Mapping[str, Any]) -> str:
-    """Command, commit, date and machine of a figure; for a table also how many cells are older."""
+    """Formats command, commit, date and machine of a figure; for a table also the number of older cells."""
     command = str(figure.get("command") or "").removeprefix("-")
     if len(command) > COMMAND_CHARACTERS:
         command = command[:COMMAND_CHARACTERS].rsplit(" ", 1)[0] + " ..."
@@ -149,27 +148,27 @@ def origin(figure: Mapping[str, Any]) -> str:
 
 
 class Section(NamedTuple):
-    """A marked section of a page."""
+    """Marked section of a page that shows a figure."""
 
     name: str
     kind: str
-    """"begin" for the whole figure, "summary" for its summary."""
+    """Kind of section: "begin" for the whole figure, "summary" for its summary."""
     text: str
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Return README and the pages of docs/ and its folders."""
+    """Returns the paths of README.md and all pages of docs/."""
     return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def sections(text: str) -> Iterator[Section]:
-    """Every marked section of a page."""
+    """Yields every marked section of a page."""
     for found in _MARKED.finditer(text):
         yield Section(found[2], found[3], found[4])
 
 
 def with_sections(text: str, body: Callable[[Section], str]) -> str:
-    """``text`` with the body of each marked section replaced."""
+    """Returns ``text`` with each marked section replaced by ``body(section)``."""
 
     def replaced(found: re.Match[str]) -> str:
         return f"{found[1]}{body(Section(found[2], found[3], found[4]))}\n<!-- {found[2]}:end -->"
@@ -178,15 +177,15 @@ def with_sections(text: str, body: Callable[[Section], str]) -> str:
 
 
 def with_whole_figures(text: str, root: Path = ROOT) -> str:
-    """``text`` with every summary replaced by the whole figure, as the site shows it."""
+    """Returns ``text`` with every summary replaced by the whole figure, for the site."""
     return with_sections(text, lambda one: section(read(one.name, root)) if one.kind == "summary" else one.text)
 
 
 def show(name: str, text: str, root: Path = ROOT, short: str = "") -> None:
-    """Put ``text`` into the sections ``name`` of all pages, and ``short`` into those of its summary.
+    """Writes ``text`` to all page sections ``name``, and ``short`` to their summary sections.
 
     Raises:
-        LookupError: no page has one.
+        LookupError: no page has such a section.
     """
     shown = False
     bodies = {"begin": text, "summary": short}
@@ -204,7 +203,7 @@ def show(name: str, text: str, root: Path = ROOT, short: str = "") -> None:
 
 
 def read(name: str, root: Path = ROOT) -> dict[str, Any]:
-    """The file of a figure."""
+    """Reads the JSON file of a figure."""
     found: dict[str, Any] = json.loads(_file(name, root).read_text(encoding="utf-8"))
     return found
 
@@ -237,7 +236,7 @@ def _source() -> dict[str, Any]:
 
 
 def described_commit() -> str:
-    """The commit, with "+" where files differ from it; empty outside a repository."""
+    """Returns the git commit, with "+" if files are changed; empty outside a repository."""
     try:
         told = subprocess.run(
             ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=True

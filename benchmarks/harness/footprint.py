@@ -1,9 +1,8 @@
-"""What one rank keeps in memory and sends, found in steps that are not timed.
+"""Memory and sent bytes of one rank, counted in steps that are not timed.
 
-Counts of memory, all of tensors alone: between two steps, at the optimizer's update, and the most within a
-step, all of it and what of it is not training state. The step whose bytes are counted comes first: it shows Python
-the tensors that torch keeps in C++ and communicates, DDP's buckets, which are a further copy of the gradients; from
-then on they are found.
+Memory is the bytes of tensors: between two steps, at the optimizer's update, and at the peak of a step, with and
+without the training state. The step that counts sent bytes runs first: it finds tensors that only torch's C++ holds,
+such as DDP's buckets (a second copy of the gradients).
 """
 
 import gc
@@ -22,35 +21,36 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from benchmarks.harness.sent_bytes import RingCounter
 
 SETTLE_SECONDS = 0.1
-"""A thread of gloo lets go of a collective's tensors up to some milliseconds after the wait for it returns."""
+"""Seconds to wait for gloo's threads to free a collective's tensors."""
 FOOTPRINT_STEPS = 4
 TRAINING_STATE = 4
-"""Times the size of the parameters: themselves, their gradients and AdamW's moments."""
+"""Bytes of training state over bytes of parameters: parameters, gradients and two AdamW moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one rank, or of each figure the largest of several ranks."""
+    """Memory and traffic of one rank, or the maximum of each figure over ranks."""
 
     sent_bytes: int
-    """In one step, by ring convention."""
+    """Bytes sent in one step, by the ring convention."""
     calls: int
-    """Collectives and messages sent in one step."""
+    """Number of collectives and messages sent in one step."""
     state_bytes: int
-    """Unique storages of all tensors that Python can reach between two steps."""
+    """Bytes of unique storages reachable from Python between two steps."""
     live_bytes: int
-    """The same when the optimizer has just updated: parameters, gradients, optimizer state, and what else is kept."""
+    """Bytes of tensors just after the optimizer's update: parameters, gradients, optimizer state, other tensors."""
     step_peak_bytes: int
-    """``state_bytes`` and the most that a step's allocations add to them at once, activations included."""
+    """``state_bytes`` plus the peak of a step's allocations, including activations."""
     activation_bytes: int
-    """``step_peak_bytes`` without parameters, gradients and two moments of what this rank's optimizer updates: what
-    forwards keep for their backwards, values on their way, temporaries. Of plain AdamW without shards alone."""
+    """``step_peak_bytes`` without parameters, gradients and two moments: activations and temporaries. Only meaningful
+    for plain unsharded AdamW.
+    """
     peak_resident_bytes: int
-    """Largest resident size of the process so far, libraries included."""
+    """Maximum resident size of the process so far in bytes, libraries included."""
 
 
 def measure_footprint(step: Callable[[Tensor], object], batches: Sequence[Tensor]) -> Footprint:
-    """Take ``FOOTPRINT_STEPS`` steps, one on each of ``batches``."""
+    """Runs ``FOOTPRINT_STEPS`` steps, one on each of ``batches``, and returns memory and traffic."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # first: what follows needs memory itself
     counted, looked_at, *watched = batches
     with RingCounter() as counter:
@@ -64,13 +64,13 @@ def measure_footprint(step: Callable[[Tensor], object], batches: Sequence[Tensor
 
 
 def largest(footprints: Sequence[Footprint]) -> Footprint:
-    """Of every figure the largest."""
+    """Returns the maximum of each figure."""
     names = Footprint.__slots__
     return Footprint(**{name: max(getattr(found, name) for found in footprints) for name in names})
 
 
 def live_tensor_bytes() -> int:
-    """Unique storages behind all tensors of this process that Python can reach."""
+    """Returns the bytes of unique storages of all tensors reachable from Python."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     grads = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]

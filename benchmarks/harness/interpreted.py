@@ -1,10 +1,10 @@
-"""Kernels on a CPU: Triton's interpreter, with bf16 put right, in this process."""
+"""Runs Triton kernels on a CPU in this process: Triton's interpreter, with its bf16 handling fixed."""
 
 import os
 
 
 def interpret() -> None:
-    """Has to come before any kernel is defined."""
+    """Enables Triton's interpreter with a bf16 fix; must run before any kernel is defined."""
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.kernels.interpreter import repair
 

@@ -1,9 +1,9 @@
-"""Where one rank spends its time, to explain what the table only shows.
+"""Profile of one rank: the Python functions that take its time.
 
     python -m benchmarks step --profile "Trine tp4"        in place of the table
 
-The interpreter's profiler sees the main thread alone and makes calls dearer than they are, so that the CPU
-seconds above its table come from steps before it, without a profiler. The threads of gloo are in them.
+Python's profiler covers the main thread only and slows calls down, so the CPU seconds above its table come from earlier
+steps without it; they include gloo's threads.
 """
 
 import cProfile
@@ -20,7 +20,9 @@ TOP = 30
 
 
 def profile_steps(trainer: Trainer, batches: Sequence[Tensor]) -> str:
-    """Half of ``batches`` timed, the other half profiled: CPU seconds and the top functions by own time."""
+    """Times one half of ``batches`` and profiles the other: returns CPU seconds and the functions with most own
+    time.
+    """
     half = len(batches) // 2
     cpu, main = time.process_time(), time.thread_time()
     for rows in batches[:half]:

@@ -1,4 +1,4 @@
-"""The age of the figures of the documents, and the command that renews each.
+"""Age of each figure of the documents, and the command that measures it again.
 
 python -m benchmarks figures                         every figure, the oldest first, with its command
 python -m benchmarks figures --renew parity step     run the commands of these figures
@@ -49,6 +49,7 @@ RENEW: Mapping[str, str] = MappingProxyType(
             _PLANNING,
         ),
         **dict.fromkeys(("planning-left-out", "planning-memory"), _PLANNING),
+        "planning-experts": "python -m benchmarks planning --experts --write-figures",
         "planning-search": "python -m benchmarks planning --search --write-figures",
         "protocol-defects": "pytest tests/kernels/gpu/overlap/test_protocol.py --write-figures",
         "reliability": "python -m tests.reliability --write-figures",
@@ -71,11 +72,11 @@ RENEW: Mapping[str, str] = MappingProxyType(
         "zero": "python -m benchmarks zero --write-figures",
     }
 )
-"""Figure -> the command that measures all of it again."""
+"""Command that measures each figure again, by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """List the figures or renew some; the worst exit code of the commands."""
+    """Lists figures or renews some; returns the largest exit code of the commands."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks figures", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--renew", nargs="+", metavar="NAME", default=[], help="measure these figures again")
     asked = parser.parse_args(arguments)
@@ -88,14 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def by_age() -> list[str]:
-    """A line a figure, the oldest first: date, name, command."""
+    """Returns one line per figure, the oldest first: date, name, command."""
     dates = {file.stem: str(read(file.stem).get("date") or UNKNOWN) for file in FOLDER.glob("*.json")}
     order = sorted(dates, key=lambda name: (dates[name] != UNKNOWN, dates[name], name))
     return [f"{dates[name]:12}  {name:22}  {RENEW[name]}" for name in order]
 
 
 def run(command: str) -> int:
-    """Run the parts of ``command`` up to the first that fails; its exit code."""
+    """Runs the commands in ``command``, joined by &&, up to the first failure; returns its exit code."""
     for part in command.split(" && "):
         print(f"\n$ {part}", flush=True)
         program, *words = shlex.split(part)

@@ -1,4 +1,4 @@
-"""From the samples of all rounds to rows, verdicts, a table and JSON."""
+"""Turns the samples of all rounds into rows, verdicts, a table and JSON."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,54 +9,54 @@ from benchmarks.harness.footprint import Footprint, largest
 
 LOSS_STEP = 10
 LOSS_TOLERANCE = 1e-5
-"""Nats by which the modes may differ after the same number of steps."""
+"""Maximum difference in nats between modes after equal steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One mode in one round, per step."""
+    """Measurement of one mode in one round, per step."""
 
     mode: str
     seconds: float
     cpu_seconds: float
-    """Summed over ranks."""
+    """CPU seconds per step, summed over ranks."""
     startup_seconds: float
     loss: float
     """Global loss of step LOSS_STEP, or of the last timed step if there are fewer."""
     loopback_bytes: int | None
-    """Per rank, as the loopback interface counted it."""
+    """Bytes per step and rank, as counted by the loopback interface; None if unknown."""
     footprint: Footprint
-    """Of the largest rank."""
+    """Memory and traffic of the largest rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One mode to be held against another."""
+    """Comparison of one mode with another, the peer."""
 
     mode: str
     peer: str
     control: str | None = None
-    """A second team of the peer."""
+    """Name of a second team of the peer, for the measurement's noise."""
     limit: float | None = None
-    """CPU seconds over those of the peer, before the spread of the measurement is added; None only informs."""
+    """Maximum ratio of CPU seconds to the peer's, before the spread is added; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a comparison came to."""
+    """Comparison of two modes, with the measured ratio of CPU seconds and its limit."""
 
     asked: Comparison
     ratio: float
-    """Median over rounds of CPU seconds over those of the peer in the same round."""
+    """Median over rounds of CPU seconds over the peer's in the same round."""
     spread: float = 0.0
-    """Median over rounds of the distance from 1 of the ratio of the peer's two teams.
+    """Median over rounds of |1 - ratio| between the peer's two teams.
 
-    A median, not the largest: one disturbed round must not widen the limit, or noise would help to pass.
+    A median rather than a maximum, so that one disturbed round does not widen the limit.
     """
 
     @property
     def passed(self) -> bool:
-        """Whether the ratio keeps the limit."""
+        """True if the ratio is within limit plus spread."""
         return self.asked.limit is None or self.ratio <= self.asked.limit + self.spread
 
     def __str__(self) -> str:
@@ -70,18 +70,18 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What the ratios in the table are against: the mean of these modes in the same round."""
+    """Mode that the table's ratios refer to: the mean of these modes in the same round."""
 
     heading: str
     modes: tuple[str, ...]
 
 
 Rounds = Sequence[Sequence[Sample]]
-"""By round; in each the same modes, in any order."""
+"""Samples by round; each round has the same modes in any order."""
 
 
 def judge(rounds: Rounds, asked: Comparison) -> Verdict:
-    """Pair the mode with the mean of all teams of its peer in the same round."""
+    """Compares CPU seconds of a mode with the mean of its peer's teams in the same round."""
     if asked.control is None:
         return Verdict(asked, median(_ratios(rounds, asked.mode, (asked.peer,), "cpu_seconds")))
     teams = (asked.peer, asked.control)
@@ -90,13 +90,13 @@ def judge(rounds: Rounds, asked: Comparison) -> Verdict:
 
 
 def loss_spread(rounds: Rounds) -> float:
-    """Largest difference in loss between any two samples: every round repeats the same steps."""
+    """Returns the maximum difference in loss between any two samples, which repeat the same steps."""
     losses = [sample.loss for samples in rounds for sample in samples]
     return max(losses) - min(losses)
 
 
 def wrong_losses(rounds: Rounds, baseline: Sequence[str], tolerance: float = LOSS_TOLERANCE) -> dict[str, float]:
-    """How far from ``baseline`` those modes are that train something else, at worst, in nats."""
+    """Returns the maximum loss difference to ``baseline`` in nats, for modes beyond ``tolerance``."""
     apart: dict[str, float] = {}
     for samples in rounds:
         right = mean(sample.loss for sample in samples if sample.mode in baseline)
@@ -106,7 +106,7 @@ def wrong_losses(rounds: Rounds, baseline: Sequence[str], tolerance: float = LOS
 
 
 def medians(rounds: Rounds) -> list[Sample]:
-    """One row a mode, in the order of the first round; bytes on the interface are the smallest seen."""
+    """Returns one sample of medians per mode, in the order of the first round; interface bytes are minima."""
     return [_middle([s for samples in rounds for s in samples if s.mode == first.mode]) for first in rounds[0]]
 
 
@@ -125,7 +125,7 @@ def _middle(samples: Sequence[Sample]) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table behind those of seconds."""
+    """Column of the table after the seconds: heading and format."""
 
     heading: str
     show: Callable[[Sample], str]
@@ -148,7 +148,7 @@ END = (
 
 
 def table(rounds: Rounds, baseline: Baseline, columns: Sequence[Column]) -> str:
-    """Aligned text, one line a mode; ratios are medians of ratios within a round. MB are 10^6 bytes."""
+    """Formats results as aligned text, one line per mode, with median ratios within rounds. MB: 10^6 bytes."""
     against = baseline.heading
     lines = [["mode", "wall s", against, "CPU s", against, *(column.heading for column in columns)]]
     for row in medians(rounds):
@@ -181,7 +181,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def as_json(rounds: Rounds, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Rows, verdicts and all samples."""
+    """Returns rows, verdicts and all samples as a JSON object."""
     return {
         "rows": [_flat(row) for row in medians(rounds)],
         "verdicts": [_as_json(verdict) for verdict in verdicts],

@@ -1,8 +1,8 @@
-"""Counts what a rank sends, in bytes and collectives, alike for every row of a table.
+"""Counts bytes and collectives that a rank sends, the same way for every framework.
 
-All that Python or torch's C++ asks of a process group passes torch's dispatcher as an operation of the namespace
-``c10d`` or ``_c10d_functional``, where it is seen with its tensors: DDP's buckets, FSDP2's hooks, DeepSpeed, Trine.
-What Trine's tensor ranks do through memory that they share is seen at its calls, and counts as if it were sent.
+Every call of a process group, from Python or C++, passes torch's dispatcher in the namespace ``c10d`` or
+``_c10d_functional``, where it is counted: DDP, FSDP2, DeepSpeed, Trine. Messages of Trine's tensor ranks through shared
+memory are counted at their calls, as if sent.
 """
 
 import sys
@@ -33,10 +33,9 @@ _SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
 
 
 class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """A context in which ``sent`` grows by the bytes this rank sends, by ring convention, and ``calls`` by one each.
+    """Context that counts the bytes (as in ring algorithms) and calls that this rank sends, in ``sent`` and ``calls``.
 
-    A message to one rank is a call where it is sent; a collective of one rank is none. An operation that it does
-    not know raises KeyError: no count is better than a wrong one.
+    A message counts on its sender; a collective over one rank does not count. An unknown operation raises KeyError.
     """
 
     def __init__(self) -> None:
@@ -87,10 +86,10 @@ class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
 
 def ring_bytes(operation: str, payload: int, ranks: int) -> int:
-    """Bytes that one of ``ranks`` sends for an operation of torch whose undivided tensor has ``payload`` bytes.
+    """Returns the bytes that one of ``ranks`` sends for a torch operation with a full tensor of ``payload`` bytes.
 
     Raises:
-        KeyError: the operation is not known here.
+        KeyError: the operation is unknown.
     """
     if operation in _SILENT:
         return 0

@@ -1,4 +1,4 @@
-"""Hooks of ``mkdocs build``: pages of the repository's root on the site, whole figures, links to source files.
+"""Hooks for ``mkdocs build``: pages of the repository root, whole figures, links to source files.
 
 README.md, CHANGELOG.md, CONTRIBUTING.md    become pages of the site
 <!-- NAME:summary -->                       the whole figure replaces the summary that the repository keeps
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-"""Pages of the root, by their path on the site."""
+"""Pages of the repository's root, by path, with their paths on the site."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 
 
 def on_files(files: "Files", config: Any) -> "Files":
-    """Add the pages of the root."""
+    """Adds the root pages to the site."""
     from mkdocs.structure.files import File
 
     for source, target in ROOT_PAGES.items():
@@ -31,7 +31,7 @@ def on_files(files: "Files", config: Any) -> "Files":
 
 
 def on_page_markdown(markdown: str, page: "Page", **_: Any) -> str:
-    """Show whole figures, and rewrite the links that leave docs/."""
+    """Inserts whole figures, and rewrites links that leave docs/."""
     sys.path[:] = [str(ROOT), *(path for path in sys.path if path != str(ROOT))]  # mkdocs knows no package of the root
     from benchmarks.harness.figures import with_whole_figures
 
@@ -39,12 +39,12 @@ def on_page_markdown(markdown: str, page: "Page", **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Remove Sphinx's roles, such as :class:, in front of code of docstrings."""
+    """Removes Sphinx roles, such as :class:, before code in rendered docstrings."""
     return re.sub(r":(?:class|func|meth|data|attr|mod|exc):(?=<code>)", "", html).replace("<code>~", "<code>")
 
 
 def with_site_links(markdown: str, uri: str) -> str:
-    """Rewrite the links of the page ``uri`` to root pages and source files; code stays as it is."""
+    """Rewrites links of the page ``uri`` to root pages and source files; code blocks are unchanged."""
     origin = next((source for source, target in ROOT_PAGES.items() if target == uri), f"docs/{uri}")
 
     def rewritten(found: re.Match[str]) -> str:

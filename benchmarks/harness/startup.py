@@ -1,7 +1,7 @@
-"""Seconds from the command ``torchrun`` to ranks that are ready for their first step.
+"""Seconds from starting ``torchrun`` until all ranks are ready for their first step.
 
-Everything counts here: the launcher, importing torch on every rank, the process group, the engine. The fork
-server of ``team`` hides most of that; a user does not.
+Includes the launcher, the import of torch on every rank, the process group and the engine, most of which the fork
+server of ``team`` skips.
 
     python -m benchmarks step --torchrun        calls this for every mode of several ranks
 """
@@ -19,7 +19,7 @@ READY = "ready at"
 
 
 def launch(mode: Mode) -> float:
-    """Run torchrun once on the standard workload and return the seconds until its ranks were ready.
+    """Runs torchrun once on the standard workload; returns the seconds until its ranks were ready.
 
     Raises:
         subprocess.CalledProcessError: the job failed.

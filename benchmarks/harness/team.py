@@ -1,4 +1,4 @@
-"""The ranks of one mode in processes of their own, driven step by step and measured.
+"""Runs the ranks of one mode in forked processes, step by step, and measures them.
 
     parent                      ranks
     Team(...)      ---------->  fork, join, build model and optimizer
@@ -6,8 +6,8 @@
     run(5)         ---------->  barrier | 5 steps | barrier
     Block          <----------  wall and CPU seconds, bytes, losses
 
-Between two calls the ranks of a team sleep in a pipe, so that several teams can stand side by side and
-take turns of a few steps: whatever else the machine does then hits all of them alike.
+Between two calls the ranks wait on a pipe without using CPU, so that several teams take turns of a few steps and other
+load on the machine affects all of them equally.
 """
 
 import multiprocessing
@@ -46,22 +46,22 @@ PATIENCE_SECONDS = 300.0
 
 
 class RankError(Exception):
-    """A rank raised, died or hangs."""
+    """Error of a rank that raised, died or hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A few steps of one team, in total."""
+    """Measurement of a few steps of one team."""
 
     steps: int
     seconds: float
-    """Wall time of the slowest rank, from one barrier to the next."""
+    """Wall seconds of the slowest rank between two barriers."""
     cpu_seconds: float
-    """Processor time, user and system, of all threads of all ranks."""
+    """CPU seconds, user and system, of all threads of all ranks."""
     loopback_bytes: int | None
-    """Mean over ranks of what crossed the loopback interface; other jobs can only add to it."""
+    """Mean bytes per rank over the loopback interface; an upper bound with other jobs. None if unknown."""
     losses: tuple[float, ...]
-    """Global loss of every step."""
+    """Global loss of each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Place:
 
 
 def start_server() -> None:
-    """Start the fork server and let it import torch, so that no team's start-up contains that."""
+    """Starts the fork server with torch imported, so that start-up times exclude the import."""
     for name, level in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)  # torch's profiler would tell of itself in every rank
     context = multiprocessing.get_context("forkserver")
@@ -83,15 +83,16 @@ def start_server() -> None:
 
 
 class Team:
-    """All ranks of ``mode``. A context manager that ends them.
+    """All ranks of ``mode`` in processes; a context manager ends them.
 
     Raises:
         RankError: a rank failed; with its traceback.
     """
 
     startup_seconds: float
-    """From the first fork until the last rank is ready for its first step. The fork server has imported
-    torch already (see PRELOAD); the engine is imported here."""
+    """Seconds from the first fork until all ranks are ready for their first step, without torch's import (see PRELOAD)
+    and with the engine's.
+    """
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         self.mode = mode
@@ -111,7 +112,7 @@ class Team:
         self.startup_seconds = time.perf_counter() - started
 
     def run(self, steps: int) -> Block:
-        """Take ``steps`` steps, going on in the data where the last call ended."""
+        """Trains ``steps`` steps on the data after the last call's."""
         before = loopback_bytes()
         answers = self._ask(("run", self._steps, steps))
         after = loopback_bytes()
@@ -121,26 +122,26 @@ class Team:
         return Block(steps, max(seconds), sum(cpu_seconds), crossed, losses[0])
 
     def footprint(self) -> Footprint:
-        """What the largest rank holds and sends, in a few more steps."""
+        """Returns memory and traffic of the largest rank, from a few more steps."""
         found = self._ask(("footprint", self._steps, FOOTPRINT_STEPS))
         self._steps += FOOTPRINT_STEPS
         return largest(found)
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole model's, by name."""
+        """Returns the whole model's weights by name."""
         found: dict[str, Tensor] = {}
         for part in self._ask(("weights", self._steps, 0)):
             found |= part
         return found
 
     def profile(self, steps: int) -> str:
-        """Where rank 0 spends its time in ``steps`` steps."""
+        """Profiles ``steps`` steps of rank 0; returns the report."""
         report, *_ = self._ask(("profile", self._steps, steps))
         self._steps += steps
         return str(report)
 
     def close(self) -> None:
-        """End all ranks."""
+        """Ends the processes of all ranks."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -180,7 +181,7 @@ class Team:
 
 
 def loopback_bytes() -> int | None:
-    """Bytes that have crossed the loopback interface, headers included; None where Linux does not tell."""
+    """Returns the bytes sent over the loopback interface, headers included; None if Linux does not report them."""
     table = Path("/proc/net/dev")
     for line in table.read_text(encoding="ascii").splitlines() if table.exists() else ():
         name, _, counts = line.partition(":")

@@ -1,10 +1,10 @@
-"""A process that answers requests one at a time and may fail, hang or die without taking the command with it.
+"""A worker process that serves one request at a time; its errors, hangs and crashes leave the caller running.
 
     with Worker(make, arguments) as worker:         make(*arguments) runs in the process and gives what answers
         worker.ask(("measure", 3), seconds=90)
 
-An error inside comes back as ``WorkerError`` with its last line, and the process goes on; after one that it cannot
-go on from (``WorkerError.ended``) a new one has to be started.
+An error inside comes back as ``WorkerError`` with its last line, and the process goes on; after one that it cannot go
+on from (``WorkerError.ended``) a new one has to be started.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ FAREWELL_SECONDS = 5.0
 
 
 class WorkerError(Exception):
-    """A request failed; ``ended``: the process is gone."""
+    """Error of a request; ``ended``: the process has ended."""
 
     def __init__(self, message: str, ended: bool = False, trace: str = "") -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """``make(*arguments)`` in a process of its own; its result is called with what ``ask`` is given."""
+    """Process that runs ``make(*arguments)`` and calls the result with each request."""
 
     def __init__(self, make: Callable[..., Answerer], arguments: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -41,17 +41,17 @@ class Worker:
         self._farewell_seconds = FAREWELL_SECONDS
 
     def post(self, request: tuple[Any, ...]) -> None:
-        """Ask without waiting for the answer, which ``receive`` gives."""
+        """Sends a request without waiting; :meth:`receive` returns the answer."""
         try:
             self._end.send(request)
         except OSError:
             raise WorkerError("the process died before it was asked", ended=True) from None
 
     def receive(self, seconds: float) -> Any:
-        """The answer to the oldest open request.
+        """Returns the answer to the oldest unanswered request.
 
         Raises:
-            WorkerError: it raised, died, or did not answer in time; in the last two cases it is ended.
+            WorkerError: the request raised, the process died, or the answer timed out; the last two end the process.
         """
         if not self._end.poll(max(seconds, 0.0)):
             self._farewell_seconds = 0.0
@@ -67,12 +67,12 @@ class Worker:
         return answer
 
     def ask(self, request: tuple[Any, ...], seconds: float) -> Any:
-        """``post`` and ``receive``."""
+        """Sends a request to the process and returns its answer."""
         self.post(request)
         return self.receive(seconds)
 
     def close(self) -> None:
-        """End the process: it goes when nobody asks any more, and is killed when it does not."""
+        """Ends the process, by a kill if it does not end itself."""
         self._end.close()
         self._process.join(self._farewell_seconds)
         self._process.kill()
@@ -101,6 +101,6 @@ def _serve(end: Connection, make: Callable[..., Answerer], arguments: tuple[Any,
 
 
 def last_line(error: BaseException) -> str:
-    """An error in one line."""
+    """Formats an error in one line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]

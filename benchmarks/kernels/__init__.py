@@ -1,1 +1,1 @@
-"""Kernels on one GPU: right, how fast beside peers, and of what the device can do."""
+"""Correctness and speed of single kernels on one GPU, compared with other libraries and the device's limits."""

@@ -1,4 +1,4 @@
-"""Seconds of a piece of work: events on a GPU, whose L2 is flushed before each; the wall clock on a CPU."""
+"""Seconds of a function: CUDA events on a GPU, with L2 flushed before each call; wall time on a CPU."""
 
 import math
 import time
@@ -8,26 +8,26 @@ from typing import Protocol
 import torch
 
 FLUSH_BYTES = 512 << 20
-"""Written before each sample: several times any L2."""
+"""Bytes written before each sample, several times any L2 cache."""
 FIRST_HOST_SECONDS = 1e-3
-"""What the host is taken to need for a piece of work that it has not seen."""
+"""Assumed host seconds for work that has not been measured."""
 AHEAD, LONGEST_SECONDS = 1.5, 3e-3
 
 Work = Callable[[], object]
 
 
 class Clock(Protocol):
-    """Takes samples."""
+    """Interface of a clock that takes timed samples."""
 
     def sample(self, prepare: Work, work: Work, count: int) -> list[float]:
-        """Seconds of ``work``, ``count`` times, each after an untimed ``prepare``."""
+        """Returns the seconds of ``count`` runs of ``work``, each after an untimed ``prepare``."""
 
 
 class WallClock:
-    """For what runs on a CPU."""
+    """Wall-clock timer for functions on a CPU."""
 
     def sample(self, prepare: Work, work: Work, count: int) -> list[float]:
-        """As the protocol says."""
+        """Returns seconds of each run; see :class:`Clock`."""
         found = []
         for _ in range(count):
             prepare()
@@ -38,11 +38,11 @@ class WallClock:
 
 
 class EventClock:
-    """For what runs on a GPU. Writes over the L2 keep the GPU busy while the host prepares a piece of work, so that
-    the time between the events has none of the host's delays; the host waits after all samples.
+    """Clock for work on a GPU, by events. Writes to the L2 keep the GPU busy while the host prepares a run, so that the
+    time excludes host delays; the host synchronizes after all samples.
 
     Args:
-        align: given to the GPU before each piece of work; ranks that measure together wait for each other in it.
+        align: launched before each run, to synchronize ranks that measure together.
     """
 
     def __init__(self, device: torch.device, align: Work | None = None) -> None:
@@ -57,7 +57,7 @@ class EventClock:
         self._flush_seconds: float = start.elapsed_time(end) * 1e-3
 
     def sample(self, prepare: Work, work: Work, count: int) -> list[float]:
-        """As the protocol says."""
+        """Returns seconds of each run; see :class:`Clock`."""
         pairs, host = [], FIRST_HOST_SECONDS
         for _ in range(count):
             prepare()
@@ -86,5 +86,5 @@ def _event() -> torch.cuda.Event:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The one for ``device``."""
+    """Returns the clock for ``device``."""
     return EventClock(device) if device.type == "cuda" else WallClock()

@@ -1,12 +1,11 @@
-"""Every kernel on one GPU: is it right, how fast is it beside its peers, does it reach its targets.
+"""Checks and times every kernel on one GPU, against other libraries and its targets.
 
     python -m benchmarks kernels --out DIR [--quick] [--minutes 8.5] [--operators NAME..] [--device cpu]
 
-Needs a source checkout, torch and Triton; Liger and others are measured where they can be imported. Writes
-DIR/kernels.json (all figures), DIR/kernels.md (the table) and DIR/tuned.json, which may replace
-kernels/tuned.json. What fails is reported by name and the rest goes on, in a new process where the device
-is broken; what there is no time for is reported as not measured. ``--device cpu`` runs the same in Triton's
-interpreter on tiny shapes: that shows that the command works, and nothing about speed.
+Needs a source checkout, torch and Triton; Liger and others are measured if installed. Writes DIR/kernels.json (all
+figures), DIR/kernels.md (the table) and DIR/tuned.json, which may replace kernels/tuned.json. A case that fails is
+reported by name and the rest goes on, in a new process if the device is broken; cases beyond the time limit are
+reported as not measured. ``--device cpu`` interprets tiny shapes, to test the command.
 """
 
 import argparse
@@ -29,24 +28,24 @@ from benchmarks.kernels.winners import propose_winners, speedups, winners_json
 from engine.kernels.dispatch import shipped_choices
 
 START_SECONDS = 90.0
-"""A process may take this long to import and to find the GPU."""
+"""Timeout in seconds of a process's imports and GPU start."""
 GRACE_SECONDS = 30.0
-"""Of it, beyond the time of the task that the process was started for."""
+"""Seconds of the start beyond the timeout of the first task."""
 SHARES = {"check": 0.35, "tune": 0.15}
-"""Of the time, at most; the measurements have the rest."""
+"""Maximum fraction of the time for checks and tuning; measurements use the rest."""
 PATIENCE = {"check": 90.0, "tune": 45.0, "measure": 90.0, "rates": 60.0}
-"""Seconds for one task."""
+"""Timeout in seconds of one task."""
 SAMPLING_SECONDS = 20.0
-"""For one case; one that is slower gives fewer samples."""
+"""Maximum seconds of samples per case; slow cases get fewer samples."""
 NO_TIME = "not measured: no time left"
 ATTEMPTS = 3
-"""For a case whose contenders break the device one after the other."""
+"""Maximum attempts at a case with contenders that break the device."""
 
 Ask = Callable[..., Any]
 
 
 class Desk:
-    """Asks the worker, and starts another when one is lost; problems are answers too."""
+    """Client of the device process, which restarts a lost process and returns errors as answers."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -67,14 +66,14 @@ class Desk:
         return answer
 
     def close(self) -> None:
-        """End the worker."""
+        """Ends the device process."""
         if self._worker is not None:
             self._worker.close()
         self._worker = None
 
 
 def check_all(operators: Sequence[str], ask: Ask, budget: Budget) -> list[dict[str, Any]]:
-    """Every operator in every dtype."""
+    """Checks every operator in every dtype."""
     rows = []
     for dtype in DTYPES:
         for operator in operators:
@@ -84,7 +83,7 @@ def check_all(operators: Sequence[str], ask: Ask, budget: Budget) -> list[dict[s
 
 
 def measure_all(cases: Sequence[Case], ask: Ask, budget: Budget) -> dict[str, Any]:
-    """Every case, by name."""
+    """Measures every case; returns the results by name."""
     return {case.name: _measure(case, ask, budget) for case in cases}
 
 
@@ -109,7 +108,7 @@ def _within(budget: Budget, ask: Ask, task: str, *arguments: Any) -> dict[str, A
 
 
 def run(order: Order, minutes: float, ask: Ask) -> dict[str, Any]:
-    """Everything, in plain data."""
+    """Checks, tunes and measures within ``minutes``; returns all results as a JSON object."""
     budget, cases = Budget(60 * minutes), measured(order)
     found: dict[str, Any] = {"about": ask("about", seconds=START_SECONDS)}
     checking = budget.part(SHARES["check"] * budget.seconds)
@@ -124,7 +123,7 @@ def run(order: Order, minutes: float, ask: Ask) -> dict[str, Any]:
 
 
 def conclude(order: Order, found: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
-    """(Markdown, JSON, the proposed table of winners)."""
+    """Returns (Markdown, JSON, proposed ``tuned.json``)."""
     cases, rates = measured(order), found["rates"]
     judged = [] if order.tiny else cases  # tiny shapes on a CPU reach nothing, and shall not
     verdicts = [verdict for case in judged for verdict in judge(case, found["cases"][case.name], rates)]
@@ -175,7 +174,7 @@ def _part(title: str, lines: Sequence[str]) -> str:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every check passed and every kernel ran."""
+    """Measures, prints and writes results; returns 0 if every check passed and every kernel ran."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description="Kernels beside their peers.")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/benchmarks"), help="folder for kernels.json, kernels.md, tuned.json"

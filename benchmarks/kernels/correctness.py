@@ -1,4 +1,4 @@
-"""Whether an operator is right on a device: error against float64, and the same bits twice."""
+"""Checks an operator on a device: its error against float64, and equal bits in two runs."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from engine.kernels.dispatch import Kernels
 
 
 def check_case(case: Case, device: torch.device) -> dict[str, Any]:
-    """The worst share of the allowed error that a result of the Triton kernel takes, and whether two runs are equal."""
+    """Returns the worst error of the Triton kernel relative to the allowed one, and True if two runs are equal."""
     given = case.make(device, case.rows)
     operator = case.ours(Kernels("triton"))
     found = deviations(operator, case.eager, given)
@@ -27,7 +27,7 @@ def check_case(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def check_operator(operator: str, dtype: torch.dtype, device: torch.device, scale: Scale) -> dict[str, Any]:
-    """All its checks in ``dtype``."""
+    """Runs all checks of an operator in ``dtype``."""
     found = [check_case(case, device) for case in checked(operator, dtype, scale)]
     return {
         "operator": operator,

@@ -1,4 +1,4 @@
-"""The process that works on the device for ``benchmarks.kernels``: one task after the other, answers in plain data."""
+"""Process that owns the device for ``benchmarks.kernels``: runs one task at a time and returns plain data."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +19,9 @@ TINY_EFFORT = Effort(rounds=2, samples=1)
 
 
 def make_desk(order: Order) -> Callable[..., Any]:
-    """(task, arguments) -> answer; answers that hold "broken" come from a device that only a new process revives."""
+    """Returns the handler (task, arguments) -> answer; "broken" in an answer marks a device that needs a new
+    process.
+    """
     if order.tiny:
         interpret()
     device = torch.device(order.device)

@@ -1,4 +1,4 @@
-"""From what was measured to shares, verdicts, a table, and rows for the table of winners."""
+"""Turns kernel measurements into shares of the limits, verdicts, a table, and rows of ``kernels/tuned.json``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ from benchmarks.kernels.trial import COMPILED, EAGER, REFERENCE, TRITON
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 Measured = Mapping[str, Any]
-"""What ``kernel_trial.measure_case`` gives, or {"error": why there is nothing}."""
+"""Result of ``trial.measure_case``, or {"error": reason}."""
 Rates = Mapping[str, float]
 
 
 def seconds(found: Measured, contender: str, direction: Direction) -> float | None:
-    """Median; None where it was not measured."""
+    """Returns the median seconds of a contender; None if not measured."""
     value = found.get("contenders", {}).get(contender, {}).get("seconds", {}).get(direction)
     return None if value is None else float(value)
 
 
 def cost_of(case: Case, direction: Direction) -> Cost:
-    """Bytes and operations."""
+    """Returns minimum bytes and FLOPs of a direction."""
     return {"forward": case.forward, "backward": case.backward or Cost(), "both": case.both}[direction]
 
 
 def share(case: Case, found: Measured, direction: Direction, rates: Rates) -> float | None:
-    """Of our kernel: of the copy rate where the cost is bytes, of the rate of products where it is operations."""
+    """Returns our kernel's fraction of the copy rate, or of the product rate for compute-bound cases."""
     cost, taken = cost_of(case, direction), seconds(found, TRITON, direction)
     if not taken:
         return None
@@ -38,7 +38,7 @@ def share(case: Case, found: Measured, direction: Direction, rates: Rates) -> fl
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a target."""
+    """Result for a target of a case."""
 
     case: str
     wanted: str
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """pass, FAIL, or not measured."""
+        """Result as text: pass, FAIL, or not measured."""
         if self.reached is None:
             return "not measured"
         return "pass" if self.reached >= self.least else "FAIL"
@@ -58,7 +58,7 @@ class Verdict:
 
 
 def judge(case: Case, found: Measured, rates: Rates) -> list[Verdict]:
-    """All targets of a case."""
+    """Checks all targets of a case."""
     verdicts = [_judge(case, target, found, rates) for target in case.targets]
     peak = found.get("contenders", {}).get(TRITON, {}).get("peak_bytes")
     if case.memory_limit is not None:
@@ -83,7 +83,9 @@ HEADINGS = ("operator", "slice", "shape", "fwd ms", "bwd ms", "fwd", "bwd", "x r
 
 
 def table(cases: Sequence[Case], found: Mapping[str, Measured], rates: Rates) -> str:
-    """Markdown, a line a case. Shares are of the copy rate, or of the rate of products (marked *)."""
+    """Formats results as a Markdown table, one line per case. Fractions are of the copy rate, or of the product rate
+    (*).
+    """
     lines = [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
     for case in cases:
         measured = found.get(case.name, {"error": "not measured"})
@@ -134,7 +136,7 @@ def _times(other: float | None, own: Measured) -> str:
 
 
 def losses(found: Mapping[str, Measured]) -> list[str]:
-    """Where somebody else is faster than our kernel: nothing that the dispatcher knows of, but readers should."""
+    """Lists cases in which a peer is faster than our kernel."""
     lines = []
     for name, measured in found.items():
         own = seconds(measured, TRITON, "both")
@@ -146,7 +148,7 @@ def losses(found: Mapping[str, Measured]) -> list[str]:
 
 
 def failures(found: Mapping[str, Measured]) -> list[str]:
-    """By name, with the error; a peer that is not installed, once."""
+    """Lists failures by name with their errors; a missing peer once."""
     lines = []
     absent = set()
     for name, measured in found.items():

@@ -1,4 +1,4 @@
-"""What the device can do at best, measured: the denominators of all shares. And what it is."""
+"""Measured limits of the device (bandwidth, TFLOPS), which all shares are relative to, and its name."""
 
 import platform
 import shutil
@@ -20,7 +20,7 @@ _QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """Versions, and the GPU with its clocks as they are now."""
+    """Returns software versions, and the GPU's name and current clocks."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in PACKAGES:
         try:
@@ -31,12 +31,12 @@ def about(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """As the table of winners has it."""
+    """Returns the device name in ``tuned.json``'s form."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def clocks(device: torch.device) -> dict[str, str] | str:
-    """What nvidia-smi says, or why it does not."""
+    """Returns the clocks from nvidia-smi, or the reason why there are none."""
     if device.type != "cuda" or not shutil.which("nvidia-smi"):
         return "no nvidia-smi"
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", f"--id={device.index or 0}"]
@@ -59,7 +59,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def measure_rates(device: torch.device, clock: Clock) -> dict[str, float]:
-    """Bytes read and written a second by a copy; bf16 operations a second of torch's product of random matrices."""
+    """Measures the copy rate (bytes read plus written per second) and the rate of bf16 products (FLOP/s)."""
     return {
         "copy_bytes_per_second": _copy_rate(device, clock),
         "product_flops_per_second": _product_rate(device, clock),

@@ -1,6 +1,6 @@
-"""One case measured: all contenders in interleaved rounds, each direction apart, memory, and the error against float64.
+"""Measures one case: all contenders in interleaved rounds, forward and backward apart, memory, and error to float64.
 
-Every contender has inputs of its own, filled anew before each sample: some write gradients over their inputs.
+Each contender's inputs are filled anew before every sample, since some overwrite their inputs with gradients.
 """
 
 import random
@@ -22,24 +22,24 @@ from engine.kernels.dispatch import Kernels
 
 TRITON, REFERENCE, EAGER, COMPILED = "triton", "reference", "eager", "torch.compile"
 CHECKED_ROWS = 64
-"""Of a case, for its error: float64 is slow and wide."""
+"""Number of rows for the error, since float64 is slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How many samples a contender gives, fewer where time does not suffice."""
+    """Numbers of samples per contender, fewer if time is short."""
 
     rounds: int = 5
     samples: int = 11
-    """In a round: 55 in all."""
+    """Samples per round, 55 in all."""
 
 
 class BrokenDeviceError(Exception):
-    """The device answers nothing any more; only a new process does."""
+    """Error of a device that only a new process can use again."""
 
 
 class Trial:
-    """A contender with its inputs."""
+    """Contender with its own inputs."""
 
     def __init__(self, operator: Operator, given: Inputs, differentiable: bool) -> None:
         self._operator, self._given = operator, given
@@ -49,35 +49,35 @@ class Trial:
         self._gradients: list[Tensor] = []
 
     def refresh(self) -> None:
-        """Inputs as they were."""
+        """Restores the original inputs."""
         self._outputs = []
         with torch.no_grad():
             for own, given in zip(self._own, self._given, strict=True):
                 own.copy_(given)
 
     def forward(self) -> None:
-        """Once."""
+        """Runs the forward once."""
         outputs = self._operator(*self._own)
         every = outputs if isinstance(outputs, tuple) else (outputs,)
         self._outputs = [out for out in every if out.requires_grad]
 
     def prepare_backward(self) -> None:
-        """Forward, and gradients to start from."""
+        """Runs a forward, and draws output gradients."""
         self.refresh()
         self.forward()
         self._gradients = [torch.randn_like(out) if out.ndim else torch.ones_like(out) for out in self._outputs]
 
     def backward(self) -> None:
-        """Once, after ``prepare_backward``."""
+        """Runs one backward, after :meth:`prepare_backward`."""
         torch.autograd.grad(self._outputs, self._wanted, self._gradients, allow_unused=True)
 
     @property
     def differentiable(self) -> bool:
-        """Whether there is a backward."""
+        """True if there is a backward."""
         return bool(self._wanted)
 
     def warm_up(self, clock: Clock, times: int) -> None:
-        """Compile, and let allocators and clocks settle."""
+        """Runs ``times`` untimed passes, for compilation, allocators and clocks."""
         clock.sample(self.refresh, self.forward, times)
         if self.differentiable:
             clock.sample(self.prepare_backward, self.backward, times)
@@ -85,7 +85,7 @@ class Trial:
 
 
 def contenders(case: Case, device: torch.device) -> dict[str, Callable[[], Operator]]:
-    """By name, made when wanted."""
+    """Returns functions that make the contenders of a case, by name."""
     backend = "inductor" if device.type == "cuda" else "aot_eager"  # a C++ compiler is no matter here
 
     def compiled() -> Operator:
@@ -104,7 +104,7 @@ def contenders(case: Case, device: torch.device) -> dict[str, Callable[[], Opera
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where and how hard to measure."""
+    """Device, clock and effort of measurements."""
 
     device: torch.device
     clock: Clock
@@ -112,10 +112,10 @@ class Bench:
 
 
 def measure_case(case: Case, bench: Bench, seconds: float, without: Mapping[str, str]) -> dict[str, Any]:
-    """Times by contender, error and memory; ``without``: contenders that are not to run, and why.
+    """Measures times by contender, error and memory; ``without``: skipped contenders with reasons.
 
     Raises:
-        BrokenDeviceError: with the name of the contender after which nothing ran any more.
+        BrokenDeviceError: the device broke; the message names the contender.
     """
     budget = Budget(seconds)
     given = case.make(bench.device, case.rows)
@@ -144,7 +144,7 @@ def measure_case(case: Case, bench: Bench, seconds: float, without: Mapping[str,
 
 
 def case_error(case: Case, device: torch.device) -> dict[str, Any]:
-    """Errors of our kernel and of eager torch against float64, relative, each where it is largest."""
+    """Returns the maximum relative errors of our kernel and of eager torch against float64."""
     given = case.make(device, min(CHECKED_ROWS, case.rows))
     found = deviations(case.ours(Kernels("triton")), case.eager, given)
     return {
@@ -167,7 +167,7 @@ def _guarded(rows: dict[str, dict[str, Any]], name: str, device: torch.device) -
 
 
 def settle(device: torch.device, name: str) -> None:
-    """Free what failed work held.
+    """Frees memory after a failure.
 
     Raises:
         BrokenDeviceError: the device does not answer.

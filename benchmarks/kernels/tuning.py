@@ -1,6 +1,6 @@
-"""Which of the tiles that ``linear`` ships is fastest for a product, and how many warps suit a row kernel.
+"""Measures which launch tile of ``linear`` is fastest for a product, and how many warps suit a row kernel.
 
-Nothing is changed: what won stands beside what was chosen, for whoever edits ``kernels/gpu/launch_shapes.py``.
+Changes nothing: the result names the fastest and the current choice, for editing ``kernels/gpu/launch_shapes.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ PRODUCTS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
         "head": (1024, 128256, 4096),
     }
 )
-"""M, N, K"""
+"""Sizes (M, N, K) of the tuned products, by name."""
 ROW_KERNELS = ("norm", "gated", "activation")
 _MODULES = MappingProxyType({"norm": "norm", "gated": "activations", "activation": "activations"})
 WARP_FACTORS = (0.5, 1.0, 2.0)
@@ -38,7 +38,7 @@ _MOST_WARPS = 32
 
 
 def tune(bench: Bench, tiny: bool, name: str) -> dict[str, Any]:
-    """What was tried under a ``name`` of ``tuned``, and what won."""
+    """Tries the choices of one tuning task ``name``; returns all results and the best."""
     kind, _, what = name.partition(" ")
     if kind == "product":
         return tune_product((16, 48, 32) if tiny else PRODUCTS[what], bench)
@@ -47,7 +47,7 @@ def tune(bench: Bench, tiny: bool, name: str) -> dict[str, Any]:
 
 
 def tuned(order: Order) -> list[str]:
-    """What there is to tune."""
+    """Returns the names of the tuning tasks."""
     products = [f"product {name}" for name in PRODUCTS][: 1 if order.tiny else None]
     rows = [f"warps {name}" for name in ROW_KERNELS if name in order.operators]
     return [*(products if "linear" in order.operators else ()), *rows]
@@ -58,7 +58,7 @@ def _first(operator: str) -> Case:
 
 
 def tune_product(sizes: tuple[int, int, int], bench: Bench) -> dict[str, Any]:
-    """TFLOP/s of every shipped tile, and of torch's product, in the layouts of forward (ab') and backward (ab, a'b)."""
+    """Measures TFLOP/s of every shipped tile and of torch's product, in the layouts of forward and backward."""
     from engine.kernels.gpu.launch_shapes import capability, choose_tile, processors, tiles_for
     from engine.kernels.gpu.matmul import Follows, launch_matmul
 
@@ -96,7 +96,7 @@ def _rate(work: Callable[[], object], flops: int, bench: Bench) -> float | str:
 
 
 def tune_warps(case: Case, bench: Bench) -> dict[str, Any]:
-    """Milliseconds, forward and backward, with fewer and with more warps than the launchers take."""
+    """Measures forward and backward milliseconds with fewer and more warps than the default."""
     module = import_module(f"engine.kernels.gpu.{_MODULES[case.operator]}")
     names = [name for name in _SHAPES if hasattr(module, name)]
     given, found = case.make(bench.device, case.rows), {}

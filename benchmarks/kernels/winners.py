@@ -1,4 +1,4 @@
-"""Rows for the table of winners, from what was measured."""
+"""Rows of ``kernels/tuned.json``, from measurements."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -12,17 +12,17 @@ from engine.kernels.dispatch import TunedChoice
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """Of Triton over the reference in one case; None where the kernel failed."""
+    """Speedup of Triton over the reference in one case; None if the kernel failed."""
 
     operator: str
-    """As the table names it."""
+    """Name of the operator in ``tuned.json``."""
     dtype: str
     width: int
     value: float | None
 
 
 def speedups(cases: Sequence[Case], found: Mapping[str, Measured], wrong: Collection[tuple[str, str]]) -> list[Speedup]:
-    """Of cases whose reference was measured; ``wrong``: (operator, dtype) whose checks failed."""
+    """Returns the speedups of measured cases; ``wrong``: (operator, dtype) with failed checks."""
     rows = []
     for case in cases:
         measured = found.get(case.name, {})
@@ -37,8 +37,9 @@ def speedups(cases: Sequence[Case], found: Mapping[str, Measured], wrong: Collec
 
 
 def propose_winners(measured: Sequence[Speedup], device: str, shipped: Sequence[TunedChoice]) -> list[TunedChoice]:
-    """The shipped table, and rows of ``device`` in place of its old ones: Triton where it is right and faster than the
-    reference in every case of an operator, dtype and width."""
+    """Returns the shipped rows, with new ones for ``device``: Triton if correct and faster in every case of an
+    operator, dtype and width.
+    """
     groups: dict[tuple[str, str, int], list[float | None]] = {}
     for one in measured:
         groups.setdefault((one.operator, one.dtype, one.width), []).append(one.value)
@@ -54,6 +55,6 @@ def _winner(device: str, key: tuple[str, str, int], values: Sequence[float | Non
 
 
 def winners_json(rows: Sequence[TunedChoice]) -> str:
-    """As ``kernels/tuned.json`` is written, a line a row."""
+    """Formats rows as ``kernels/tuned.json``, one line per row."""
     lines = (json.dumps({name: value for name, value in asdict(row).items() if value is not None}) for row in rows)
     return '{\n  "winners": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}\n"

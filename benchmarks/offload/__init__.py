@@ -1,1 +1,1 @@
-"""What updates on the host cost, beside the memory of the machine and beside other CPU optimizers."""
+"""Time of optimizer updates on the host, relative to memory bandwidth and other CPU optimizers."""

@@ -1,14 +1,13 @@
-"""Updates on the host: bytes of memory moved in a second beside a plain copy, and what a step costs with an offload.
+"""Rate of optimizer updates on the host, in bytes of memory a second, and the seconds of a step with an offload.
 
     python -m benchmarks offload [--elements 16777216] [--rounds 7] [--threads 2] [--peers deepspeed] [--write-figures]
     python -m benchmarks offload --disk FOLDER           only updates whose moments are on that disk, beside its rate
 
-Every contender of the rule updates the same fp32 elements in the same memory with AdamW, since the rate of a machine
-depends on where arrays lie; in turns, a new order each round, of which the median counts. Bytes are those that the rule
-has to move: weights, gradient and two moments read, all but the gradient written. What memory gives to an update at
-most is the rate of these reads and writes with sums in place of the rule; a copy fetches what it overwrites too.
-The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host,
-beside the bound of such a step (``steps``) and DeepSpeed's ZeRO-Offload.
+Every contender updates the same fp32 elements in the same memory by AdamW, in a new order each round; the median
+counts. Bytes are the least that AdamW moves: weights, gradient and two moments read, all but the gradient written. The
+upper bound is the rate of these reads and writes with sums in place of AdamW. The last rows are whole steps of the
+engine with optimizer state on the "device" (also the CPU) and on the host, next to the lower bound of such a step
+(``steps``) and DeepSpeed's ZeRO-Offload.
 """
 
 import argparse
@@ -42,7 +41,7 @@ BOUND = "its reads and writes alone"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks offload", description=__doc__)
     parser.add_argument("--elements", type=int, default=1 << 24, help="fp32 elements of an update")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every contender")
@@ -72,7 +71,7 @@ def _tables(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[tuple[st
 
 
 def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
-    """One update of each as a call, and the bytes that it has to move for an element."""
+    """Returns one update of each contender as a function, and the bytes that it moves per element."""
     arrays = _Arrays(elements)
     source, target = torch.ones(elements), torch.zeros(elements)
     found: dict[str, tuple[Work, int]] = {"a plain copy": (partial(target.copy_, source), 8)}

@@ -1,9 +1,8 @@
-"""Updates whose moments are on disk, beside what the disk gives to the same reads and writes without an update.
+"""Optimizer updates with moments on disk, compared with the same reads and writes without an update.
 
-Both move the same bytes in blocks of the same size, as many at a time, past the page cache: two fp32 moments are read
-and written an element, and the weights from before the update written, so that a step that fails can be undone. The
-disk's own rows hash nothing and compute nothing: they have reads and writes mixed, or all reads before all writes, and
-the faster one is the rate of the disk.
+Both move the same bytes in blocks of the same size, equally many at a time, past the page cache: for each element two
+fp32 moments are read and written, and the old weight written, so that a failed step can be undone. The plain rows
+neither hash nor compute; one mixes reads and writes, one reads first, and the faster is the disk's rate.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,13 +28,13 @@ from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 BUCKETS = 8
 READ, WRITTEN = 8, 12
-"""Bytes of an element: two moments; those and the weights from before the update."""
+"""Bytes per element: two fp32 moments read; two moments and the old fp32 weight written."""
 MIXED, APART, UPDATE = "the disk, reads among writes", "the disk, reads before writes", "an update"
 
 
 @contextmanager
 def disk_works(folder: str, elements: int) -> Iterator[dict[str, Callable[[], object]]]:
-    """The same transfers without and with an update, as calls; their files end with the context."""
+    """Yields functions with equal transfers, without and with an update; their files are deleted at the end."""
     scratch = ScratchFolder(folder, 0)
     optimizer = _optimizer(elements, folder)
     transfers = _Transfers(scratch.path, elements)
@@ -53,7 +52,7 @@ def disk_works(folder: str, elements: int) -> Iterator[dict[str, Callable[[], ob
 
 
 def disk_cells(seconds: Mapping[str, float], elements: int) -> dict[tuple[str, str], str]:
-    """Rates of each, from the seconds of a turn."""
+    """Formats rates of each transfer, from the seconds of a turn."""
     cells = {}
     for name, spent in seconds.items():
         cells[name, "ns an element"] = f"{1e9 * spent / elements:.1f}"

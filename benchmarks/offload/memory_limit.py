@@ -1,12 +1,11 @@
-"""Training under a limit on memory that the state of the model exceeds several times, from disk.
+"""Trains from disk under a memory limit that is a fraction of the model's state.
 
     python -m benchmarks memory_limit [--limit-mib 384] [--ranks 1] [--layers 28] [--steps 3] [--folder FOLDER]
     python -m benchmarks memory_limit --data-segment      limits the data segment, where cgroups could be made too
 
-The same steps are made twice, in processes of their own: with all state in memory and no limit, and with
-``offload_optimizer.device: nvme`` and ``map_memory`` under the limit. Losses have to be equal to the last bit. The
-limit is that of a memory cgroup for each rank, where this user may make one, and includes the page cache; else the data
-segment is limited (RLIMIT_DATA), which leaves the page cache out.
+Runs the same steps in two sets of processes: with all state in memory and no limit, and with
+``offload_optimizer.device: nvme`` and ``map_memory`` under the limit. Losses must be bitwise equal. The limit is a
+memory cgroup for each rank, page cache included, where this user may create one; else RLIMIT_DATA, page cache excluded.
 """
 
 import argparse
@@ -37,20 +36,20 @@ SECONDS = 20
 CORNER = "state"
 VOCABULARY, LENGTH = 2048, 16
 RETURNED = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072"}
-"""For the C library: what a tensor leaves goes back to the system, instead of waiting for another one of its size."""
+"""Environment of the C library that returns freed tensors' memory to the system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit on the memory of one process."""
+    """Memory limit of one process."""
 
     group: Path | None
-    """Its memory cgroup; None: its data segment is limited."""
+    """Folder of its memory cgroup; None: a limit of the data segment."""
     size: int
 
     @classmethod
     def of(cls, name: str, size: int) -> "Limit":
-        """A fresh cgroup of ``size`` bytes if this user may make one."""
+        """Makes a cgroup of ``size`` bytes, or a data segment limit if not permitted."""
         group = CGROUPS / name
         try:
             group.mkdir()
@@ -60,7 +59,7 @@ class Limit:
         return cls(group, size)
 
     def enter(self) -> None:
-        """Put this process under the limit."""
+        """Applies the limit to this process."""
         if self.group is None:
             resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))  # of a thread, whose stack counts as data
             resource.setrlimit(resource.RLIMIT_DATA, (self.size, self.size))
@@ -68,13 +67,13 @@ class Limit:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak(self) -> int | None:
-        """The most bytes that were used at once, page cache included; None if nobody has counted."""
+        """Returns the peak of used bytes, page cache included; None if unknown."""
         if self.group is None:
             return None
         return int((self.group / "memory.max_usage_in_bytes").read_text())
 
     def close(self) -> None:
-        """Remove the cgroup, as soon as what looks after its processes has ended like them."""
+        """Removes the cgroup after its processes have ended."""
         if self.group is None:
             return
         until = time.monotonic() + SECONDS
@@ -84,7 +83,7 @@ class Limit:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     asked = _parser().parse_args(arguments)
     if asked.child:
         return _train(asked)

@@ -1,6 +1,6 @@
-"""Whole steps with optimizer state on the device and on the host, beside what an update on the host takes at least.
+"""Seconds of whole steps with optimizer state on the device and on the host, next to a lower bound.
 
-bound    forward and backward without an update, and the bytes of the update at the rate of a plain copy
+bound    forward and backward without an update, plus the bytes of the update at the rate of a plain copy
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,11 @@ from benchmarks.peers.zero_offload import ZeroOffloadPeer
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 
 RULE_BYTES = 28
-"""Of an fp32 element: weight, gradient and two moments read; weight and moments written."""
+"""Bytes per fp32 element: weight, gradient and two moments read; weight and moments written."""
 ENGINE_BYTES = RULE_BYTES + 8 + 8 + 6 + 6 + 4
-"""And: gradient copied and scaled, written weights looked for (bf16 and master), master rounded and copied back."""
+"""Bytes per element that the engine moves: AdamW's, plus gradient copy, scaling, check for written weights, and
+cast.
+"""
 VOCABULARY, LENGTH, ROWS = 4096, 64, 4
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "on the device": {},
@@ -27,11 +29,11 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
 }
 BARE, COPY, PEER = "without an update", "a plain copy", "DeepSpeed ZeRO-Offload"
 COPIED = 1 << 24
-"""Elements of the copy that gives the rate."""
+"""Number of elements of the copy that measures the rate."""
 
 
 def step_cells(rounds: int, peers: str) -> dict[tuple[str, str], str]:
-    """Milliseconds of every placement, its ratio to that on the device and to the bound, and where its state is."""
+    """Measures milliseconds of each placement of the state, relative to the device and to the bound."""
     engines = {name: _engine(dict(offload)) for name, offload in PLACEMENTS.items()}
     bare = _engine({"device": "cpu"})
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Contenders of a benchmark in turns."""
+"""Times contenders of a benchmark in interleaved rounds."""
 
 import random
 import time
@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from statistics import median
 
 Work = Callable[[], object]
-"""One turn."""
+"""Function that runs one turn of a contender."""
 
 
 def medians(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turns of a new order; the first turn is not counted."""
+    """Returns the median seconds of each contender, in random order per round; the first round does not count."""
     spent: dict[str, list[float]] = {name: [] for name in works}
     order = list(works)
     for turn in range(rounds + 1):

@@ -1,1 +1,1 @@
-"""Products that communicate, beside chunks, collectives and torch's own."""
+"""Matmuls that communicate inside the kernel, compared with chunked and plain collectives and torch's async-TP."""

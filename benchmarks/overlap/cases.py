@@ -1,4 +1,4 @@
-"""What is measured: products of Llama layers that tensor ranks share, and tiny ones for interpreted kernels."""
+"""Cases of the overlap benchmark: matmuls of Llama layers on tensor ranks, and tiny ones for the interpreter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from engine.kernels.overlap import Operation, ProductSizes
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 TOKENS = 8192
-"""Rows of a product, those of all ranks: a sequence of 8192."""
+"""Rows of a product over all ranks: one sequence."""
 RANKS = (2, 4, 8)
 WIDTHS: Mapping[str, tuple[int, int]] = MappingProxyType({"8B": (4096, 14336), "70B": (8192, 28672)})
-"""Width of the residual stream and of the feed-forward layer of Llama 3."""
+"""Hidden and MLP sizes of Llama 3."""
 TINY_ROWS, TINY_DEPTH, TINY_COLUMNS = 21, 24, 40
-"""Of a rank: no multiples of a tile."""
+"""Sizes of one rank in tiny cases, no multiples of a tile."""
 TILES = ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (128, 128, 32, 8, 4))
-"""Tried for 16-bit elements: rows, columns, depth, warps and stages. The first one ships."""
+"""Tried tiles for 16-bit elements: rows, columns, depth, warps, stages. The first is the default."""
 TINY_TILES = ((16, 16, 16, 4, 2), (32, 16, 16, 4, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapCase:
-    """One operation at one size."""
+    """One operation at one size, on a number of ranks."""
 
     operation: Operation
     of: str
-    """The layer, such as "8B up"."""
+    """Name of the layer, such as "8B up"."""
     ranks: int
     sizes: ProductSizes
     dtype: torch.dtype
@@ -36,33 +36,33 @@ class OverlapCase:
 
     @property
     def name(self) -> str:
-        """Unlike that of any other case."""
+        """Unique name of the case."""
         return f"{self.operation} {self.of} tp{self.ranks} {short_name(self.dtype)}"
 
     @property
     def rows(self) -> int:
-        """Of a rank."""
+        """Number of rows per rank."""
         return self.sizes.rows // self.ranks
 
     @property
     def sent_rows(self) -> int:
-        """Rows that a rank sends to another at once."""
+        """Number of rows that a rank sends to another at once."""
         return self.sizes.rows if self.operation == "product_sum" and self.ranks == 2 else self.rows
 
     @property
     def capacity(self) -> int:
-        """Bytes that a rank sends to another at most, gathered rows or parts of the product."""
+        """Maximum bytes that a rank sends to another."""
         gathered, scattered = self.rows * self.sizes.depth, self.sent_rows * self.sizes.columns
         return max(gathered, scattered) * self.dtype.itemsize
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """Such as bfloat16."""
+    """Returns the name of ``dtype`` without the module, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def llama_cases(ranks: Sequence[int], quick: bool = False) -> list[OverlapCase]:
-    """The feed-forward layers of Llama 3 8B and 70B in bf16; ``quick``: of the 8B alone."""
+    """Returns cases of the MLP layers of Llama 3 8B and 70B in bf16; ``quick``: 8B only."""
     models = list(WIDTHS)[: 1 if quick else None]
     return [
         OverlapCase(
@@ -86,7 +86,7 @@ def _sizes(operation: Operation, width: int, inner: int, ranks: int) -> ProductS
 
 
 def tiny_cases(ranks: Sequence[int], quick: bool = False) -> list[OverlapCase]:
-    """For kernels that are interpreted; ``quick``: in fp32 alone."""
+    """Returns small cases for interpreted kernels; ``quick``: fp32 only."""
     dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
     return [
         OverlapCase(

@@ -1,13 +1,12 @@
-"""Products of tensor ranks that communicate by themselves, beside chunks, collectives and torch's async-TP.
+"""Times matmuls that communicate inside the kernel, against chunked and plain collectives and torch's async-TP.
 
     python -m benchmarks overlap                        one GPU: virtual ranks; no GPU: tiny sizes, interpreted
     torchrun --nproc_per_node 8 -m benchmarks overlap   a rank on each GPU, on CPUs a process each
 
-Every operation, size and tile is checked before anything is timed. Then the tiles are tried, and all ways run in
-interleaved rounds. Virtual ranks share one GPU: each has its own memory and stream and a share of the processors, and
-what it sends goes through the memory of that GPU, not over a link. So their figures compare ways and show that waits
-cost nothing; rows for ``kernels/overlap.json`` come from several GPUs alone. Kernels that are interpreted are checked
-and not timed.
+Checks every operation, size and tile, then times the tiles and all implementations in interleaved rounds. Virtual ranks
+share one GPU: each has its own memory, stream and share of the SMs, and messages stay in that GPU's memory. So they
+only compare implementations; rows for ``kernels/overlap.json`` need several GPUs. Interpreted kernels are checked and
+not timed.
 
 Writes OUT/overlap.json (all figures), OUT/overlap.md (the table) and, between GPUs, OUT/overlap_winners.json.
 """
@@ -31,16 +30,16 @@ from benchmarks.overlap.cases import RANKS, OverlapCase, llama_cases, tiny_cases
 from engine.kernels.device import find_accelerator, is_host
 
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
-"""A queue for every stream, so that no rank waits behind another; nothing is loaded while a rank waits."""
+"""Environment with a hardware queue per stream and eager module loading, so that no rank blocks another."""
 START_SECONDS, GRACE_SECONDS = 90.0, 60.0
 LEAST_SECONDS = 12.0
-"""For one case; with less left it is not measured."""
+"""Minimum seconds for one case."""
 TINY_RANKS = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapOrder:
-    """What a run measures."""
+    """Command-line options of an overlap run."""
 
     ranks: tuple[int, ...]
     quick: bool
@@ -48,16 +47,16 @@ class OverlapOrder:
 
     @property
     def cases(self) -> list[OverlapCase]:
-        """All of them."""
+        """All cases of the run."""
         return (tiny_cases if self.interpreted else llama_cases)(self.ranks, self.quick)
 
 
 Ask = Callable[[str, float], dict[str, Any]]
-"""(name of a case, seconds) -> what was found."""
+"""Function (case name, seconds) that returns the result."""
 
 
 def make_virtual_desk(order: OverlapOrder) -> Callable[..., dict[str, Any]]:
-    """Measures cases of virtual ranks, in the process that calls it."""
+    """Returns a function that measures cases of virtual ranks in the calling process."""
     if order.interpreted:
         interpret()
     from benchmarks.overlap.measure import Sampling, run_case
@@ -76,7 +75,7 @@ def make_virtual_desk(order: OverlapOrder) -> Callable[..., dict[str, Any]]:
 
 
 class VirtualDesk:
-    """Asks a process of its own, and starts another when one is lost with a case."""
+    """Client of a measuring process, which is restarted after a crash."""
 
     def __init__(self, order: OverlapOrder) -> None:
         self._order = order
@@ -94,14 +93,14 @@ class VirtualDesk:
         return answer
 
     def close(self) -> None:
-        """End the process."""
+        """Ends the worker process."""
         if self._worker is not None:
             self._worker.close()
         self._worker = None
 
 
 def measure_overlap(cases: Sequence[OverlapCase], budget: Budget, ask: Ask) -> list[dict[str, Any]]:
-    """Every case, each with an equal share of what time is left."""
+    """Measures every case, each with an equal share of the remaining time."""
     from benchmarks.overlap.measure import describe
 
     found = []
@@ -114,7 +113,7 @@ def measure_overlap(cases: Sequence[OverlapCase], budget: Budget, ask: Ask) -> l
 
 
 def conclude_overlap(found: dict[str, Any]) -> str:
-    """Markdown: what ran where, the table, verdicts and failures."""
+    """Formats the results as Markdown: place, table, verdicts, failures."""
     from benchmarks.overlap.report import check_table, judge_overlap, overlap_failures, overlap_table
 
     cases = found["cases"]
@@ -142,7 +141,7 @@ def _head(found: dict[str, Any]) -> str:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Check, measure, print, write; 0 if every case was right."""
+    """Checks, measures, prints and writes results; returns 0 if every case was correct."""
     arguments = _parse(command)
     for name, value in QUEUES.items():
         os.environ.setdefault(name, value)  # before anything asks for a GPU

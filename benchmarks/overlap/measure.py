@@ -1,7 +1,7 @@
-"""One case from check to figures: is every tile right, which is the fastest, how long takes what.
+"""Checks and times one case: correctness of every tile, the fastest tile, seconds of every implementation.
 
-Times are medians of interleaved rounds; of several processes the longest. Nothing is timed where kernels are
-interpreted, and no check there or on a GPU allows a kernel any deviation: sums of whole numbers are exact.
+Times are medians of interleaved rounds, the slowest process counts; interpreted kernels are not timed. Checks require
+equal bits: inputs are whole numbers, whose sums are exact.
 """
 
 import random
@@ -22,30 +22,30 @@ from engine.kernels.gpu.launch_shapes import Tile
 Answer = TypeVar("Answer")
 IN_KERNELS = ("fused", "copied")
 IN_TURNS = "in turns"
-"""The fused way, launched in halves."""
+"""Name of the fused implementation with both halves launched separately."""
 ALLOWED = 2.0**-6
-"""Of the largest entry, to whatever rounds sums in another order: two units of bf16."""
+"""Maximum error relative to the largest entry, for sums in another order: two units of bf16."""
 TUNED_SHARE = 0.35
-"""Of the time of a case, for the choice of a tile."""
+"""Fraction of a case's time for the choice of a tile."""
 COMMUNICATES, PLAIN = "communicating alone", "plain alone"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many samples a way gives, fewer where time does not suffice."""
+    """Numbers of timed samples per implementation, fewer if time is short."""
 
     rounds: int = 5
     samples: int = 7
-    """In a round: 35 in all."""
+    """Samples per round, 35 in all."""
     tuning: int = 5
-    """Of a tile."""
+    """Number of samples per tile."""
 
 
 def run_case(case: OverlapCase, place: Place, seconds: float, sampling: Sampling) -> dict[str, Any]:
-    """All of it, in plain data: checks by tile, the tile that was taken, seconds by way.
+    """Checks, tunes and times a case; returns a JSON object.
 
-    The first tile, which ships, is always tried; the others while their share of the time lasts, since each is
-    compiled. Kernels that are interpreted are checked in all tiles.
+    The first tile, the default, is always tried; others while their share of the time lasts. Interpreted kernels are
+    checked in all tiles.
     """
     settle(place.device, "the case before")  # frees its memory: to make room while a rank waits would take for ever
     budget = Budget(seconds)
@@ -77,20 +77,20 @@ def run_case(case: OverlapCase, place: Place, seconds: float, sampling: Sampling
 
 
 def describe(case: OverlapCase) -> dict[str, Any]:
-    """What a case is."""
+    """Returns the description of a case as a JSON object."""
     row = asdict(case) | {"name": case.name, "dtype": str(case.dtype).removeprefix("torch.")}
     del row["tiles"]
     return row | {"sizes": case.sizes._asdict()}
 
 
 def name_of(tile: tuple[int, int, int, int, int]) -> str:
-    """Such as 128x128x64 w8 s3."""
+    """Returns the name of a tile, such as "128x128x64 w8 s3"."""
     rows, columns, depth, warps, stages = tile
     return f"{rows}x{columns}x{depth} w{warps} s{stages}"
 
 
 def check_ways(trial: OverlapTrial, tile: Tile, place: Place) -> dict[str, Any]:
-    """The deviation of every way; what is in kernels is exact, or fails."""
+    """Returns the largest error of every implementation; kernels must be exact."""
     trial.fill(whole_numbers=True)
     wanted = trial.expected()
     scale = max(float(one.abs().max()) for one in wanted)
@@ -139,7 +139,7 @@ def _tune(trial: OverlapTrial, tile: Tile, sampling: Sampling) -> float | str:
 
 
 def time_ways(trial: OverlapTrial, tile: Tile, sampling: Sampling, budget: Budget) -> dict[str, Any]:
-    """Seconds of every way and part, in rounds of changing order, the same on all ranks."""
+    """Returns the seconds of every implementation and part, equal on all ranks; the order changes each round."""
     trial.fill(whole_numbers=False)
     runs = trial.ways(tile) | trial.parts(tile) | trial.alone(tile)
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -171,7 +171,7 @@ def _summary(trial: OverlapTrial, samples: list[float]) -> dict[str, Any]:
 
 
 def goes_on(place: Place, budget: Budget) -> bool:
-    """Whether there is time, alike on all ranks."""
+    """Returns True if time is left, equal on all ranks."""
     return place.longest([float(not budget.left)]) == [0.0]
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a case are: parts of this process on one device, or processes with a device each."""
+"""Placement of a case's ranks: several in this process on one device, or one process for each device."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
@@ -20,47 +20,47 @@ from engine.parallel.tensor.overlap.fused_sum import last_turn
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 SECONDS = 5.0
-"""A kernel waits so long for a signal before it says that it has not come."""
+"""Timeout in seconds of a kernel's wait for a signal."""
 SPARE_PROCESSORS = 16
-"""Left to copies between virtual ranks, which are kernels too where memory is that of the same GPU."""
+"""Processors reserved for copies between virtual ranks, which are kernels too."""
 Turns = Generator[None, None, Tensor]
-"""The launches of a rank, which yields where the others have to launch theirs."""
+"""Generator of a rank's launches, which yields where other ranks must launch."""
 
 
 class Place(Protocol):
-    """The ranks of a case, some or all of which are in this process."""
+    """Ranks of a case, with some or all of them in this process."""
 
     device: torch.device
     ranks: int
     own: Sequence[int]
-    """The ranks in this process."""
+    """Indices of the ranks in this process."""
     axes: Sequence[TensorAxis]
-    """Of each of them."""
+    """Tensor axis of each rank in this process."""
     board: Board | None
-    """Of virtual ranks."""
+    """Exchange of virtual ranks; None for real ranks."""
     clock: Clock
 
     def open(self, sizes: SlotSizes) -> list[SymmetricBuffer]:
-        """Memory of each rank in this process; every rank calls it."""
+        """Opens symmetric memory of each rank in this process; every rank calls it."""
 
     def programs(self, spare: int = 0) -> int | None:
-        """Of a kernel of one rank while all ranks run; None: one on each processor."""
+        """Returns the number of concurrent programs of one rank's kernel; None: one per processor."""
 
     def together(self, works: Sequence[Turns]) -> list[Tensor]:
-        """Run the work of the ranks in this process; their results are ready for the current stream."""
+        """Runs the work of the ranks in this process; results are ready on the current stream."""
 
     def of_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of all ranks, from those of the ranks in this process."""
+        """Returns the tensors of all ranks; ``tensors``: those of this process."""
 
     def longest(self, seconds: Sequence[float]) -> list[float]:
-        """The largest over all processes, of each."""
+        """Returns the elementwise maximum over all processes."""
 
 
 class VirtualPlace:
-    """All ranks in this process, each on a stream of its own; on a CPU they take turns.
+    """All ranks in this process, each on its own streams; on a CPU they run in turns.
 
-    A rank has three streams: of its kernels, of its collectives and of its copies. torch gives out 32 streams of a
-    device in turn, so those of 8 ranks, made together, are 24 different ones; a shared one would be a deadlock.
+    A rank has streams for kernels, collectives and copies. torch hands out 32 streams in turn, so the 24 of 8 ranks are
+    distinct; a shared stream would deadlock.
     """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
@@ -74,20 +74,20 @@ class VirtualPlace:
         self.clock: Clock = WallClock() if is_host(device) else EventClock(device)
 
     def open(self, sizes: SlotSizes) -> list[SymmetricBuffer]:
-        """An allocation for each rank."""
+        """Allocates memory for each rank."""
         buffers = virtual_ranks(sizes, SECONDS, self.device)
         for buffer, copies in zip(buffers, self._copies, strict=True):
             buffer.copies = copies
         return list(buffers)
 
     def programs(self, spare: int = 0) -> int | None:
-        """A share of the processors, so that the programs of all ranks run at once."""
+        """Returns an equal share of the processors, so that all ranks' programs run at once."""
         from engine.kernels.gpu.launch_shapes import processors
 
         return max(1, (processors(self.device) - spare) // self.ranks)
 
     def together(self, works: Sequence[Turns]) -> list[Tensor]:
-        """In turns on the host, at once on the device."""
+        """Runs the ranks in turns on the host, concurrently on the device."""
         for axis in self._axes:
             axis.begin()
         found: dict[int, Tensor] = {}
@@ -105,16 +105,16 @@ class VirtualPlace:
         return [found[index] for index in range(len(works))]
 
     def of_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """They are here."""
+        """Returns ``tensors``: all ranks are in this process."""
         return list(tensors)
 
     def longest(self, seconds: Sequence[float]) -> list[float]:
-        """There is one process."""
+        """Returns ``seconds``: there is one process."""
         return list(seconds)
 
 
 class ProcessPlace:
-    """A rank in each process of the job, as ``torchrun`` has started them."""
+    """One rank per process, as started by ``torchrun``."""
 
     def __init__(self, world: World) -> None:
         open_world(world)
@@ -129,10 +129,10 @@ class ProcessPlace:
         self.clock: Clock = WallClock() if host else EventClock(self.device, lambda: dist.all_reduce(token))
 
     def open(self, sizes: SlotSizes) -> list[SymmetricBuffer]:
-        """Memory that all processes write.
+        """Opens memory that all processes can write.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: the ranks share no memory.
         """
         buffer = self._comm.open_symmetric("tp", sizes, SECONDS)
         if buffer is None:
@@ -140,26 +140,26 @@ class ProcessPlace:
         return [buffer]
 
     def programs(self, spare: int = 0) -> int | None:
-        """All processors of its GPU."""
+        """Returns None: all processors of the GPU."""
         return None
 
     def together(self, works: Sequence[Turns]) -> list[Tensor]:
-        """The work of one rank, to its end."""
+        """Runs the work of this process's rank."""
         return [last_turn(work) for work in works]
 
     def of_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Gathered over the processes."""
+        """All-gathers the tensor over the processes."""
         (own,) = tensors
         found = [torch.empty_like(own) for _ in range(self.ranks)]
         dist.all_gather(found, own.contiguous())
         return found
 
     def longest(self, seconds: Sequence[float]) -> list[float]:
-        """The largest of any process."""
+        """Returns the elementwise maximum over the processes."""
         told = torch.tensor(seconds, dtype=torch.float32, device=self.device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return [float(value) for value in told.tolist()]
 
 
 MakePlace = Callable[[int], Place]
-"""From a number of ranks."""
+"""Function that creates the ranks of a case, given their number."""

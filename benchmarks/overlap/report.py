@@ -1,4 +1,4 @@
-"""From seconds to shares, verdicts and one table."""
+"""Turns seconds into shares, verdicts and one table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 from benchmarks.overlap.measure import COMMUNICATES, IN_KERNELS, PLAIN
 
 HIDDEN_GOAL = 0.85
-"""Of the transfer, or of the product where that is shorter."""
+"""Minimum fraction of the transfer, or of a shorter product, that overlap hides."""
 GATED_GOAL = 1.02
-"""Time of a product that looks for its rows, all of which are there, over that of the plain one in the same tile."""
+"""Maximum time of a product that polls for rows already present, relative to the plain product in the same tile."""
 OTHERS = ("chunks", "collectives", "async-TP")
 SHOWN = ("fused", "copied", *OTHERS, "product", "transfer")
 HEADINGS = (
@@ -17,28 +17,28 @@ HEADINGS = (
     *(f"{name} ms" for name in SHOWN), "best other / ours", "hidden", "hidden, from host", "gated / plain",
 )  # fmt: skip
 Found = Mapping[str, Any]
-"""What ``run_case`` gives."""
+"""Results of ``run_case``: plain data."""
 
 
 def seconds_of(found: Found, way: str) -> float | None:
-    """Median; None where it was not measured."""
+    """Returns the median seconds of an implementation; None if not measured."""
     value = found.get("seconds", {}).get(way, {}).get("seconds")
     return None if value is None else float(value)
 
 
 def fastest(found: Found, ways: Sequence[str]) -> tuple[float, str] | None:
-    """(seconds, which) of several ways."""
+    """Returns (seconds, implementation) of the fastest; None if none was measured."""
     return min(((taken, way) for way in ways if (taken := seconds_of(found, way)) is not None), default=None)
 
 
 def hidden(found: Found) -> float | None:
-    """Share of the shorter of product and transfer that the fastest of our ways hides behind the other."""
+    """Returns how much of the shorter of product and transfer our fastest implementation hides, as a fraction."""
     ours = fastest(found, IN_KERNELS)
     return _hidden(found, None if ours is None else ours[0], "transfer")
 
 
 def hidden_from_host(found: Found) -> float | None:
-    """The same of a gather whose rows come from the host."""
+    """Returns how much of the shorter of product and host transfer a gather of host rows hides, as a fraction."""
     return _hidden(found, seconds_of(found, "from host"), "host transfer")
 
 
@@ -50,20 +50,20 @@ def _hidden(found: Found, ours: float | None, moved: str) -> float | None:
 
 
 def gated_ratio(found: Found) -> float | None:
-    """Of one rank alone."""
+    """Returns the time of a communicating product on one rank, relative to the plain product."""
     communicating, plain = seconds_of(found, COMMUNICATES), seconds_of(found, PLAIN)
     return communicating / plain if communicating and plain else None
 
 
 def gain(found: Found) -> float | None:
-    """Time of the fastest other way over that of the fastest of ours."""
+    """Returns the seconds of the fastest other implementation divided by those of our fastest."""
     ours, other = fastest(found, IN_KERNELS), fastest(found, OTHERS)
     return other[0] / ours[0] if ours and other else None
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapVerdict:
-    """What became of a goal."""
+    """Result for a goal of a case."""
 
     case: str
     wanted: str
@@ -75,7 +75,7 @@ class OverlapVerdict:
 
 
 def judge_overlap(found: Found) -> list[OverlapVerdict]:
-    """The goals of a case that was timed."""
+    """Checks all goals of a timed case."""
     verdicts = []
     if (share := hidden(found)) is not None:
         wanted = f"hidden at least {HIDDEN_GOAL:.0%}"
@@ -88,7 +88,7 @@ def judge_overlap(found: Found) -> list[OverlapVerdict]:
 
 
 def overlap_table(cases: Sequence[Found]) -> str:
-    """Markdown, a line a case; what was not measured is "-"."""
+    """Formats results as a Markdown table, one line per case; "-": not measured."""
     return "\n".join([_line(HEADINGS), _line(["---"] * len(HEADINGS)), *(_line(_cells(found)) for found in cases)])
 
 
@@ -96,7 +96,9 @@ CHECKED = ("fused", "copied", "chunks", "collectives", "async-TP")
 
 
 def check_table(cases: Sequence[Found]) -> str:
-    """Markdown: whether each way gave what plain products and sums give, with whole numbers, in how many tiles."""
+    """Formats checks as a Markdown table: whether each implementation equals plain products and integer sums, by number
+    of tiles.
+    """
     headings = ("operation", "of", "ranks", "M x N x K", "dtype", "tiles", *CHECKED)
     return "\n".join([_line(headings), _line(["---"] * len(headings)), *(_line(_checks(found)) for found in cases)])
 
@@ -154,7 +156,7 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def overlap_failures(cases: Sequence[Found]) -> list[str]:
-    """What was wrong or did not run, each once."""
+    """Lists failed checks and errors, each once."""
     lines: dict[str, None] = {}
     for found in cases:
         if "error" in found:

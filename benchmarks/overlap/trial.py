@@ -1,4 +1,4 @@
-"""One case at one place: inputs, and every way in which the operation can be done."""
+"""One case on one set of ranks: its inputs, and every implementation of the operation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -30,12 +30,14 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 LABEL = "benchmark"
 GATED_EPOCH, SENT_EPOCH = 1, 2
-"""Calls of the memory whose flags stay as they are; they have slots of their own."""
+"""Epochs with permanent signals and slots of their own."""
 Run = Callable[[], Sequence[Tensor]]
 
 
 class OverlapTrial:
-    """Inputs [1, L, K], or [1, W, L, K] of a scatter and a sum, and matrices [K, N], of the ranks in this process."""
+    """Inputs [1, L, K] (for a scatter or sum [1, W, L, K]) and matrices [K, N] of this process's ranks, with all
+    implementations.
+    """
 
     def __init__(self, case: OverlapCase, place: Place) -> None:
         self.case, self.place = case, place
@@ -52,7 +54,9 @@ class OverlapTrial:
         self.matrices = [layer.t() for layer in layers]
 
     def fill(self, whole_numbers: bool, turn: int = 0) -> None:
-        """New content, unlike on every rank and in every turn; sums of whole numbers are exact in fp32."""
+        """Fills the inputs, differently for each rank and ``turn``; sums of integers (``whole_numbers``) are exact in
+        fp32.
+        """
         for rank, given, matrix in zip(self.place.own, self.inputs, self.matrices, strict=True):
             generator = torch.Generator(device=self.place.device).manual_seed(self.case.ranks * turn + rank)
             for tensor in (given, matrix):
@@ -62,7 +66,7 @@ class OverlapTrial:
                     tensor.normal_(generator=generator)
 
     def expected(self) -> list[Tensor]:
-        """What each rank in this process is to have, from plain products and sums, [rows, N]."""
+        """Returns the expected result of each rank in this process, [rows, N], from plain products and sums."""
         place, case = self.place, self.case
         if case.operation == "gather_product":
             whole = torch.cat([part[0] for part in place.of_all(self.inputs)])
@@ -74,10 +78,10 @@ class OverlapTrial:
         return [total.view(case.ranks, case.rows, -1)[rank] for rank in place.own]
 
     def check(self) -> None:
-        """Fail if a kernel did not get something in time; forget it, so that the next one starts afresh.
+        """Checks that no kernel timed out, and resets the status.
 
         Raises:
-            RuntimeError: it names the rank, the tile and the call.
+            RuntimeError: a kernel timed out; the message names rank, tile and call.
         """
         for buffer in (*self.buffers, *self._gates):
             try:
@@ -88,7 +92,7 @@ class OverlapTrial:
     # ------------------------------------------------------------------------------------------ all ranks together
 
     def ways(self, tile: Tile) -> dict[str, Run]:
-        """Every way to do the operation."""
+        """Returns all implementations of the operation as functions to time."""
         made: dict[str, Run] = {"fused": partial(self._run, partial(self._fused, tile))}
         if self.case.operation == "gather_product":
             made["copied"] = partial(self._run, partial(self._copied, tile))
@@ -98,7 +102,7 @@ class OverlapTrial:
         return made | self._async_tp()
 
     def parts(self, tile: Tile) -> dict[str, Run]:
-        """What the ways consist of: the product in a kernel all of whose rows have come, and the transfer alone."""
+        """Returns the functions to time besides: the product of rows that are all present, and the transfer alone."""
         self._open_gates(tile)
         made: dict[str, Run] = {
             "gated": partial(self._run, partial(self._gated, tile)),
@@ -137,7 +141,9 @@ class OverlapTrial:
         }
 
     def alone(self, tile: Tile) -> dict[str, Run]:
-        """One rank with the whole device: its kernel when nothing is waited for, and the plain product in its tile."""
+        """Returns one rank's work on the whole device: the communicating kernel without waits, and the plain
+        product.
+        """
         gathers = self.case.operation == "gather_product"
         own, given, matrix = self._gates[0], self.inputs[0], self.matrices[0]
         rows = given.new_empty(self.case.sizes.rows, self.case.sizes.depth).normal_()
@@ -155,8 +161,9 @@ class OverlapTrial:
         return {"communicating alone": communicating, "plain alone": plain}
 
     def first_in_turns(self, tile: Tile) -> Sequence[Tensor]:
-        """The fused way with each half launched for all ranks before the next: it loads kernels and allocates memory
-        while nobody waits for anybody. Of a gather the one by copies too."""
+        """Runs the fused way with each half launched for all ranks before the next, so that kernels load and memory is
+        allocated without waits. For a gather also the way by copies.
+        """
         if self.case.operation == "gather_product":
             self._run(partial(self._copied, tile, in_turns=True))
         return self._run(partial(self._fused, tile, in_turns=True))
@@ -284,7 +291,7 @@ class OverlapTrial:
 
 
 def start_sum(tensor: Tensor, axis: TensorAxis) -> tuple[Tensor, Pending]:
-    """The sum of ``tensor`` over the ranks, ready after the wait."""
+    """Starts the sum of ``tensor`` over the ranks; returns the result, ready after the wait."""
     if isinstance(axis, VirtualAxis):
         return axis.start_sum(tensor)
     return tensor, axis.start_all_reduce(tensor, LABEL)
@@ -296,6 +303,6 @@ def _rounded(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def deviating(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[float]:
-    """The largest difference of each result from what is wanted."""
+    """Yields the maximum absolute difference of each result from the expected one."""
     for one, other in zip(found, wanted, strict=True):
         yield float((one.reshape(other.shape).float() - other.float()).abs().max())

@@ -1,8 +1,8 @@
-"""Collectives between virtual ranks: copies and sums on streams of one device, for chunks and plain collectives.
+"""Collectives between virtual ranks of one process: copies and sums on streams of one device.
 
-A rank's transfers run on a side stream, as those of NCCL do, and begin when their tensors are ready at all ranks. The
-host gives the work of one rank after the other, so a reduce-scatter reads what the others have posted by the time it is
-waited for, and starts on the device as soon as that is computed.
+A rank's transfers run on a side stream, like NCCL's, and begin when the tensors of all ranks are ready. The host
+launches one rank after the other, so a reduce-scatter is launched when it is waited for, after all ranks have posted
+theirs.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Posted(NamedTuple):
-    """A tensor that a rank has computed, and the moment when it is ready."""
+    """Tensor that a rank has computed, with the event of its completion."""
 
     tensor: Tensor
     ready: torch.Event | None
 
 
 class Board:
-    """What the ranks show each other in one piece of work."""
+    """Tensors that virtual ranks exchange in one operation."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -35,13 +35,13 @@ class Board:
         """By rank and number of the call."""
 
     def begin(self, inputs: Sequence[Tensor], pieces: int) -> None:
-        """Start a piece of work."""
+        """Starts an operation on the ranks' ``inputs``, in ``pieces`` chunks."""
         self.inputs, self.pieces = inputs, pieces
         self.posted.clear()
 
 
 class VirtualAxis(TensorAxis):
-    """The axis as one virtual rank sees it; ``side``: where its transfers run."""
+    """Tensor axis of one virtual rank; ``side``: CUDA stream of its transfers."""
 
     def __init__(self, index: int, board: Board, device: torch.device, side: SideStream) -> None:
         self.index, self.size, self.dry, self.listener = index, board.ranks, False, None
@@ -49,11 +49,11 @@ class VirtualAxis(TensorAxis):
         self._calls = 0
 
     def begin(self) -> None:
-        """Start a piece of work."""
+        """Restarts the count of chunks for a new operation."""
         self._calls = 0
 
     def start_all_gather(self, part: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Copy the same chunk of all ranks."""
+        """Copies the corresponding chunk of all ranks."""
         full, call = part.new_empty((self.size, *part.shape)), self._next()
         with self._side.behind():
             for row, given in zip(full, self._board.inputs, strict=True):
@@ -61,11 +61,11 @@ class VirtualAxis(TensorAxis):
         return full, Pending(self._side.join)
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
-        """Post ``full`` [W, ..]; the wait sums this rank's slices of all that was posted, in fp32."""
+        """Posts ``full`` [W, ..]; the wait sums this rank's slices of all posted tensors in fp32."""
         return self._start_sum(full, self.index)
 
     def start_sum(self, tensor: Tensor) -> tuple[Tensor, Pending]:
-        """Post ``tensor``; the wait sums all that was posted into a new one, in fp32."""
+        """Posts ``tensor``; the wait sums all posted tensors in fp32 into a new one."""
         return self._start_sum(tensor, slice(None))
 
     def _start_sum(self, full: Tensor, place: int | slice) -> tuple[Tensor, Pending]:

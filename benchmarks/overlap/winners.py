@@ -1,4 +1,4 @@
-"""Rows for ``kernels/overlap.json``, from what was measured between several GPUs."""
+"""Rows of ``kernels/overlap.json``, from measurements on several GPUs."""
 
 import json
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from benchmarks.overlap.report import Found, fastest
 from engine.kernels.overlap import OverlapChoice
 
 MARGIN = 1.02
-"""A kernel that communicates has to be faster by so much: less is noise."""
+"""Minimum speedup of a communicating kernel; less is noise."""
 OTHER_WAYS = ("chunks", "collectives")
-"""Of the engine."""
+"""Ways of the engine without a communicating kernel."""
 
 
 def propose_overlap(cases: Sequence[Found], device: str, shipped: Sequence[OverlapChoice]) -> list[OverlapChoice]:
-    """The shipped table, and rows of ``device`` in place of its old ones of the same products."""
+    """Returns the shipped rows, with new ones for ``device`` in place of old ones for the same products."""
     rows = [row for found in cases if (row := _row(found, device)) is not None]
     replaced = {_key(row) for row in rows}
     return [*rows, *(row for row in shipped if _key(row) not in replaced)]
@@ -42,7 +42,7 @@ def _key(row: OverlapChoice) -> tuple[object, ...]:
 
 
 def overlap_json(rows: Sequence[OverlapChoice]) -> str:
-    """As ``kernels/overlap.json`` is written, a line a row."""
+    """Formats rows as ``kernels/overlap.json``, one line per row."""
     lines = [json.dumps({name: value for name, value in asdict(row).items() if value is not None}) for row in rows]
     body = ",".join(f"\n    {line}" for line in lines) + "\n  " * bool(lines)
     return f'{{\n  "winners": [{body}]\n}}\n'

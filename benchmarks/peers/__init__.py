@@ -1,1 +1,1 @@
-"""Who is measured: the same model trained by plain torch, DDP, FSDP2, DTensor, pipelining, DeepSpeed and Trine."""
+"""Contenders: the same model trained by plain torch, DDP, FSDP2, DTensor, pipelining, DeepSpeed and Trine."""

@@ -1,7 +1,7 @@
-"""The collectives of a step of Trine and nothing else: equal calls and bytes, one after another, without a model.
+"""Replays the collectives of one Trine step without a model: equal calls and bytes, one after another.
 
-A step is recorded at the backend of its communication, and repeated from then on: it takes what gloo or shared memory
-takes, which no Python of the engine can lower.
+The collectives are recorded at Trine's communication backend in one real step. Their time is a lower bound, which
+faster Python in the engine cannot undercut.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from benchmarks.peers.workload import Mode, Workload
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather_parameters", "exchange_gathers")
 TRAINED_STEPS = 1
-"""Steps before the one that is recorded: the first of a run sends more than the others."""
+"""Number of steps before the recorded one, since the first step communicates more."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Recording:
 
 
 class BareCollectives(Trine):
-    """:class:`Trine` whose steps, from the third on, are the collectives of the second."""
+    """:class:`Trine` with steps that, from the third on, repeat only the collectives of the second."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         super().__init__(mode, workload)

@@ -1,4 +1,4 @@
-"""AdamW of DeepSpeed on the CPU, which its ZeRO-Offload updates with; its first use compiles an extension."""
+"""DeepSpeed's CPU AdamW, which its ZeRO-Offload uses. Its first use compiles an extension."""
 
 import io
 import os
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 
 def make_cpu_adam(parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> Callable[[], object]:
-    """One update of ``parameter``, whose gradient is there, and of its ``moments`` by torch's names, as a call.
+    """Returns a function that makes one DeepSpeed AdamW update of ``parameter`` from its gradient; ``moments``: state
+    by torch's names.
 
     Raises:
-        ImportError, RuntimeError: DeepSpeed is not installed, or its extension does not compile.
+        ImportError, RuntimeError: DeepSpeed is missing, or its extension does not compile.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with redirect_stdout(io.StringIO()):  # what it tells of its extension

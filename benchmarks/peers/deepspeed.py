@@ -1,12 +1,11 @@
-"""ZeRO 1 to 3 as DeepSpeed offers them, on the CPU.
+"""ZeRO 1 to 3 by DeepSpeed, on the CPU.
 
-DeepSpeed needs a process group and the variables of a launcher, which ``torchrun`` and ``deepspeed`` set: RANK,
-LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Where none did, they are set here, and the running group is taken
-over. DS_ACCELERATOR=cpu keeps it off a GPU; its backend is then gloo, or ccl where Intel's binding is installed.
-Its first start on a machine compiles an extension, which takes a C++ compiler and minutes.
+DeepSpeed reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which are set here without a launcher, and
+uses the running process group. DS_ACCELERATOR=cpu keeps it off a GPU, over gloo, or ccl where Intel's binding is
+installed. Its first start compiles an extension, which needs a C++ compiler and minutes.
 
-All else is DeepSpeed's default: stages 1 and 2 all-reduce gradients over gloo and keep a flat copy of the
-parameters they update; stage 2 reduces after every microbatch; stage 3 leaves small parameters (below
+All else is DeepSpeed's default: stages 1 and 2 all-reduce gradients over gloo and keep a flat copy of the parameters
+they update; stage 2 reduces after every microbatch; stage 3 leaves small parameters (below
 ``stage3_param_persistence_threshold``) whole.
 """
 
@@ -25,7 +24,9 @@ from benchmarks.peers.workload import Mode, Workload, make_adamw, make_model, me
 
 
 class DeepSpeedPeer:
-    """``deepspeed.initialize`` and the loop of its tutorial: every microbatch through ``backward`` and ``step``."""
+    """DeepSpeed with ``deepspeed.initialize``, and the loop of its tutorial: ``backward`` and ``step`` per
+    microbatch.
+    """
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         announce(mode)
@@ -43,7 +44,7 @@ class DeepSpeedPeer:
         return model, make_adamw(list(model.parameters()), workload)
 
     def step(self, rows: Tensor) -> float:
-        """Loss of this rank's sequences."""
+        """Trains one step; returns the loss of this rank's sequences."""
         loss = 0.0
         for part in rows.chunk(self._accumulation):
             mean = mean_loss(self._engine(part[:, :-1]), part[:, 1:])
@@ -54,9 +55,9 @@ class DeepSpeedPeer:
 
 
 def make_config(mode: Mode, workload: Workload, parameters: int) -> dict[str, Any]:
-    """What a mode of DeepSpeed gives to ``deepspeed.initialize``; it runs the AdamW that the other peers run.
+    """Returns the configuration of a DeepSpeed mode, with the AdamW of the other peers.
 
-    The bucket holds the whole model, as the default of 5e8 elements would, which allocates 2 GB in every step.
+    The bucket contains the whole model, as with the default of 5e8 elements, which would allocate 2 GB per step.
     """
     return {
         "train_batch_size": workload.sequences,
@@ -69,7 +70,7 @@ def make_config(mode: Mode, workload: Workload, parameters: int) -> dict[str, An
 
 
 def announce(mode: Mode) -> None:
-    """Say what a launcher would have said; the group runs already, so nobody connects to this port."""
+    """Sets the environment variables of a launcher for the running process group."""
     rank = str(dist.get_rank())
     given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(mode.ranks), "DS_ACCELERATOR": "cpu"}
     for name, value in (given | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
@@ -79,7 +80,7 @@ def announce(mode: Mode) -> None:
 
 
 class DeepSpeedExperts(DeepSpeedPeer):
-    """``ExpertLayer`` with ``deepspeed.moe.layer.MoE`` in the place of its experts: top-2 gating without drops."""
+    """``ExpertLayer`` with ``deepspeed.moe.layer.MoE`` in place of its experts: top-2 gating without drops."""
 
     def _make(self, mode: Mode, workload: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
         from deepspeed.moe.layer import MoE
@@ -95,7 +96,7 @@ class DeepSpeedExperts(DeepSpeedPeer):
 
 
 class FirstOf(nn.Module):
-    """First of the results of a module."""
+    """Module that returns the first result of another module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""DeepSpeed's pipeline, 1F1B, on the CPU.
+"""1F1B pipeline by DeepSpeed, on the CPU.
 
-What it needs is told in ``deepspeed``. It cuts the layers so that stages have equally many parameters, and it
-waits for each message that it sends or receives. Any number of microbatches will do.
+Set-up as in ``deepspeed``. Stages get equally many parameters; sends and receives block; any number of microbatches
+works.
 
-In fp32 and without ZeRO its clipping takes the norm of the first stage for that of the model: it counts a gradient on
-the first rank alone, unless its parameter is marked ``model_parallel``. Marked they are here, unless ``own_clipping``
-asks for what a user gets who does not know that.
+In fp32 without ZeRO, DeepSpeed clips by the norm of the first stage's gradients, unless parameters are marked
+``model_parallel``. They are marked here, except with ``own_clipping``, which measures the default behaviour.
 """
 
 import io
@@ -22,7 +21,7 @@ from engine.models.decoder import Block, Decoder, DecoderConfig, Projection
 
 
 class DeepSpeedPipeline:
-    """``PipelineModule`` of ``LayerSpec`` and ``train_batch``, as DeepSpeed's tutorial has them."""
+    """DeepSpeed's pipeline: ``PipelineModule`` of ``LayerSpec``, and ``train_batch``, as in its tutorial."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         announce(mode)
@@ -42,12 +41,12 @@ class DeepSpeedPipeline:
         self._accumulation = mode.accumulation
 
     def step(self, rows: Tensor) -> float:
-        """Loss of all sequences."""
+        """Trains one step; returns the loss of all sequences."""
         parts = ((part[:, :-1], part[:, 1:]) for part in rows.chunk(self._accumulation))
         return float(self._engine.train_batch(parts).item())
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of this rank's stage."""
+        """Returns the weights of this rank's stage by name."""
         return {name: parameter.detach() for name, parameter in self._names.items()}
 
 

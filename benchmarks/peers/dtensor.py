@@ -1,8 +1,7 @@
-"""Tensor parallelism as torch itself offers it: ``parallelize_module`` with DTensor plans.
+"""Tensor parallelism by torch: ``parallelize_module`` with DTensor plans.
 
-Each model is planned as torch's tutorial plans its Llama: attention and perceptron become DTensors at their input once,
-so that the gradients of the products that share it are added before they are reduced. That makes 4 all-reduces a block,
-where plain column layers make 6.
+Plans follow torch's Llama tutorial: the inputs of attention and MLP become DTensors once, so that the input gradients
+of parallel products are added before their all-reduce. That takes 4 all-reduces a block instead of 6.
 """
 
 from torch import Tensor, nn
@@ -25,10 +24,10 @@ Styles = dict[str, ParallelStyle]
 
 
 class DecoderPeer(OneDataRank):
-    """``parallelize_module`` with a vocabulary-parallel embedding, head and loss, as torch's tutorial has them.
+    """Decoder under ``parallelize_module``, with vocabulary-parallel embedding, head and loss, as in torch's tutorial.
 
-    The attention's input becomes a DTensor once, so that the gradients of query, key and value with respect
-    to it are added before they are reduced: 4 all-reduces a block, where three plain column layers make 6.
+    The attention's input becomes a DTensor once, so that input gradients of query, key and value are added before their
+    reduction: 4 all-reduces per block instead of 6.
     """
 
     def step(self, rows: Tensor) -> float | None:
@@ -67,7 +66,7 @@ def _decoder_block() -> dict[str, ParallelStyle]:
 
 
 class Replicated(ParallelStyle):
-    """Whole on every rank, yet a DTensor: clipping cannot mix plain and distributed gradients."""
+    """Parameter replicated as a DTensor, since clipping cannot mix plain and distributed gradients."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # torch types both as returning None, yet takes what they return
@@ -83,7 +82,7 @@ class Replicated(ParallelStyle):
 
 
 class LlamaPeer(DecoderPeer):
-    """Hugging Face's Llama."""
+    """Hugging Face's Llama under ``parallelize_module``."""
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (self._mode.ranks,))
@@ -93,7 +92,7 @@ class LlamaPeer(DecoderPeer):
 
 
 class FusedPeer(DecoderPeer):
-    """nanoGPT's model with query, key and value apart: a plan of DTensor cannot cut one product into three."""
+    """nanoGPT's model with separate query, key and value, since a DTensor plan cannot shard a fused product."""
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (self._mode.ranks,))

@@ -1,7 +1,7 @@
-"""Trine with the operators that a GPU gets, whose kernels do nothing: the host's part of their cost, without a GPU.
+"""Trine with a GPU's operators and empty kernels: measures host time of the launches, without a GPU.
 
-The operators of a block (norm, rotary, gated unit) run their own Python up to Triton's launch, which returns at once.
-What they should have written is zero, so that losses stay finite; they mean nothing.
+The operators of a block (norm, rotary embedding, gated unit) run their Python up to Triton's launch, which returns at
+once. Outputs are zero, so that losses stay finite, and have no meaning.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class _Zeros:
 
 
 class EmptyLaunches(Trine):
-    """:class:`Trine` with operators that launch nothing. The process has no other engine."""
+    """:class:`Trine` with kernel launches that do nothing. The process must have no other engine."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         _launch_nothing()

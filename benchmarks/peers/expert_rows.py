@@ -1,6 +1,6 @@
-"""Rows that are sent to the ranks of their experts and back, and nothing else: experts that only weigh them.
+"""Dispatches rows to the ranks of their experts and combines them, with experts that only scale rows.
 
-A step is a forward and a backward of equal rows. The tokens of the workload are those of all ranks.
+A step is a forward and a backward of equal rows. The tokens of the workload are the tokens of all ranks together.
 """
 
 import torch
@@ -12,7 +12,7 @@ from benchmarks.peers.workload import Mode, Workload
 
 
 class Weighed(nn.Module):
-    """Experts without arithmetic, called as those of Qwen3-MoE: a row is multiplied by its weight."""
+    """Experts without products, called as Qwen3-MoE's: each row is multiplied by its weight."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return hidden_states * top_k_weights.sum(1, keepdim=True)
@@ -32,7 +32,7 @@ class _Rows:
 
 
 class DispatchedRows(_Rows):
-    """Dispatch and combine of :mod:`engine.parallel.experts`."""
+    """Dispatch and combine by :mod:`engine.parallel.experts`."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -56,7 +56,7 @@ class DispatchedRows(_Rows):
         self._shared = SharedExperts(found, Weighed(), comm, TensorAxis(comm))
 
     def step(self, _: Tensor) -> float:
-        """Mean of the results, which equal the rows."""
+        """Dispatches and combines rows in forward and backward; returns the mean of the results."""
         self.x.grad = self.weights.grad = None
         self.y = self._shared.forward(self.x, self.numbers, self.weights)
         self.y.sum().backward()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class DispatchedRows(_Rows):
 
 
 class ExchangedRows(_Rows):
-    """Calls of ``all_to_all_single`` that send the bytes of :class:`DispatchedRows`, with nothing between them."""
+    """Calls of ``all_to_all_single`` with the bytes of :class:`DispatchedRows` and nothing between them."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         super().__init__(mode, workload)
@@ -80,7 +80,7 @@ class ExchangedRows(_Rows):
         self._sent = [torch.zeros(sum(gives), elements) for (_, gives), elements in self._calls]
 
     def step(self, _: Tensor) -> float:
-        """Zero."""
+        """Runs the all-to-alls of dispatch and combine once; returns 0 in place of a loss."""
         for ((gets, gives), elements), sent in zip(self._calls, self._sent, strict=True):
             dist.all_to_all_single(sent.new_empty(sum(gets), elements), sent, gets, gives)
         return 0.0

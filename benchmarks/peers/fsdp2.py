@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3 as torch itself offers them: FSDP2."""
+"""ZeRO 2 and 3 by torch's FSDP2 (``fully_shard``)."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,10 +11,10 @@ from engine.models.decoder import Decoder
 
 
 class Fsdp2Peer(Plain):
-    """``fully_shard`` on every block and on the root, as torch's tutorial has it.
+    """FSDP2: ``fully_shard`` on every block and on the root, as in torch's tutorial.
 
-    Stage 3 reshards after each forward and gathers again for the backward; stage 2 keeps what the forward has
-    gathered until the backward is through. Either reduces once a step, as DDP does: ``set_requires_gradient_sync``.
+    Stage 3 reshards after forward and gathers again for backward; stage 2 retains gathered parameters until the end of
+    backward. Both reduce once per step, as DDP (``set_requires_gradient_sync``).
     """
 
     def _wrap(self, model: Decoder) -> nn.Module:

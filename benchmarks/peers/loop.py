@@ -1,4 +1,4 @@
-"""A training loop in plain torch, on one process, with one all-reduce, and under DistributedDataParallel."""
+"""Training loops of plain torch: one process, one all-reduce a step, and DistributedDataParallel."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,7 +12,7 @@ from engine.models.decoder import Decoder
 
 
 class Plain:
-    """A loop as in a tutorial: backward, one flat all-reduce, clip, step. The other peers change parts of it."""
+    """Plain torch loop: backward, one flat all-reduce, clipping, optimizer step. Other peers override parts."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         self._mode = mode
@@ -24,7 +24,7 @@ class Plain:
         self._optimizer = make_adamw(self._parameters, workload)
 
     def step(self, rows: Tensor) -> float | None:
-        """Loss of this rank's sequences."""
+        """Trains one step; returns the loss of this rank's sequences."""
         loss = self._backward(rows)
         self._reduce()
         self._clip()
@@ -33,7 +33,7 @@ class Plain:
         return loss
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of this rank. FSDP and DTensor, which put others in their place, are not asked."""
+        """Returns this rank's weights by name. Not for FSDP and DTensor, which replace parameters."""
         return {self._names[id(parameter)]: parameter.detach() for parameter in self._parameters}
 
     def _backward(self, rows: Tensor) -> float | None:
@@ -68,7 +68,7 @@ class Plain:
 
 
 class Ddp(Plain):
-    """torch's DistributedDataParallel with its default buckets."""
+    """torch's DistributedDataParallel with default buckets."""
 
     def _wrap(self, model: Decoder) -> nn.Module:
         self._ddp = DistributedDataParallel(model)
@@ -82,7 +82,7 @@ class Ddp(Plain):
 
 
 class OneDataRank(Plain):
-    """The ranks share the model, not the batch."""
+    """Mixin of peers with ranks that share the model, not the batch."""
 
     def _reduce(self) -> None:
         """Nothing to reduce over."""

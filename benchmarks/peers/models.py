@@ -1,4 +1,4 @@
-"""What is trained beside the reference decoder: Hugging Face's Llama and mixtures, and blocks as nanoGPT has them.
+"""Models besides the reference decoder: Hugging Face's Llama and mixtures, and nanoGPT-style blocks.
 
 All are called with tokens [B, L] and return logits [B, L, V]; all have the sizes of a ``DecoderConfig``. Labels may
 come with the tokens, but the loss is made outside.
@@ -15,11 +15,11 @@ from engine.models.decoder import DecoderConfig
 Name = Literal["llama", "fused", "mixture", "dense", "experts"]
 TENSOR_MODELS: tuple[Name, ...] = ("llama", "fused")
 EXPERTS, CHOSEN = 8, 2
-"""Experts of a layer, and of a token."""
+"""Number of experts per layer, and per token."""
 
 
 def make_llama(config: DecoderConfig) -> nn.Module:
-    """``LlamaForCausalLM`` with as many key heads as heads and a perceptron of 11/4 of the width."""
+    """Makes ``LlamaForCausalLM`` with as many key heads as heads, and an MLP of 11/4 of the width."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     class Llama(LlamaForCausalLM):  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ def make_llama(config: DecoderConfig) -> nn.Module:
 
 
 def mixture_config(config: DecoderConfig, **changes: Any) -> Any:
-    """Returns the configuration of Qwen3-MoE with these sizes; an expert is twice as wide as the stream."""
+    """Returns the configuration of Qwen3-MoE with these sizes; an expert is twice as wide as the hidden size."""
     from transformers import Qwen3MoeConfig
 
     sizes: dict[str, Any] = {
@@ -63,7 +63,7 @@ def mixture_config(config: DecoderConfig, **changes: Any) -> Any:
 
 
 def make_mixture(config: DecoderConfig, dense: bool) -> nn.Module:
-    """Makes ``Qwen3MoeForCausalLM``; ``dense``: perceptrons of the size of a token's experts are in their place."""
+    """Makes ``Qwen3MoeForCausalLM``; ``dense``: with MLPs of the size of a token's experts instead."""
     from transformers import Qwen3MoeForCausalLM
 
     class Mixture(Qwen3MoeForCausalLM):  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ def make_mixture(config: DecoderConfig, dense: bool) -> nn.Module:
 
 
 class ExpertLayer(nn.Module):
-    """One layer of experts between an embedding and a head."""
+    """Model of one layer of experts between an embedding and a head."""
 
     def __init__(self, config: DecoderConfig) -> None:
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -98,14 +98,14 @@ class ExpertLayer(nn.Module):
 
 
 def make(name: Name, config: DecoderConfig) -> nn.Module:
-    """The model of this name."""
+    """Makes the model ``name`` with the sizes of ``config``."""
     if name in ("mixture", "dense"):
         return make_mixture(config, name == "dense")
     return make_llama(config) if name == "llama" else ExpertLayer(config) if name == "experts" else Fused(config)
 
 
 class FusedBlock(nn.Module):
-    """One product for query, key and value, and the size of a head from that of the input, as in nanoGPT."""
+    """nanoGPT block: one product for query, key and value, with the head size computed from the input."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class FusedBlock(nn.Module):
 
 
 class SplitAttention(nn.Module):
-    """Attention with three products, for who cannot cut one; the values are those of a ``FusedBlock``."""
+    """Attention with three products, equal in results to the fused one of a ``FusedBlock``."""
 
     def __init__(self, fused: FusedBlock) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class SplitAttention(nn.Module):
 
 
 class SplitBlock(nn.Module):
-    """A ``FusedBlock`` with ``SplitAttention``."""
+    """``FusedBlock`` with separate query, key and value layers."""
 
     def __init__(self, fused: FusedBlock) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class SplitBlock(nn.Module):
 
 
 class Fused(nn.Module):
-    """nanoGPT's model, but for the tie between embedding and head, which DTensor does not know."""
+    """nanoGPT's model without the tie of embedding and head, which DTensor does not support."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A pipeline as torch itself offers it: torch.distributed.pipelining."""
+"""Pipeline parallelism by torch.distributed.pipelining."""
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,9 @@ from engine.models.decoder import Decoder
 
 
 class PipeliningPeer(OneDataRank):
-    """``PipelineStage`` and a schedule of torch's, cut by hand.
+    """torch's ``PipelineStage`` with one of its schedules, cut by hand.
 
-    A user of torch clips what a rank has, by its own norm; unless ``own_clipping`` asks for that, the norm over all
-    ranks is put together here, or the model would be another one.
+    Clipping uses the norm over all ranks; with ``own_clipping`` each rank's own norm, as users of torch do.
     """
 
     def _wrap(self, model: Decoder) -> nn.Module:
@@ -56,7 +55,7 @@ class PipeliningPeer(OneDataRank):
 
 
 def held_stages(rank: int, ranks: int, schedule: Schedule) -> tuple[int, ...]:
-    """The stages of ``rank``: one, every ``ranks``-th one, or those of a V, which comes back to where it began."""
+    """Returns the stages of ``rank``: one, every ``ranks``-th one, or two of a V."""
     return {
         "1f1b": (rank,),
         "interleaved": (rank, ranks + rank),
@@ -74,7 +73,7 @@ def _make_schedule(
 
 
 def make_stage(model: Decoder, stage: int, stages: int) -> nn.Sequential:
-    """One of ``stages`` parts of ``model``, which run one after another compute what the model does."""
+    """Returns one of ``stages`` parts of ``model``, which together compute the model."""
     parts: list[nn.Module] = [model.blocks[index] for index in stage_blocks(len(model.blocks), stage, stages)]
     if stage == 0:
         parts.insert(0, Entry(model))
@@ -84,14 +83,14 @@ def make_stage(model: Decoder, stage: int, stages: int) -> nn.Sequential:
 
 
 def stage_blocks(blocks: int, stage: int, stages: int) -> range:
-    """Even shares; where they cannot be, the first stages have one more, since the last one has the head."""
+    """Divides blocks evenly among stages; the first ones get the remainder, since the last one has the head."""
     share, more = divmod(blocks, stages)
     start = stage * share + min(stage, more)
     return range(start, start + share + (stage < more))
 
 
 class Entry(nn.Module):
-    """What a decoder does before its first block."""
+    """First part of a decoder: everything before its blocks."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which class trains a mode. A class is imported by the ranks that need it: its imports belong to its start-up."""
+"""Trainer class of each mode, imported only on the ranks that use it: imports count as their start-up."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,11 +26,11 @@ TRAINERS: Mapping[str, str] = MappingProxyType(
         "rows": "expert_rows:ExchangedRows",
     }
 )
-"""Module of this folder and class, by kind, and by kind and model or axis where that has a class of its own."""
+"""Class of each kind of trainer ("module:class"), also by kind and model or axis."""
 
 
 def make_trainer(mode: Mode, workload: Workload) -> Trainer:
-    """Build one rank of ``mode`` inside a running process group."""
+    """Builds one rank of ``mode`` in a running process group."""
     workload = replace(workload, model=mode.model or workload.model)
     names = (f"{mode.kind} {workload.model}", f"{mode.kind} {mode.axis}", mode.kind)
     module, name = next(TRAINERS[key] for key in names if key in TRAINERS).split(":")

@@ -1,4 +1,4 @@
-"""Trine itself: ``engine.initialize`` and ``train_batch``."""
+"""Training by Trine: ``engine.initialize`` and ``train_batch``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from benchmarks.peers.workload import BETAS, WEIGHT_DECAY, Mode, Workload, make_
 
 
 class Trine:
-    """``engine.initialize`` and ``train_batch``."""
+    """Trine: ``engine.initialize`` and ``train_batch``."""
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         import engine  # here, so that its import counts as its start-up
@@ -19,19 +19,19 @@ class Trine:
         self._engine = engine.initialize(make_model(workload), config, _loss_of_batch, example)
 
     def config(self, mode: Mode, workload: Workload) -> dict[str, Any]:
-        """Return the configuration of ``mode``."""
+        """Returns the engine's configuration of ``mode``."""
         return make_config(mode, workload)
 
     def step(self, rows: Tensor) -> float:
         return self._engine.train_batch({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}).loss
 
     def weights(self) -> dict[str, Tensor]:
-        """All of them on rank 0, none on the others."""
+        """Returns all weights on rank 0, nothing on other ranks."""
         return self._engine.full_state_dict()
 
 
 def make_config(mode: Mode, workload: Workload) -> dict[str, Any]:
-    """What a Trine mode gives to ``engine.initialize``."""
+    """Returns the engine's configuration of a Trine mode."""
     zero: dict[str, int | str] = {"stage": mode.stage}
     zero |= {name: value for name, value in (("reduce", mode.reduce), ("gather", mode.gather)) if value}
     if workload.bucket_elements is not None:

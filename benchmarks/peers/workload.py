@@ -1,8 +1,7 @@
-"""What every mode trains, what a mode is, and what one rank of it can do.
+"""Types of a training workload: model and batch sizes, the mode, and the trainer of one rank.
 
-All modes start from the same weights, see the same sequences and take the same step: mean cross-entropy,
-clipping, AdamW. The peers get torch's fused AdamW, which Trine runs inside too, so that a difference
-between modes is a difference in distribution and not in the optimizer's kernel.
+All modes train the same weights on the same sequences: mean cross-entropy, clipping, AdamW. All use torch's fused AdamW
+kernel, so that modes differ in distribution alone.
 """
 
 from dataclasses import dataclass, field
@@ -23,98 +22,99 @@ Kind = Literal[
     "plain", "ddp", "dtensor", "pipelining", "fsdp2", "deepspeed", "trine", "trine, empty launches",
     "trine, collectives alone", "trine, dispatch", "rows",
 ]  # fmt: skip
-"""Who trains."""
+"""Kind of trainer: plain torch, a peer, or Trine."""
 PEERS: tuple[Kind, ...] = ("ddp", "dtensor", "pipelining", "fsdp2", "deepspeed")
-"""Those that a table may leave out."""
+"""Peers that a table may omit."""
 Axis = Literal["data", "tensor", "pipeline", "expert"]
-"""What ranks share among them."""
+"""Axis that the ranks of a mode share."""
 Schedule = Literal["1f1b", "interleaved", "zb-v"]
-"""In which order a pipeline computes; the last two give every rank two stages."""
+"""Pipeline schedule; the last two place two stages on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every mode trains; the defaults are the benchmark, smaller sizes make a smoke test."""
+    """Model, data and optimizer of all modes; defaults are the benchmark's sizes."""
 
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     sequences: int = 16
-    """Global batch, in sequences of ``decoder.context`` tokens."""
+    """Global batch in sequences of ``decoder.context`` tokens."""
     learning_rate: float = 3e-4
     clip: float = 1.0
-    """Largest L2 norm of the gradient."""
+    """Maximum L2 norm of the gradient."""
     epsilon: float = 1e-8
-    """Of AdamW. What is compared by weights takes a larger one: a gradient that is zero but for rounding, a key's
-    bias, would otherwise move weights as far as any."""
+    """Eps of AdamW. Comparisons of weights need a larger one, since gradients that are zero except for rounding would
+    otherwise make full steps.
+    """
     bucket_elements: int | None = None
-    """Trine's ``zero_optimization.reduce_bucket_size``; None is the engine's default."""
+    """Trine's ``zero_optimization.reduce_bucket_size``; None: the default."""
     optimizer_kernel: Literal["fused", "default"] = "fused"
-    """Which AdamW of torch the peers run."""
+    """AdamW implementation of torch that the peers use."""
     seed: int = 1234
     model: Name | None = None
-    """One of ``benchmarks.peers.models`` of the decoder's sizes; None is the decoder."""
+    """Model of ``benchmarks.peers.models``; None: the decoder."""
     uneven: int = 1
-    """Rows alone: times that an expert of the first rank is chosen more often than another."""
+    """For rows only: factor by which experts of the first rank are chosen more often than others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to train, and one row of the table."""
+    """Way of training, a row of the table."""
 
     name: str
     kind: Kind
     ranks: int
     accumulation: int = 1
-    """Microbatches of one step on one rank."""
+    """Number of microbatches per step and rank."""
     stage: int = 0
-    """ZeRO stage, of those that have one."""
+    """ZeRO stage, 0 to 3."""
     reduce: Literal["step", "microbatch"] | None = None
-    """How often Trine reduces gradients; None is the engine's default."""
+    """Trine's interval of gradient reduction; None: the default."""
     gather: Literal["step", "microbatch"] | None = None
-    """How often Trine gathers parameters at stage 3; None is the engine's default."""
+    """Trine's interval of parameter gathers at ZeRO 3; None: the default."""
     axis: Axis = "data"
-    """What the ranks share among them: the batch, or the model across or along its layers."""
+    """Axis along which the ranks divide the batch or the model."""
     schedule: Schedule = "1f1b"
-    """Of a pipeline."""
+    """Kind of pipeline schedule."""
     own_clipping: bool = False
-    """Clip as the peer's users would, and not by the norm of the whole model where that is another thing."""
+    """True: clip by a rank's own norm as the peer's users would; False: by the whole model's."""
     watched: bool = True
-    """Under Trine's watchdog."""
+    """True if Trine's watchdog runs."""
     model: Name | None = None
-    """Model in the place of the workload's."""
+    """Model of the mode, if not the workload's."""
 
     @property
     def virtual_stages(self) -> int:
-        """Stages of one rank of a pipeline."""
+        """Number of pipeline stages on each rank."""
         return 1 if self.schedule == "1f1b" else 2
 
     @property
     def data_ranks(self) -> int:
-        """Among how many ranks the batch is cut."""
+        """Number of ranks that divide the batch."""
         return self.ranks if self.axis in ("data", "expert") else 1
 
 
 class Trainer(Protocol):
-    """One rank of a mode, ready for its first step."""
+    """Interface of one rank's trainer of a mode, ready for its first step."""
 
     def step(self, rows: Tensor) -> float | None:
-        """One optimizer step on this rank's sequences [rows, context + 1].
+        """Trains one optimizer step on this rank's sequences [rows, context + 1].
 
-        The rank's or the global loss; None where this rank does not see it.
+        Returns this rank's or the global loss; None if unknown on this rank.
         """
 
 
 @runtime_checkable
 class Legible(Trainer, Protocol):
-    """A trainer whose weights can be held against those of another."""
+    """Interface of a trainer with comparable weights."""
 
     def weights(self) -> dict[str, Tensor]:
-        """What this rank has, by the model's names; among all ranks every parameter at least once. Collective."""
+        """Returns weights by the model's names; all ranks together return every parameter. Collective."""
 
 
 def make_rows(mode: Mode, workload: Workload, step: int, rank: int) -> Tensor:
-    """The sequences of one step for one rank of ``mode``, int64 [sequences / data ranks, context + 1].
+    """Returns the sequences of a step for one rank of ``mode``, int64 [sequences / data ranks, context + 1].
 
-    The bytes are skewed towards 0, so that there is something to learn and losses fall.
+    Their distribution is skewed towards 0, so that the loss falls.
     """
     generator = torch.Generator().manual_seed(workload.seed + step)
     draws = torch.rand(workload.sequences, workload.decoder.context + 1, generator=generator)
@@ -123,18 +123,18 @@ def make_rows(mode: Mode, workload: Workload, step: int, rank: int) -> Tensor:
 
 
 def make_model(workload: Workload) -> Any:
-    """The decoder, or what takes its place: from tokens [B, L] to logits [B, L, V]."""
+    """Builds the workload's model: tokens [B, L] -> logits [B, L, V]."""
     torch.manual_seed(workload.seed)
     return Decoder(workload.decoder) if workload.model is None else make(workload.model, workload.decoder)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, 0-dim, of logits [B, L, V] and labels [B, L]."""
+    """Returns the mean cross-entropy in nats, 0-dim, of logits [B, L, V] and labels [B, L]."""
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def make_adamw(parameters: list[nn.Parameter] | list[dict[str, Any]], workload: Workload) -> torch.optim.AdamW:
-    """The optimizer of all peers."""
+    """Makes the AdamW optimizer of all peers."""
     return torch.optim.AdamW(
         parameters,
         lr=workload.learning_rate,

@@ -1,4 +1,4 @@
-"""A step of DeepSpeed with ZeRO-Offload, on the CPU: ZeRO 1, bf16, masters and moments updated by its CPUAdam."""
+"""ZeRO-Offload by DeepSpeed on the CPU: ZeRO 1, bf16, with master weights and moments updated by its CPUAdam."""
 
 import io
 import os
@@ -14,10 +14,10 @@ from engine.models.decoder import loss_sum
 
 
 class ZeroOffloadPeer:
-    """``deepspeed.initialize`` with ``offload_optimizer``, for ``rows`` sequences a step.
+    """DeepSpeed with ``offload_optimizer``, for ``rows`` sequences per step.
 
     Raises:
-        ImportError, RuntimeError: DeepSpeed is not installed, or its extension does not compile.
+        ImportError, RuntimeError: DeepSpeed is missing, or its extension does not compile.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
@@ -38,7 +38,7 @@ class ZeroOffloadPeer:
             self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(self, batch: Mapping[str, Tensor]) -> None:
-        """Forward, backward and update."""
+        """Runs one training step."""
         total, weight = loss_sum(self._engine(batch["input_ids"]), batch)
         self._engine.backward(total / weight)
         self._engine.step()

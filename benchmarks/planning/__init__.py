@@ -1,1 +1,1 @@
-"""The cost model beside published figures, and the fit of its factors."""
+"""Compares the cost model with published training speeds, and fits the factors of GPUs."""

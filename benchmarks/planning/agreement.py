@@ -1,4 +1,4 @@
-"""The closed form of a search beside whole plans of the same layouts: seconds and memory of a decoder of 3.5 B."""
+"""Compares the quick estimate of a layout search with whole plans: seconds and memory of a 3.5 B decoder."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,14 +29,14 @@ LAYOUTS = (
 
 
 def costs_of(layouts: Sequence[TrainingLayout], shape: DecoderShape = SHAPE) -> list[PlanCosts]:
-    """Whole plans of layouts on H100s in nodes of 8, with their closed forms."""
+    """Returns the costs of full plans of ``layouts`` on H100s, 8 per node, with the cost model's estimates."""
     model, gpu = build_model(ModelSource(decoder=shape, shape=shape)), load_gpu("h100")
     plans = (model.plan(load_config(settings_of(layout), layout.world)) for layout in layouts)
     return [plan_costs(plan, shape.workload(), gpu, 8) for plan in plans]
 
 
 def agreement_cells() -> Mapping[tuple[str, str], str]:
-    """Seconds and memory of both, and how far the closed form is off."""
+    """Formats seconds and memory of estimates and full plans, with the deviation."""
     cells: dict[tuple[str, str], str] = {}
     for costs in costs_of(LAYOUTS):
         name, memory, closed = str(costs.layout), costs.fullest.total, costs.closed.memory.total

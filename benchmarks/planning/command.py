@@ -1,4 +1,4 @@
-"""The cost model of ``trine plan`` beside published figures: every row with its error, and the fit of factors."""
+"""Compares predictions of ``trine plan`` with published speeds, each with its error, and fits the GPU factors."""
 
 import argparse
 import contextlib
@@ -15,6 +15,7 @@ from benchmarks.harness.figures import record_cells, record_text
 from benchmarks.planning.agreement import agreement_cells
 from benchmarks.planning.fit import fit
 from benchmarks.planning.published import FITTED, PublishedRow, not_predicted, read_rows
+from benchmarks.planning.recipes import recipe_cells
 from engine.launch.cli import main as run_command
 from engine.parallel.grid import Grid
 from engine.planning.cost_model.hardware import load_gpu
@@ -22,7 +23,7 @@ from engine.planning.cost_model.links import placement_picture
 
 GIB = 2**30
 SEARCHED = (("1.7 B", 24, 2048, 16), ("70 B", 84, 8192, 64), ("177 B", 96, 12288, 96))
-"""(name, layers, width, heads)."""
+"""Sizes of searched models: (name, layers, width, heads)."""
 CORNERS: Mapping[str, str] = MappingProxyType(
     {
         "planning": "run",
@@ -31,21 +32,28 @@ CORNERS: Mapping[str, str] = MappingProxyType(
         "planning-left-out": "figure",
     }
 )
-"""Corner of each table."""
+"""Corner heading of each table."""
 EXAMPLE = (
     "plan", "--layers", "32", "--width", "4096", "--heads", "32", "--context", "8192", "--vocabulary", "128256",
     "--world", "64", "--batch", "512", "--gpu", "h100", "--price", "2.5",
 )  # fmt: skip
-"""Of a decoder of 8 B parameters."""
+"""Command line of the documents' example, a decoder of 8 B parameters."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks planning", description=__doc__)
     parser.add_argument("--fit", action="store_true", help="choose the factors of each kind of GPU anew and print them")
     parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
     parser.add_argument("--search", action="store_true", help="time searches for 1,024 GPUs instead")
+    parser.add_argument("--experts", action="store_true", help="plan and search published mixtures of experts instead")
     asked = parser.parse_args(arguments)
+    if asked.experts:
+        for mixture in recipe_cells():
+            print(*(f"{row:30} {column:50} {text}" for (row, column), text in mixture.items()), sep="\n", flush=True)
+            if asked.write_figures:
+                record_cells("planning-experts", "mixture on H100s", mixture)
+        return 0
     rows = read_rows()
     if asked.search:
         cells = search_cells()
@@ -78,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def search_cells() -> Mapping[tuple[str, str], str]:
-    """Processor seconds of searches in this process, torch already imported."""
+    """Measures CPU seconds of searches in this process, after torch's import."""
     cells: dict[tuple[str, str], str] = {}
     for name, layers, width, heads in SEARCHED:
         sizes = ("--layers", layers, "--width", width, "--heads", heads, "--context", 4096, "--vocabulary", 131072)
@@ -95,7 +103,7 @@ def search_cells() -> Mapping[tuple[str, str], str]:
 
 
 def example() -> str:
-    """What the example of the documents prints, without what every banner has."""
+    """Returns the output of the documents' example, without lines common to all banners."""
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         run_command(EXAMPLE)
@@ -105,7 +113,7 @@ def example() -> str:
 
 
 def row_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
-    """Figure, prediction and error of every row, and the settings that were assumed."""
+    """Formats figure, prediction, error and assumed settings of every row."""
     cells: dict[tuple[str, str], str] = {}
     for row in rows:
         value, estimate = row.predict()
@@ -122,7 +130,7 @@ def row_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
 
 
 def error_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
-    """Mean and largest absolute error of each kind of GPU, of the rows that were used to fit and of the others."""
+    """Formats mean and maximum absolute error by GPU type, for fitted rows and others."""
     cells: dict[tuple[str, str], str] = {}
     for gpu in dict.fromkeys(row.gpu for row in rows):
         for part, chosen in (("fitted", True), ("not fitted", False)):
@@ -138,7 +146,7 @@ def error_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
 
 
 def memory_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
-    """How far memory is off where a source reports it; nothing was fitted to it."""
+    """Formats the memory errors of rows with reported memory, to which nothing was fitted."""
     known = [(row.predict()[1].memory.total / GIB / row.memory_gib - 1) for row in rows if row.memory_gib]
     shown = {
         "figures": str(len(known)),
@@ -151,5 +159,5 @@ def memory_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
 
 
 def left_out_cells() -> Mapping[tuple[str, str], str]:
-    """Figures about which the model says nothing."""
+    """Formats the figures that the cost model does not predict."""
     return {(what, "why it is not predicted"): why for what, why in not_predicted()}

@@ -1,4 +1,4 @@
-"""The fit of a GPU's factors: those within bounds that make the squared logarithmic errors of its rows least."""
+"""Fits a GPU's factors within bounds by least squares of the logarithmic errors of the published rows."""
 
 import math
 import random
@@ -15,11 +15,11 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "memory": (0.6, 0.9), "link": (0.5, 0.85), "network": (0.5, 0.9), "overlap": (0.5, 0.9), "step": (0.01, 0.1),
     }
 )  # fmt: skip
-"""What is physically likely; a fit that ends at a bound would like to go on."""
+"""Plausible bounds of each factor."""
 
 
 def fit(rows: Sequence[PublishedRow], start: ReachedShares, rounds: int = 4000, seed: int = 0) -> ReachedShares:
-    """Random steps that shrink, those that are better are kept. Factors that no row needs drift."""
+    """Fits the factors by random steps of shrinking size; improvements are accepted. Factors without data drift."""
     draw, best, width = random.Random(seed), start, 0.3
     least = loss(rows, best)
     for _ in range(rounds):
@@ -32,7 +32,7 @@ def fit(rows: Sequence[PublishedRow], start: ReachedShares, rounds: int = 4000, 
 
 
 def loss(rows: Sequence[PublishedRow], reached: ReachedShares) -> float:
-    """Sum of squared logarithms of prediction over figure."""
+    """Returns the sum of squared logarithms of prediction over published figure."""
     return sum(math.log(row.predict(reached)[0] / row.published) ** 2 for row in rows)
 
 

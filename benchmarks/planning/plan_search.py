@@ -1,11 +1,11 @@
-"""The search for tensor plans of published models, and what a run of them would take: one row for each configuration.
+"""Searches tensor plans of published models and plans their runs: one table row for each model.
 
     python -m benchmarks plan_search [--models llama-70b,gpt-oss-120b] [--write-figures]
 
-``configurations.json`` has the published sizes; nothing is downloaded, and models have no content (device meta). Every
-search runs on one thread of a process of its own, whose imports alone take about 0.5 GiB, and is compared with the
-search that draws all numbers where that takes less than ``--seconds`` and 12 GiB. Then ``trine plan`` plans the fastest
-layout that fits the stated number of GPUs. ``--parts estimate``: processor seconds of ``trine plan --estimate``.
+Models are built on device meta from the published sizes in ``configurations.json``; nothing is downloaded. Every search
+runs on one thread of a new process (about 0.5 GiB for imports), and is compared with the search that draws all numbers
+where that takes less than ``--seconds`` and 12 GiB. Then ``trine plan`` finds the fastest layout on the stated number
+of GPUs. ``--parts estimate``: CPU seconds of ``trine plan --estimate``.
 """
 
 import argparse
@@ -41,7 +41,7 @@ GIB = 2**30
 MOST_SECONDS = 120
 MOST_BYTES = 12 * GIB
 BYTES_OF_ALL = 80
-"""Bytes that a search with all numbers takes for each parameter of the largest block: ten copies in float64."""
+"""Bytes per parameter of the largest block in a search with dense weights: ten float64 copies."""
 CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = json.loads(
     Path(__file__).with_name("configurations.json").read_text(encoding="utf-8")
 )
@@ -49,7 +49,7 @@ Cells = dict[tuple[str, str], str]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Search and plan each model, each in a process of its own, and show the table."""
+    """Searches and plans each model in a process of its own, and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks plan_search", description=__doc__)
     parser.add_argument("--models", default=",".join(CONFIGURATIONS), help="some of " + ", ".join(CONFIGURATIONS))
     parser.add_argument("--one", choices=TASKS, help="do this for the one model here, and print the result as JSON")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def cells_of(name: str, seconds: int, parts: Sequence[str]) -> Cells:
-    """The columns of ``parts`` of a model's row; ``seconds`` of processor time limit the slow ones."""
+    """Measures the columns ``parts`` of a model's row; ``seconds``: CPU time limit of slow ones."""
     gpus, texts = CONFIGURATIONS[name]["gpus"], dict[str, str]()
     if "search" in parts:
         found = _apart(name, "search")
@@ -229,4 +229,4 @@ def _build(name: str) -> nn.Module:
 
 
 TASKS = {"search": _search, "all-numbers": lambda name: _search(name, low_rank=False), "plan": _plan}
-"""What a process of its own does for a model."""
+"""Function that a separate process runs for a model, by name."""

@@ -1,4 +1,4 @@
-"""Published training speeds as data, each with the settings that its source gives, and those that are assumed."""
+"""Published training speeds, with the settings that each source states and those that are assumed."""
 
 import json
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from engine.planning.cost_model.workload import DecoderShape, Workload
 
 FILE = Path(__file__).parent / "published.json"
 FITTED = ("h100", "a100")
-"""Kinds of GPUs with factors of their own; the others have those of h100, and their rows only check."""
+"""GPU types with fitted factors; other types use h100's."""
 NODE = 8
-"""GPUs of a node in all rows."""
+"""Number of GPUs per node in all rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """A figure, and what is predicted for it."""
+    """Published training speed with its settings."""
 
     name: str
     gpu: str
@@ -30,23 +30,25 @@ class PublishedRow:
     traits: Mapping[str, Any]
     published: float
     unit: Literal["TFLOP/s", "tokens/s", "% MFU"]
-    """Of a GPU; MFU of the bf16 peak of the data sheet."""
+    """Unit per GPU; MFU relative to the data sheet's bf16 peak."""
     count: Literal["all pairs", "recomputed"]
-    """FLOPs that the source counts: attention of all pairs of tokens, or one more forward of the blocks besides."""
+    """Method of the source's FLOP count: attention over all token pairs, or recomputation included."""
     hardware: Mapping[str, Any]
-    """Values in place of those of the GPU's file."""
+    """Entries that override the GPU's file."""
     source: str
     mark: Literal["S", "R"]
-    """S: read in the source; R: remembered from a paper and not read again."""
+    """Reliability: "S", read in the source; "R", remembered from a paper."""
     assumed: str
-    """Settings that the source does not give."""
+    """Settings that the source omits and are assumed."""
     memory_gib: float | None
-    """Of the fullest GPU, as the source reports it; None: it does not."""
+    """Memory of the fullest GPU in GiB; None: not reported."""
     fitted: bool
-    """The factors were chosen with this row; the other half only checks them."""
+    """True if the factors were fitted to this row; False if the row only checks them."""
 
     def predict(self, reached: ReachedShares | None = None) -> tuple[float, LayoutEstimate]:
-        """The figure in its unit, and the estimate behind it; ``reached``: in place of the file's."""
+        """Returns the predicted figure in its unit, and the estimate; ``reached``: factors to use instead of the GPU
+        file's.
+        """
         gpu = _gpu(self.gpu)
         changed: GpuSpec = replace(gpu, reached=reached or gpu.reached, **self.hardware)
         work = DecoderShape(**self.shape).workload()
@@ -57,7 +59,7 @@ class PublishedRow:
         return (flops / 1e12 if self.unit == "TFLOP/s" else 100 * flops / gpu.bf16_rate), estimate
 
     def flops_of_token(self, work: Workload) -> float:
-        """As the source counts them."""
+        """Returns the FLOPs per token by the source's count."""
         model = work.flops_of_token()
         head = sum(6 * product.weights for product in work.head)
         return model + (model - head) / 3 if self.count == "recomputed" else model
@@ -69,7 +71,7 @@ def _gpu(name: str) -> GpuSpec:
 
 
 def read_rows() -> tuple[PublishedRow, ...]:
-    """All rows; of each kind in FITTED the first, third and so on are those that its factors were fitted to."""
+    """Reads all rows; of each GPU type in FITTED, marks every other row, from the first, as fitted."""
     seen: dict[str, int] = {}
     rows = []
     for raw in json.loads(FILE.read_text(encoding="utf-8"))["rows"]:
@@ -79,5 +81,5 @@ def read_rows() -> tuple[PublishedRow, ...]:
 
 
 def not_predicted() -> tuple[tuple[str, str], ...]:
-    """(figure, why the model says nothing about it)."""
+    """Returns pairs (figure, reason why it is not predicted)."""
     return tuple((raw["what"], raw["why"]) for raw in json.loads(FILE.read_text(encoding="utf-8"))["not_predicted"])

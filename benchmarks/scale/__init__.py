@@ -1,1 +1,1 @@
-"""What grows with the number of ranks: set-up, a step, a plan and a checkpoint, one rank at a time."""
+"""Costs of one rank that grow with the world size: set-up, a step, a plan and a checkpoint."""

@@ -1,4 +1,4 @@
-"""The files of a checkpoint and what says what is in them: as all ranks of a world would write it, from the plan."""
+"""Sizes of a checkpoint's files and of its index, computed from the plan as all ranks of a world would write it."""
 
 import time
 from collections.abc import Iterator
@@ -18,28 +18,28 @@ from engine.planning.plan import Plan
 
 FAMILIES = ("master", "exp_avg", "exp_avg_sq")
 STATE_BYTES = 23_000
-"""Of the generators of a rank, about."""
+"""Approximate bytes of a rank's generator states."""
 
 
 @dataclass(frozen=True)
 class PaperCheckpoint:
-    """A checkpoint that nobody has written."""
+    """Manifest of a checkpoint that is never written, computed from a plan."""
 
     manifest: Manifest
 
     @property
     def pieces(self) -> int:
-        """Pieces of all tensors."""
+        """Number of pieces of all tensors."""
         return sum(len(tensor.pieces) for tensor in self.manifest.tensors.values())
 
     @cached_property
     def parts(self) -> tuple[bytes, dict[str, bytes]]:
-        """The index, and the parts by name."""
+        """Serialized index, and parts by name."""
         return to_parts(self.manifest, dict.fromkeys(self.manifest.files, HashSlice(0, "0" * 64)))
 
 
 def paper_checkpoint(plan: Plan) -> PaperCheckpoint:
-    """What rank 0 would merge from the reports of all ranks."""
+    """Makes the manifest that rank 0 would merge from all ranks' reports."""
     ownership, grid = SaveOwnership(plan), plan.grid(0)
     names = {row.name: row.name for row in plan.table}
     written = model_tensors(ownership, names, {})
@@ -79,18 +79,18 @@ def _stored(ownership: SaveOwnership, row: ShardRow) -> Iterator[tuple[int, Piec
 
 @dataclass(frozen=True, slots=True)
 class PaperReading:
-    """What a rank reads of a checkpoint before its tensors."""
+    """Bytes that one rank reads before its tensors."""
 
     manifest_bytes: int
-    """Of the index and all parts."""
+    """Bytes of the index and all parts."""
     read_bytes: int
-    """Of the index and the parts that the rank needs."""
+    """Bytes of the index and the parts that the rank reads."""
     hash_bytes: int
     seconds: float
 
 
 def read_as(paper: PaperCheckpoint, plan: Plan, rank: int) -> PaperReading:
-    """Read what ``rank`` needs to go on with its share of weights and optimizer state on the same grid."""
+    """Reads the entries that ``rank`` needs to resume on an equal grid."""
     index, parts = paper.parts
     read = dict[str, int]()
 

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: every world is replayed one rank at a time, by the code that would run there.
+"""Measures how costs grow with the world size: one rank of each world runs alone, with the engine's own code.
 
 python -m benchmarks scale                          worlds of 64 to 16,384 ranks
 python -m benchmarks scale --worlds 64,512          some of them
@@ -29,7 +29,7 @@ SIZES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks scale", description=__doc__.partition("\n")[0])
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="numbers of ranks, by default %(default)s")
     parser.add_argument("--planning", action="store_true", help="time large plans and searches instead")
@@ -54,7 +54,7 @@ def _print(cells: Mapping[tuple[str, str], str]) -> None:
 
 
 def world_cells(world: ScaledWorld) -> Cells:
-    """A row of the table. Of several ranks, the most."""
+    """Measures a row of the table; figures are the maximum over sampled ranks."""
     row, plan = str(world), world.plan()
     nccl = [open_groups(world, plan, rank, linked=True) for rank in world.ranks]
     gloo = [open_groups(world, plan, rank, linked=False) for rank in world.ranks]
@@ -90,7 +90,7 @@ def world_cells(world: ScaledWorld) -> Cells:
 
 
 def plan_in_process(world: ScaledWorld) -> Spent:
-    """``trine plan`` of the model of 1 T parameters."""
+    """Runs ``trine plan`` of the model with 1 T parameters in a process."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(world.settings()), encoding="utf-8")
@@ -98,7 +98,7 @@ def plan_in_process(world: ScaledWorld) -> Spent:
 
 
 def planning_cells() -> Cells:
-    """Processor seconds and memory of whole commands, the import of torch among them."""
+    """Measures CPU seconds and memory of whole commands, including torch's import."""
     cells: Cells = {}
     runs: dict[str, Callable[[], Spent]] = {
         f"plan of 1 T on {WORLDS[3072]}": lambda: plan_in_process(WORLDS[3072]),

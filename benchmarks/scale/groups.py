@@ -1,4 +1,4 @@
-"""The communicators of one rank: its real backend over torch's fake process group, which connects nobody."""
+"""Communication groups of one rank of a large world: the real backend over torch's fake process group."""
 
 import os
 from collections.abc import Iterator
@@ -19,19 +19,19 @@ from engine.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class OpenedGroups:
-    """What a rank has opened."""
+    """Process groups that one rank has opened."""
 
     own: int
-    """Communicators that it is in, that of the world among them."""
+    """Number of groups that include the rank, with the world's."""
     names: frozenset[str]
-    """Of the groups beside that of the world, each of which has one name in all the world."""
+    """Names of the groups except the world's, unique in the world."""
     rounds: int
-    """Calls that open groups, in which all ranks take part."""
+    """Number of collective calls that open groups."""
 
 
 @contextmanager
 def fake_world(size: int, rank: int) -> Iterator[None]:
-    """The process group of a world of which one rank alone is there."""
+    """Opens a fake process group of ``size`` ranks with only ``rank`` present."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with patch.dict(os.environ, {"TRINE_TIMEOUT_SECONDS": "600"}):  # that of the fake one is not known
@@ -41,7 +41,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
 
 
 def open_groups(world: ScaledWorld, plan: Plan, rank: int, linked: bool) -> OpenedGroups:
-    """Open all groups of a run. ``linked``: channels of messages have groups, as with NCCL."""
+    """Opens all groups of a run; ``linked``: message channels have groups, as with NCCL."""
     with fake_world(world.size, rank):
         before = distributed_c10d._world.group_count
         backend = TorchBackend(world.grid(rank), torch.device("meta"), linked)
@@ -57,7 +57,7 @@ def open_groups(world: ScaledWorld, plan: Plan, rank: int, linked: bool) -> Open
 
 
 def all_groups(world: ScaledWorld, plan: Plan, linked: bool) -> int:
-    """Communicators of the whole world: each group once."""
+    """Returns the number of distinct groups in the whole world."""
     grid = world.grid(0)
     found = sum(world.size // grid.size(axis) for axis, used in axis_groups(grid).items() if axis == used)
     lines = world.size // world.pp

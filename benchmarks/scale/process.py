@@ -1,4 +1,4 @@
-"""A command in a process of its own: processor seconds and the most memory that it had."""
+"""Runs a command in a process and returns its CPU seconds and peak memory."""
 
 import os
 import subprocess
@@ -12,19 +12,19 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a process took."""
+    """Resources that a process used."""
 
     seconds: float
-    """Of processors, user and system."""
+    """CPU seconds, user and system."""
     peak_bytes: int
     output: str
 
 
 def spend(arguments: Sequence[str]) -> Spent:
-    """Run ``python -m`` with ``arguments`` on one core, torch's import included.
+    """Runs ``python -m`` with ``arguments`` on one core; includes the import of torch.
 
     Raises:
-        RuntimeError: the command has failed.
+        RuntimeError: the command failed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

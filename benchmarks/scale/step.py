@@ -1,4 +1,4 @@
-"""Set-up and one training step of one rank: the real engine, over a backend whose other ranks are like this one."""
+"""Set-up and one training step of one rank by the real engine; the backend imitates the other ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,23 +22,23 @@ _WEIGHT = StepTotals._fields.index("weight")
 
 
 class AlikeBackend(RecordingBackend):
-    """Moves nothing: every other rank has the same values as this one, so that whatever is compared is equal."""
+    """Backend without communication, in which all other ranks have this rank's data."""
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Leave ``tensor`` unchanged; the last stage, which another rank may have, tells that tokens were seen."""
+        """Leaves ``tensor`` unchanged, except that the step's weight is at least 1."""
         if axis == "world" and op == "sum" and tensor.numel() == CONTROL_SCALARS:
             tensor[_WEIGHT].clamp_(min=1.0)
         return lambda: None
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copy ``shard`` to every slice."""
+        """Copies ``shard`` to every slice of ``full``."""
         full.view(self._grid.size(axis), -1).copy_(shard.clone().view(1, -1))
         return lambda: None
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Copy each shard to every slice."""
+        """Copies each shard to every slice of its full tensor."""
         ranks = within or self._grid.size(axis or self._grid.shard_line)
         for full, shard in pairs:
             full.view(ranks, -1).copy_(shard.clone().view(1, -1))
@@ -47,19 +47,19 @@ class AlikeBackend(RecordingBackend):
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRank:
-    """What a rank has sent."""
+    """Traffic of one replayed rank."""
 
     setup_calls: int
     setup_bytes: int
     step_calls: int
-    """Collectives and messages of a step."""
+    """Number of collectives and messages in a step."""
     step_bytes: int
     by_axis: Counter[str]
-    """Calls of a step."""
+    """Number of calls in a step, by axis."""
 
 
 def replay(world: ScaledWorld, rank: int) -> ReplayedRank:
-    """Start the engine as this rank, on a small decoder with a block for every stage, and train one step."""
+    """Starts the engine as ``rank`` on a small decoder with a block per stage, and trains one step."""
     shape = SMALL
     torch.manual_seed(1)
     with torch.device("meta"):

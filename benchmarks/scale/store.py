@@ -1,4 +1,4 @@
-"""What one rank asks of the store of the job at the start: a store that counts, and answers for all others."""
+"""Counts the requests of one rank to the job's store at start-up, and answers for all other ranks."""
 
 import json
 from collections import Counter
@@ -9,23 +9,23 @@ from hashlib import sha256
 from engine.parallel.comm.rendezvous import JointCalls, Rendezvous
 
 GIVEN = {f"model blocks.{block}.weight": "(1024, 1024) torch.bfloat16" for block in range(2000)}
-"""What a rank was given: its length does not matter, since digests are compared."""
+"""Arguments of a rank, of any length: only digests are compared."""
 
 
 @dataclass
 class CountingStore:
-    """A store in memory. Every other rank has come already, and was given the same."""
+    """Store in memory that counts requests; all other ranks have joined with equal arguments."""
 
     size: int
     values: dict[str, bytes] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     moved_bytes: int = 0
-    """Keys and values that this rank has sent and received."""
+    """Bytes of keys and values that this rank has sent and received."""
     keys: set[str] = field(default_factory=set)
     """Keys that this rank has set."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Set a key; others answer at once."""
+        """Sets a key; other ranks respond at once."""
         self._count("set", len(key) + len(value))
         self.keys.add(key)
         self.values[key] = value.encode()
@@ -34,28 +34,28 @@ class CountingStore:
             self.values[f"{name}/come/{key.partition('/')[2]}"] = word.encode()
 
     def get(self, key: str, /) -> bytes:
-        """A value."""
+        """Returns the value of ``key``."""
         self._count("get", len(key) + len(self.values[key]))
         return self.values[key]
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all are there."""
+        """Returns True if all keys exist."""
         self._count("check", sum(map(len, keys)))
         return all(key in self.values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """They are there."""
+        """Checks that all keys exist in the store."""
         self._count("wait", sum(map(len, keys)))
         assert all(key in self.values for key in keys)
 
     def add(self, key: str, amount: int, /) -> int:
-        """All others have added already."""
+        """Returns the number of ranks: all others have added already."""
         self._count("add", len(key))
         self.keys.add(key)
         return self.size
 
     def delete_key(self, key: str, /) -> bool:
-        """Forget a key."""
+        """Deletes a key; returns True if it existed."""
         self._count("delete_key", len(key))
         return self.values.pop(key, None) is not None
 
@@ -65,17 +65,17 @@ class CountingStore:
 
 
 class AnsweringStore(CountingStore):
-    """Rank 0 has answered as soon as a rank says hello."""
+    """Store in which rank 0 answers each hello at once."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
+        """Sets a key; if it is a hello, also sets rank 0's answer."""
         super().set(key, value)
         if key.startswith("hello/"):
             self.values[f"answer/{key.partition('/')[2]}"] = f"{value.split()[0]} meeting".encode()
 
 
 def start_over_store(size: int, rank: int) -> CountingStore:
-    """Meet the other ranks and join a first call, as ``engine.initialize`` and the first evaluation do."""
+    """Runs the rendezvous and a first joint call as one rank; returns the store."""
     host, digest = CountingStore(size), sha256(json.dumps(GIVEN).encode()).hexdigest()
     host.values |= {f"hello/{other}": f"word{other} {digest}".encode() for other in range(1, size)}
     rendezvous = Rendezvous(host, 0, size, "a store", 60.0)

@@ -1,4 +1,4 @@
-"""The grids of worlds of 64 to 16,384 ranks, and the model on them. As a module it makes the plan of one of them."""
+"""Grids of worlds of 64 to 16,384 ranks, and their model. Run as a module, it makes the plan of one world."""
 
 import sys
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from engine.planning.cost_model.workload import DecoderShape
 from engine.planning.plan import Plan
 
 TRILLION = DecoderShape(layers=128, width=25600, heads=160, vocabulary=51200, context=2048)
-"""The decoder of 1 T parameters of Narayanan et al. 2021, table 1."""
+"""Decoder with 1 T parameters (Narayanan et al. 2021, table 1)."""
 SMALL = DecoderShape(layers=128, width=16, heads=8, vocabulary=64, context=8)
-"""As many blocks, which fit into a test."""
+"""Small decoder with as many blocks, for tests."""
 BUCKET = 64_000_000
-"""Elements of a reduction, as ``trine plan`` takes them."""
+"""Number of elements in a reduction bucket, as in ``trine plan``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledWorld:
-    """A number of ranks and how they are divided."""
+    """Number of ranks and their grid."""
 
     pp: int
     dp: int
@@ -31,21 +31,21 @@ class ScaledWorld:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Total number of ranks."""
         return self.pp * self.dp * self.tp
 
     def grid(self, rank: int) -> Grid:
-        """As a rank sees it."""
+        """Returns the grid with ``rank`` as this rank."""
         return Grid(pp=self.pp, dp=self.dp, tp=self.tp, rank=rank)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that are looked at: the first, one of the middle of every axis, the last."""
+        """Sampled ranks: the first, one in the middle of every axis, the last."""
         middle = self.grid(0).rank_at(pp=self.pp // 2, dp=self.dp // 2, tp=self.tp // 2)
         return tuple(sorted({0, middle, self.size - 1}))
 
     def settings(self) -> Mapping[str, Any]:
-        """The configuration: two microbatches of a row for each stage of the pipeline, ZeRO 1."""
+        """Returns the configuration: ZeRO 1, and two microbatches of one row per pipeline stage."""
         return {
             "train_batch_size": 2 * self.pp * self.dp,
             "train_micro_batch_size_per_gpu": 1,
@@ -58,11 +58,11 @@ class ScaledWorld:
         }
 
     def config(self) -> Config:
-        """The same, resolved."""
+        """Returns the resolved configuration."""
         return load_config(self.settings(), self.size)
 
     def plan(self, shape: DecoderShape = TRILLION) -> Plan:
-        """The plan of a decoder."""
+        """Plans a decoder of ``shape`` on this world."""
         return build_model(ModelSource(decoder=shape, shape=shape, context=shape.context)).plan(self.config())
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ WORLDS: Mapping[int, ScaledWorld] = MappingProxyType(
         16384: ScaledWorld(pp=8, dp=256, tp=8),
     }
 )
-"""By size. Data ranks alone grow, except in the world whose pipeline has 64 stages."""
+"""Worlds by number of ranks; all but one grow along data ranks only."""
 
 if __name__ == "__main__":
     scaled = WORLDS[int(sys.argv[1])]

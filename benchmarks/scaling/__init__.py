@@ -1,1 +1,1 @@
-"""Weak and strong scaling over nodes and grids, beside the prediction."""
+"""Weak and strong scaling over nodes and grids, compared with predictions."""

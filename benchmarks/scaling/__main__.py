@@ -1,4 +1,4 @@
-"""The benchmark as a script, which ``trine launch`` starts on every rank: it takes a path, and no module."""
+"""Scaling benchmark as a script path, which ``trine launch`` needs; it cannot start a module."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Weak and strong scaling: the time of a step on every grid and number of nodes, beside its prediction.
+"""Measures weak and strong scaling: seconds of a step for every grid and node count, and its prediction.
 
     torchrun --nnodes 2 --nproc-per-node 2 ... -m benchmarks scaling --out FILE      on every node, then with more nodes
     python -m benchmarks scaling --render FILE                                      table and picture of what FILE has
 
-Each number of nodes is a job of its own, and all of them add to one file. A job that is started again goes on.
+Each node count is a separate job; all jobs add to one file, and a restarted job continues.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from engine.parallel.grid import Grid
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure what the file lacks, or show what it has."""
+    """Measures results that the file lacks, or shows the file."""
     options = _parser().parse_args(command)
     if options.render:
         return _render([Path(name) for name in options.render], options.svg)

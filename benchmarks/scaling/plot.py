@@ -1,7 +1,7 @@
-"""A record as an SVG picture: by number of nodes the time of a step and the efficiency, and every grid of the most
-nodes beside its prediction.
+"""Draws a scaling record as SVG: seconds and efficiency by node count, and each grid of the largest node count next to
+its prediction.
 
-The text is self-contained, the same for an equal record, and readable in light and dark mode.
+The SVG needs no other file, is equal for equal records, and is readable in light and dark mode.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from benchmarks.scaling.record import ScalingRecord, ScalingRow, measured_rows
 from benchmarks.scaling.report import parts_of
 
 _WIDTH, _CHART, _BAR = 960, 200, 34
-"""Of the picture; height of a chart; distance of two grids."""
+"""Sizes in pixels: width of the picture, height of a chart, distance between bars."""
 _MARGIN, _HEAD = 60, 30
 _STYLE = """\
 text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}.title{font-size:12px}.end{text-anchor:end}
@@ -34,7 +34,7 @@ class _Point:
 
 
 def draw_record(record: ScalingRecord) -> str:
-    """The picture; a mode without a measured grid is left out."""
+    """Draws a record as SVG; modes without measured grids are omitted."""
     body, top = list[str](), 0.0
     for mode in dict.fromkeys(row.mode for row in record.rows):
         found = list(measured_rows(record, mode))

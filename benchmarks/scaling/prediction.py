@@ -1,4 +1,4 @@
-"""The predictions of all rows of a record, from what was measured of ranks and links. Without processes."""
+"""Predicts all rows of a scaling record from measured speeds of ranks and links."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,14 +11,14 @@ from engine.planning.step_time.prediction import AxisLinks, place_axes
 
 
 def links_of(choice: GridChoice, machine: Machine) -> AxisLinks:
-    """Of a grid whose ranks fill one node after another."""
+    """Returns the links of a grid that fills one node after another."""
     grid = Grid(pp=choice.pp, dp=choice.dp, tp=choice.tp)
     hosts = [str(rank // machine.ranks) for rank in range(grid.world_size)]
     return place_axes(grid, hosts, machine.links)
 
 
 def ranked(task: Task, mode: Mode, machine: Machine, choices: Sequence[GridChoice]) -> tuple[RankedGrid, ...]:
-    """``choices`` on this machine, the fastest first."""
+    """Ranks ``choices`` by predicted time on this machine, fastest first."""
     return rank_grids(
         choices,
         lambda choice: task.plan(choice, mode),
@@ -30,7 +30,7 @@ def ranked(task: Task, mode: Mode, machine: Machine, choices: Sequence[GridChoic
 def with_predictions(
     record: ScalingRecord, task: Task, machine: Machine, chosen: Sequence[RankedGrid], mode: Mode
 ) -> ScalingRecord:
-    """The record with a row for each of these grids."""
+    """Returns the record with rows and predictions for the grids ``chosen``."""
     for grid in chosen:
         row = ScalingRow(
             nodes=machine.nodes,

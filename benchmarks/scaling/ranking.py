@@ -1,4 +1,4 @@
-"""All grids of a number of ranks, the fastest first, before any of them is run. Pure, but for making the plans."""
+"""Orders all grids of a number of ranks by predicted seconds, without running any of them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from engine.planning.step_time.prediction import AxisLinks, Computation, StepTim
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class GridChoice:
-    """A grid and a ZeRO stage."""
+    """Sizes of a grid, with a ZeRO stage."""
 
     dp: int
     tp: int
@@ -26,7 +26,7 @@ class GridChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedGrid:
-    """What a grid would cost, or why it cannot be."""
+    """Predicted cost of a grid, or the reason why it is impossible."""
 
     choice: GridChoice
     time: StepTime | None
@@ -34,7 +34,7 @@ class RankedGrid:
 
 
 def grid_choices(world: int, stages: Iterable[int] = (0, 1)) -> tuple[GridChoice, ...]:
-    """Every way to share ``world`` ranks among the axes; ZeRO only where there are several data ranks."""
+    """Returns all grids of ``world`` ranks; ZeRO only with several data ranks."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     return tuple(
         GridChoice(dp=dp, tp=tp, pp=world // (dp * tp), stage=stage)
@@ -50,11 +50,12 @@ def rank_grids(
     links_of: Callable[[GridChoice], AxisLinks],
     computation: Computation,
 ) -> tuple[RankedGrid, ...]:
-    """All choices, the fastest first, then those that cannot be, in the order given.
+    """Ranks all choices by predicted time, fastest first, then impossible ones in their given order.
 
     Args:
-        plan_of: makes the plan of a choice, or raises an :class:`EngineError` that says why there is none.
-        links_of: the links of its grid, see :func:`~engine.planning.step_time.prediction.place_axes`.
+        plan_of: function that plans a choice, or raises an :class:`EngineError`.
+        links_of: function that returns the links of a choice, see
+            :func:`~engine.planning.step_time.prediction.place_axes`.
     """
     fit, unfit = list[tuple[float, RankedGrid]](), list[RankedGrid]()
     for choice in choices:

@@ -1,4 +1,4 @@
-"""What the ranks of a job measure together: their links, their computation alone, and the steps of a grid."""
+"""Measurements inside a job: speed of the links, of computation alone, and the steps of a grid."""
 
 import json
 import logging
@@ -40,21 +40,21 @@ _FOREVER = LinkSpeed(0.0, 1e15)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured in a round."""
+    """Numbers of steps and seconds per round."""
 
     warmup: int = 3
-    """Steps before those that count: the first two are unlike the others."""
+    """Number of untimed steps."""
     steps: int = 5
     seconds: float = 10.0
-    """About, for the steps that count; at least one does."""
+    """Approximate seconds of timed steps; at least one step is timed."""
 
     def count(self, seconds: float) -> int:
-        """Steps that count, if one takes so long."""
+        """Returns the number of timed steps, if one takes ``seconds``."""
         return max(1, min(self.steps, int(self.seconds / max(seconds, 1e-9))))
 
 
 class Ranks:
-    """The ranks of this job; every rank makes the same calls."""
+    """Measurements that all ranks of a job make together, with equal calls."""
 
     def __init__(self) -> None:
         self._log = logging.getLogger("trine")
@@ -70,31 +70,31 @@ class Ranks:
 
     @property
     def nodes(self) -> int:
-        """Hosts of the job."""
+        """Number of hosts in the job."""
         return len(set(self.hosts))
 
     @property
     def of_node(self) -> int:
-        """Ranks of a host."""
+        """Number of ranks on each host."""
         return self.world.size // self.nodes
 
     @property
     def first(self) -> bool:
-        """This is rank 0."""
+        """True on rank 0."""
         return self.world.rank == 0
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Ends the communication with the other ranks."""
         self._comm.close()
         self._log.setLevel(self._level)
 
     @property
     def device_name(self) -> str:
-        """Of a rank's device."""
+        """Name of this rank's GPU or CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, through JSON, on every rank; others do not call ``make``.
+        """Returns rank 0's result of ``make`` on every rank, via JSON.
 
         Raises:
             EngineError: ``make`` has failed.
@@ -103,7 +103,7 @@ class Ranks:
         return json.loads(told)
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """The largest of all ranks' numbers."""
+        """Returns the elementwise maximum over all ranks."""
         told = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         self._comm.all_reduce(told, "world", "scaling", "max").wait()
         return [float(each) for each in told.cpu()]
@@ -119,7 +119,7 @@ class Ranks:
     # ------------------------------------------------------------------ links
 
     def axes(self, grid: Grid) -> list[AxisMeasurement]:
-        """Each axis of a grid alone."""
+        """Measures each axis of a grid alone."""
         comm = self._connect(grid.at(self.world.rank))
         try:
             found = list(measure_axes(comm, self.device))
@@ -143,7 +143,7 @@ class Ranks:
         return AxisMeasurement(axis=axis, ranks=ranks, hosts=int(hosts), latency=latency, rate=1 / slowness)
 
     def host_links(self) -> HostLinks:
-        """Two grids tell of all links: hosts as data ranks with ranks of a host as tensor ranks, and as stages."""
+        """Measures all links with two grids: hosts as data ranks with tensor ranks inside, and hosts as stages."""
         nodes, local = self.nodes, self.of_node
         across = {axis.axis: axis for axis in self.axes(Grid(dp=nodes, tp=local))} if self.world.size > 1 else {}
         inside = {axis.axis: axis for axis in self.axes(Grid(pp=nodes, dp=local))} if local > 1 else {}
@@ -157,8 +157,9 @@ class Ranks:
     # ------------------------------------------------------------------ computation
 
     def machine(self, task: Task, effort: Effort) -> Machine:
-        """What the prediction needs to know: the links, and what a rank computes by itself while all others do so
-        too, measured with the engine; the slowest rank counts."""
+        """Measures the inputs of the prediction: links, and a rank's computation while all compute; the slowest rank
+        counts.
+        """
         return Machine(
             nodes=self.nodes, ranks=self.of_node, computation=self._computed(task, effort), links=self.host_links()
         )
@@ -197,10 +198,10 @@ class Ranks:
     # ------------------------------------------------------------------ steps
 
     def steps(self, task: Task, choice: GridChoice, mode: Mode, effort: Effort) -> Sample:
-        """One round of a grid: an engine of its own, a few steps, and then those that count.
+        """Measures one round of a grid with a new engine: warm-up steps, then timed ones.
 
         Raises:
-            EngineError: there is no such grid; nothing was sent.
+            EngineError: the grid is impossible; nothing was communicated.
         """
         rows = task.data_rows(choice, mode)
         settings = task.settings(choice, rows // task.micro)
@@ -242,7 +243,7 @@ def _first_loss(output: Tensor, batch: Any) -> Tensor:
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The ranks of this job, until the end of the block."""
+    """Yields the ranks of this job, and closes them at the end."""
     ranks = Ranks()
     try:
         yield ranks

@@ -1,7 +1,7 @@
-"""What a benchmark of scaling has found, as one JSON file that several jobs fill.
+"""Scaling record: results of several jobs in one JSON file.
 
-One row for each node count, grid and mode, with one sample for each round. The file is written anew after every sample,
-and a job leaves out what it finds there.
+One row for each node count, grid and mode, with one sample for each round. The file is rewritten after every sample,
+and samples already in the file are not measured again.
 """
 
 import json
@@ -21,125 +21,125 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisMeasurement:
-    """An axis alone, the slowest of its groups, all of them at once."""
+    """Measured links of one axis: the slowest of its groups, all measured at once."""
 
     axis: str
     ranks: int
     hosts: int
-    """Over which its widest group lies."""
+    """Number of hosts that the widest group spans."""
     latency: float
-    """Seconds of an all-reduce, or of a message and its answer, of 8 bytes."""
+    """Seconds of an 8-byte all-reduce, or of an 8-byte message and its answer."""
     rate: float
-    """Bytes a second that a rank sends."""
+    """Bytes per second that a rank sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What one round has measured of the ranks and their links, for the prediction."""
+    """Measured computation and links of one round, the prediction's inputs."""
 
     nodes: int
     ranks: int
-    """Of a node."""
+    """Number of ranks per node."""
     computation: Computation
     links: HostLinks
 
     @property
     def key(self) -> tuple[int, int]:
-        """Nodes and ranks of a node."""
+        """Pair (nodes, ranks per node)."""
         return self.nodes, self.ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One round of a grid."""
+    """Measurement of one round of a grid."""
 
     seconds: float
-    """Of a step, the median of the round."""
+    """Median seconds per step of the round."""
     waits: Mapping[str, float] = field(default_factory=dict)
-    """Seconds a step for which a rank has waited, by axis; the mean of all ranks."""
+    """Mean waiting seconds per step and rank, by axis."""
 
 
 RowKey = tuple[int, int, str, GridChoice]
-"""Nodes, ranks of a node, mode and grid: what a file has one row of."""
+"""Key of a row: nodes, ranks per node, mode and grid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRow:
-    """A grid on a number of nodes."""
+    """Results of a grid on a number of nodes."""
 
     nodes: int
     ranks: int
-    """Of a node."""
+    """Number of ranks per node."""
     mode: str
     choice: GridChoice
     tokens: int
-    """Of a step, all ranks together."""
+    """Number of tokens per step, over all ranks."""
     flops: int
     samples: tuple[Sample, ...] = ()
     axes: tuple[AxisMeasurement, ...] = ()
     predicted: StepTime | None = None
     refused: str = ""
-    """Why there is no such grid."""
+    """Reason why the grid is impossible; empty if it ran."""
 
     @property
     def key(self) -> RowKey:
-        """What a file has one row of."""
+        """Key that identifies the row in the record."""
         return self.nodes, self.ranks, self.mode, self.choice
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Total number of ranks."""
         return self.nodes * self.ranks
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, the median of its rounds; None: not measured."""
+        """Median seconds per step over rounds; None: not measured."""
         return median(sample.seconds for sample in self.samples) if self.samples else None
 
     @property
     def waits(self) -> dict[str, float]:
-        """By axis, the median of its rounds."""
+        """Median waiting seconds per step over rounds, by axis."""
         axes = dict.fromkeys(axis for sample in self.samples for axis in sample.waits)
         return {axis: median(sample.waits.get(axis, 0.0) for sample in self.samples) for axis in axes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRecord:
-    """The whole file."""
+    """Contents of a scaling record file."""
 
     task: Mapping[str, Any]
-    """Sizes; a file has those of one task."""
+    """Sizes of the task, one per file."""
     peak_flops: float | None = None
-    """Of a rank's device."""
+    """Peak FLOP/s of a rank's device."""
     machines: tuple[Machine, ...] = ()
     rows: tuple[ScalingRow, ...] = ()
 
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
-        """(nodes, ranks of a node) of all machines."""
+        """Pairs (nodes, ranks per node) of all machines."""
         return tuple(sorted({machine.key for machine in self.machines}))
 
     def row(self, key: RowKey) -> ScalingRow | None:
-        """The row of this key."""
+        """Returns the row with this key; None if missing."""
         return next((row for row in self.rows if row.key == key), None)
 
     def with_row(self, row: ScalingRow) -> Self:
-        """With ``row`` in place of that of its key, or at the end."""
+        """Returns the record with ``row`` added or replaced by its key."""
         if self.row(row.key) is None:
             return replace(self, rows=(*self.rows, row))
         return replace(self, rows=tuple(row if row.key == old.key else old for old in self.rows))
 
     def machine(self, key: tuple[int, int]) -> Machine | None:
-        """The medians of what all rounds have measured of these nodes and ranks."""
+        """Returns the medians of all rounds' measurements for these nodes and ranks."""
         found = [machine for machine in self.machines if machine.key == key]
         return _middle(found) if found else None
 
 
 def merged(records: Iterable[ScalingRecord]) -> ScalingRecord:
-    """One record of several: rows of one key are joined, the later one's prediction counts.
+    """Merges records: rows with equal keys are joined, with the later prediction.
 
     Raises:
-        ValueError: there is none, or they are of different tasks.
+        ValueError: ``records`` is empty, or contains different tasks.
     """
     first, *others = records
     for other in others:
@@ -179,11 +179,7 @@ def _middle(found: Sequence[Machine]) -> Machine:
 
 
 def read_record(path: Path) -> ScalingRecord:
-    """Read a file.
-
-    Raises:
-        ValueError: it is no such file.
-    """
+    """Reads a scaling record from its file."""
     given = json.loads(path.read_text(encoding="utf-8"))
     if given.get("version") != VERSION:
         raise ValueError(f"{path} is no file of this benchmark of version {VERSION}.")
@@ -196,7 +192,7 @@ def read_record(path: Path) -> ScalingRecord:
 
 
 def write_record(record: ScalingRecord, path: Path) -> None:
-    """Write a file as a whole or not at all."""
+    """Writes a scaling record to its file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     text = json.dumps({"version": VERSION, **asdict(record)}, indent=1)
@@ -225,7 +221,7 @@ def _row(given: Mapping[str, Any]) -> ScalingRow:
 
 
 def measured_rows(record: ScalingRecord, mode: str) -> Iterator[tuple[ScalingRow, float]]:
-    """(row, seconds of a step) of a mode."""
+    """Yields (row, seconds per step) for the measured rows of ``mode``."""
     for row in record.rows:
         if row.mode == mode and (seconds := row.seconds) is not None:
             yield row, seconds

@@ -1,4 +1,4 @@
-"""A record as text: every grid beside its prediction, what each axis carries alone, what the ranks compute."""
+"""Scaling record as text tables: each grid and its prediction, bandwidth of each axis, compute speed of ranks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,7 @@ _LEAST = 5e-4
 
 
 def table(record: ScalingRecord) -> str:
-    """Everything; the fastest grid of a mode and number of nodes comes first."""
+    """Formats the record as text; the fastest grid of a mode and number of nodes comes first."""
     rows = sorted(record.rows, key=_order)
     lines = _columns([_HEAD, *(_cells(row, record) for row in rows)])
     axes = [
@@ -61,7 +61,7 @@ def _cells(row: ScalingRow, record: ScalingRecord) -> tuple[str, ...]:
 
 
 def parts_of(row: ScalingRow) -> list[tuple[str, float]]:
-    """The parts of a predicted step."""
+    """Returns (name, seconds) of each part of a predicted step."""
     told = row.predicted
     return [("computation", told.computation), ("bubble", told.bubble), *told.communication.items()] if told else []
 
@@ -71,7 +71,7 @@ def _listed(parts: Iterable[tuple[str, float]]) -> str:
 
 
 def efficiency(row: ScalingRow, record: ScalingRecord) -> float | None:
-    """Tokens a second of a rank, beside those of the best grid of the fewest ranks of this mode; None: not measured."""
+    """Returns tokens per second and rank relative to the best grid of the fewest ranks; None: not measured."""
     found = list(measured_rows(record, row.mode))
     if row.seconds is None or not found:
         return None

@@ -1,5 +1,6 @@
-"""What is trained: a decoder of given sizes on random tokens, on a grid, with a batch that is fixed for all grids or
-for each data rank."""
+"""Training task of the scaling benchmark: a decoder on random tokens, with a fixed global batch or a fixed batch for
+each data rank.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,20 +24,20 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Sizes of model and batch."""
+    """Training task: sizes of the model and of the batch."""
 
     decoder: DecoderConfig
     micro: int
-    """Rows of a microbatch."""
+    """Number of rows per microbatch."""
     rows: int
-    """Rows of a step: of all data ranks together (strong), or of each (weak)."""
+    """Number of rows per step: in total (strong scaling), or per data rank (weak)."""
     bf16: bool = False
 
     def data_rows(self, choice: GridChoice, mode: Mode) -> int:
-        """Rows of a step on one data rank.
+        """Returns the number of rows per step on one data rank.
 
         Raises:
-            ConfigError: they cannot be shared evenly.
+            ConfigError: the data ranks do not divide the rows.
         """
         rows, parts = (self.rows, choice.dp) if mode == "strong" else (self.rows, 1)
         if rows % (parts * self.micro):
@@ -47,22 +48,22 @@ class Task:
         return rows // parts
 
     def tokens(self, choice: GridChoice, mode: Mode) -> int:
-        """Of a step, all ranks together."""
+        """Returns the number of tokens per step, over all ranks."""
         return self.data_rows(choice, mode) * choice.dp * self.decoder.context
 
     def flops(self, choice: GridChoice, mode: Mode) -> int:
-        """Of a step: three products for each one of the forward; sums of a causal attention count in full."""
+        """Returns the FLOPs per step: three products per forward product; causal attention counts in full."""
         sizes = self.decoder
         weights = sizes.layers * 12 * sizes.width**2 + sizes.vocabulary * sizes.width
         attention = 12 * sizes.layers * sizes.width * sizes.context
         return (6 * weights + attention) * self.tokens(choice, mode)
 
     def config(self, choice: GridChoice, mode: Mode) -> Config:
-        """Of the engine."""
+        """Returns the resolved engine configuration."""
         return load_config(self.settings(choice, self.data_rows(choice, mode) // self.micro), _world(choice))
 
     def settings(self, choice: GridChoice, accumulation: int) -> dict[str, Any]:
-        """The JSON of a configuration."""
+        """Returns the engine configuration as a JSON object."""
         return {
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": accumulation,
@@ -74,12 +75,12 @@ class Task:
         }
 
     def example(self) -> dict[str, Tensor]:
-        """Shapes of a microbatch."""
+        """Returns the shapes of a microbatch, on the meta device."""
         ids = torch.empty((self.micro, self.decoder.context), dtype=torch.int64, device="meta")
         return {"input_ids": ids, "labels": ids}
 
     def batches(self, rows: int, rank: int, parts: int = 1) -> Iterator[Mapping[str, Tensor]]:
-        """Random tokens, of one of ``parts`` of the vocabulary, for the steps of a data rank, without end."""
+        """Yields random token batches of a data rank without end, from one of ``parts`` of the vocabulary."""
         generator = torch.Generator().manual_seed(1000 + rank)
         while True:
             size = (rows, self.decoder.context + 1)
@@ -87,12 +88,12 @@ class Task:
             yield {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
     def model(self) -> Decoder:
-        """The same weights on every rank."""
+        """Builds the model, with equal weights on every rank."""
         torch.manual_seed(1)
         return Decoder(self.decoder)
 
     def slice(self, parts: int) -> Decoder:
-        """What a tensor rank of ``parts`` computes: whole norms and residuals, a part of every product."""
+        """Builds a model with the computation of one of ``parts`` tensor ranks: full norms, sharded products."""
         model, width = self.model(), self.decoder.width
         for block in model.blocks:
             attention: Any = block.attention
@@ -105,10 +106,10 @@ class Task:
         return model
 
     def plan(self, choice: GridChoice, mode: Mode) -> Plan:
-        """Of a grid, made without processes.
+        """Plans a grid, without processes.
 
         Raises:
-            EngineError: there is none.
+            EngineError: the grid is impossible.
         """
         config = self.config(choice, mode)
         with torch.device("meta"):

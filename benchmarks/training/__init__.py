@@ -1,1 +1,1 @@
-"""What a training step costs over gloo: by axis, by ZeRO stage, by schedule."""
+"""Training steps over gloo, measured by axis, ZeRO stage and schedule."""

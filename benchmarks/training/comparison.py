@@ -1,6 +1,6 @@
-"""Steps of several modes measured side by side: rounds of teams in turns, then a table and verdicts.
+"""Times training steps of several modes in interleaved rounds, and prints a table and verdicts.
 
-What the benchmarks of this folder share: their options, their rounds and what they print and write.
+Shared by the benchmarks of this folder: options, rounds and output.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from benchmarks.training.lineups import Lineup
 
 WARMUP_STEPS = 3
 BLOCK_STEPS = 5
-"""Steps that a mode takes before the next has its turn."""
+"""Number of steps that a mode takes per turn."""
 MISSING = (
     "DeepSpeed cannot be imported, its rows are left out: "
     "DS_BUILD_OPS=0 pip install -e '.[bench-deepspeed]' brings them."
@@ -45,15 +45,15 @@ MISSING = (
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure."""
+    """Numbers of rounds and steps."""
 
     rounds: int = 7
     steps: int = 10
-    """Timed steps of each mode in each round, after the warm-up."""
+    """Timed steps of each mode per round, after the warm-up."""
 
 
 def measure(modes: Sequence[Mode], workload: Workload, effort: Effort) -> Rounds:
-    """All rounds; each starts new processes, so that start-up and memory layout are sampled too."""
+    """Runs all rounds, each in new processes."""
     start_server()
     rounds = []
     for turn in range(effort.rounds):
@@ -100,7 +100,7 @@ def _sample(team: Team, blocks: Sequence[Block], loss: float) -> Sample:
 
 
 def conclude(rounds: Rounds, lineup: Lineup) -> tuple[str, dict[str, Any], bool]:
-    """(text for people, the same for programs, whether all is well)."""
+    """Returns (text, JSON object, True if all checks passed)."""
     verdicts = [judge(rounds, asked) for asked in lineup.comparisons]
     limit = lineup.loss_tolerance
     apart, wrong = loss_spread(rounds), wrong_losses(rounds, lineup.baseline.modes, limit)
@@ -113,7 +113,7 @@ def conclude(rounds: Rounds, lineup: Lineup) -> tuple[str, dict[str, Any], bool]
 
 
 def profile(modes: Sequence[Mode], name: str, workload: Workload, steps: int) -> str:
-    """The top functions of rank 0 of the one of ``modes`` that is called ``name``, alone."""
+    """Profiles the mode called ``name`` alone; returns the functions of rank 0 with most time."""
     start_server()
     with Team(next(mode for mode in modes if mode.name == name), workload) as team:
         team.run(WARMUP_STEPS)
@@ -135,7 +135,7 @@ T = TypeVar("T")
 
 
 def some_of(known: Sequence[T], refusal: str, or_none: bool = False) -> Callable[[str], tuple[T, ...]]:
-    """Type of an option that takes some of ``known``, with commas between, or none; ``refusal`` of others, with {}."""
+    """Returns a parser of a comma-separated option with items of ``known``; ``refusal``: error text with {}."""
     by_name = {str(one): one for one in known}
 
     def read(text: str) -> tuple[T, ...]:
@@ -148,7 +148,7 @@ def some_of(known: Sequence[T], refusal: str, or_none: bool = False) -> Callable
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What can be said to every benchmark of steps."""
+    """Adds the options common to all step benchmarks."""
     parser.add_argument("--ranks", type=int, default=4, help="of every mode but one process")
     parser.add_argument("--rounds", type=int, default=7, help="fresh processes each")
     parser.add_argument(
@@ -168,7 +168,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace, modes: Sequence[Mode]) -> None:
-    """Refuse, by way of ``parser``, microbatches that would not be equal and a profile of none of ``modes``."""
+    """Refuses unequal microbatches and a profile of an unknown mode."""
     sequences = Workload().sequences
     if any(sequences % (mode.data_ranks * mode.accumulation) for mode in modes):
         shares = "ranks x accumulation" if any(mode.data_ranks > 1 for mode in modes) else "accumulation"
@@ -179,15 +179,15 @@ def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace
 
 
 def make_workload(arguments: argparse.Namespace) -> Workload:
-    """The standard one but for what the command line changes; ranks get one thread each."""
+    """Returns the standard workload with the command line's changes; ranks use one thread."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return replace(Workload(), bucket_elements=arguments.bucket, optimizer_kernel=arguments.adamw)
 
 
 def runnable(lineup: Lineup, peers: Sequence[Kind]) -> Lineup:
-    """What of ``lineup`` was asked for by ``peers`` and can run here; of DeepSpeed one line is printed if it cannot.
+    """Returns the rows of ``lineup`` that ``peers`` select and that can run here; prints a line if DeepSpeed cannot.
 
-    DeepSpeed is started once, so that no round's start-up contains its compiler.
+    DeepSpeed starts once, so that start-up times exclude its compiler.
     """
     lineup = lineup.of_peers(peers)
     modes = [mode for mode in lineup.modes if mode.kind == "deepspeed"]
@@ -208,9 +208,9 @@ def run(
     workload: Workload,
     found: Mapping[str, Any] | None = None,
 ) -> tuple[str, bool]:
-    """Measure, print and write what the command line asks for; (the text printed, whether all is well).
+    """Measures, prints and writes results; returns (printed text, True if all checks passed).
 
-    ``name``: of the file in the folder ``--out``. ``found``: what else is known by now and shall be written.
+    ``name``: name of the file in ``--out``. ``found``: further results to write.
     """
     conditions = _conditions(arguments, workload)
     rounds = measure(lineup.modes, workload, Effort(arguments.rounds, arguments.steps))

@@ -1,13 +1,13 @@
-"""Cost of experts on several ranks: their rows, one layer, and a training step of a small mixture.
+"""Times expert parallelism on several ranks: dispatch of rows, one layer, and a step of a small mixture.
 
     python -m benchmarks expert [--rows rows,layer,step] [--ranks 2,4] [--rounds 3] [--steps 10] [--write-figures]
 
 *rows*: dispatch and combine of a layer whose experts only weigh rows, forward and backward, beside calls of
 ``all_to_all_single`` with equal bytes. Routing is even, or experts of the first rank are chosen 8 times as often.
-*layer*: a step of one layer of experts between an embedding and a head; ``parallel.expert`` beside
-``parallel.tensor``, which computes the same tokens, and beside ``MoE`` of DeepSpeed. *step*: a step of Qwen3-MoE with 8
-experts, 2 a token; ``parallel.expert`` beside data ranks that hold all experts, and beside a dense model with the
-parameters that one token uses.
+*layer*: a step of one layer of experts between an embedding and a head; ``parallel.expert`` beside ``parallel.tensor``,
+which computes the same tokens, and beside ``MoE`` of DeepSpeed. *step*: a step of Qwen3-MoE with 8 experts, 2 a token;
+``parallel.expert`` beside data ranks that hold all experts, and beside a dense model with the parameters that one token
+uses.
 
 Exit code 1 if the losses of equal models differ. The figure keeps rows that a run does not measure.
 """
@@ -28,23 +28,23 @@ GROUPS = ("rows", "layer", "step")
 UNEVEN = 8
 COLUMNS = ("CPU ms a step", "beside", "sent MB", "calls", "state MB", "step MB", "loss")
 TOLERANCE = 1e-5
-"""Nats by which losses of equal models may differ."""
+"""Maximum loss difference in nats between equal models."""
 EPSILON = 1e-5
-"""Of AdamW, so large that rounding in gradients of nearly zero does not move losses."""
+"""Eps of AdamW, large enough that rounding in near-zero gradients does not change losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Modes that take turns, and the workload of all of them; the first mode is the one that others stand beside."""
+    """Modes measured in turns with one workload; the first is the reference."""
 
     modes: tuple[Mode, ...]
     workload: Workload
     equal: tuple[str, ...] = ()
-    """Names of the modes that train equal models."""
+    """Names of the modes with equal models."""
 
 
 def tables(group: str, ranks: int, workload: Workload) -> Iterator[Table]:
-    """Yields the tables of a group on this number of ranks."""
+    """Yields the tables of a group on ``ranks`` ranks."""
     of, ep = f", {ranks} ranks", f"Trine ep{ranks}"
     if group == "rows":
         for uneven in (1, UNEVEN):
@@ -64,7 +64,7 @@ def tables(group: str, ranks: int, workload: Workload) -> Iterator[Table]:
 
 
 def cells(table: Table, rounds: Rounds) -> Cells:
-    """Returns the medians over rounds."""
+    """Formats the medians over rounds."""
     made: dict[tuple[str, str], str] = {}
     base = table.modes[0].name
     for row in medians(rounds):
@@ -77,7 +77,7 @@ def cells(table: Table, rounds: Rounds) -> Cells:
 
 
 def startable(table: Table) -> tuple[Table, Cells]:
-    """Returns the table without the modes of DeepSpeed that cannot start, and a cell with the error of each."""
+    """Returns the table without DeepSpeed modes that cannot start, and a cell with the error of each."""
     refused: dict[tuple[str, str], str] = {}
     for mode in table.modes:
         if mode.kind == "deepspeed":
@@ -89,7 +89,7 @@ def startable(table: Table) -> tuple[Table, Cells]:
 
 
 def equal_losses(table: Table, rounds: Rounds) -> bool:
-    """Returns True if the modes that train equal models have equal losses."""
+    """Returns True if the modes with equal models have equal losses."""
     losses = [sample.loss for samples in rounds for sample in samples if sample.mode in table.equal]
     return not losses or max(losses) - min(losses) <= TOLERANCE
 
@@ -107,7 +107,7 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes; 0 if losses of equal models are equal."""
+    """Measures, prints and writes results; returns 0 if losses of equal models are equal."""
     asked = _parse(command)
     sizes = DecoderConfig(layers=2, width=asked.width, heads=4, context=128)
     standard = make_workload(argparse.Namespace(bucket=None, adamw="fused"))

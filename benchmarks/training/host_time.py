@@ -1,15 +1,14 @@
-"""Host time that an engine adds to a block: microseconds of Python and dispatch, beside plain torch and its wrappers.
+"""Host microseconds that the engine adds to a block, compared with plain torch and its wrappers.
 
     python -m benchmarks host_time [--layers 24] [--width 32] [--rounds 7] [--rows dp,tp,pp,gpu] [--write-figures]
 
-On a GPU this time decides whether the host stays ahead of the device. The model is deep and so narrow that its
-arithmetic is next to nothing: 24 blocks of width 32 on 8 tokens. Every mode takes steps of 2 and of 6 microbatches of
-the same size. The difference is the time of 4 microbatches, and what is left of the first is the fixed time of a step.
+On a GPU this time decides whether the host stays ahead of the device. The model is so narrow that its arithmetic hardly
+counts: 24 blocks of width 32 on 8 tokens. Each mode runs steps of 2 and of 6 equal microbatches. The difference is the
+time of 4 microbatches, the rest of a step is its fixed time.
 
-Figures are CPU seconds of all threads of all ranks, for each block and microbatch that a rank computes. "added" is the
-distance to plain torch in the same round, and "added, collectives apart" is what is left of it when the collectives are
-taken off: equal calls and bytes over the same backend in the same round, with nothing between them. Modes take turns,
-in a new order each round. The figure keeps rows that a run does not measure.
+Figures are CPU seconds of all threads of all ranks, for each block and microbatch of a rank. "added" is the difference
+to plain torch in the same round; "added, collectives apart" also subtracts the bare collectives (equal calls and bytes
+over the same backend). Modes run in a new order each round. The figure keeps rows that a run does not measure.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from benchmarks.training.comparison import BLOCK_STEPS, WARMUP_STEPS, make_workl
 from engine.models.decoder import DecoderConfig
 
 FEW, MANY = 2, 6
-"""Microbatches of the two steps that are compared."""
+"""Numbers of microbatches of the two compared steps."""
 PLAIN = "plain torch"
 ALONE = ", its collectives alone"
 GROUPS = ("dp", "tp", "pp", "gpu")
@@ -38,7 +37,7 @@ COLUMNS = ("us a block and microbatch", "added", "x plain", "ms a step", APART)
 
 @dataclass(frozen=True, slots=True)
 class HostMode:
-    """A way to train, and the one that it adds to."""
+    """Measured mode, with the plain torch mode that it is compared with."""
 
     mode: Mode
     base: str = PLAIN
@@ -86,16 +85,16 @@ class HostTime(NamedTuple):
     """CPU seconds of one mode in one round."""
 
     block: float
-    """Of one block and microbatch on one rank, forward and backward."""
+    """CPU seconds of one block and microbatch on one rank, forward and backward."""
     step: float
-    """Of a step apart from its microbatches, on one rank."""
+    """CPU seconds of a step without its microbatches, on one rank."""
 
 
 Rounds = Sequence[Mapping[str, HostTime]]
 
 
 def measure(modes: Sequence[HostMode], workload: Workload, rounds: int, steps: int) -> Rounds:
-    """Run every mode in every round, each time in new processes."""
+    """Runs every mode in every round, in new processes."""
     start_server()
     found = []
     for turn in range(rounds):
@@ -122,13 +121,13 @@ def _measure_round(modes: Sequence[HostMode], workload: Workload, steps: int, tu
 
 
 def sized(one: HostMode, count: int, workload: Workload) -> Workload:
-    """Return the workload whose microbatches have one sequence each."""
+    """Returns the workload with microbatches of one sequence."""
     model = None if one.model == "decoder" else one.model
     return replace(workload, sequences=count * one.mode.data_ranks, model=model)  # type: ignore[arg-type]
 
 
 def split(one: HostMode, seconds: Mapping[tuple[str, int], float], layers: int, steps: int) -> HostTime:
-    """Split the seconds of both steps into those of a block and those of a step."""
+    """Divides the seconds of both steps into seconds per block and per step."""
     few, many = (seconds[one.mode.name, count] / steps / one.mode.ranks for count in (FEW, MANY))
     microbatch = (many - few) / (MANY - FEW)
     blocks = layers / (one.mode.ranks if one.mode.axis == "pipeline" else 1)
@@ -136,7 +135,7 @@ def split(one: HostMode, seconds: Mapping[tuple[str, int], float], layers: int, 
 
 
 def cells(modes: Sequence[HostMode], rounds: Rounds) -> Cells:
-    """Return the medians over rounds, in microseconds and milliseconds."""
+    """Formats the medians over rounds, in microseconds and milliseconds."""
     made: dict[tuple[str, str], str] = {}
     for one in modes:
         times = [found[one.mode.name] for found in rounds]
@@ -160,7 +159,7 @@ def _without_collectives(one: HostMode, rounds: Rounds) -> str:
 
 
 def table(found: Cells) -> str:
-    """Return the cells as text in columns."""
+    """Formats the cells as aligned text."""
     rows = list(dict.fromkeys(row for row, _ in found))
     width = max(map(len, rows))
     lines = ["  ".join([" " * width, *COLUMNS])]
@@ -171,7 +170,7 @@ def table(found: Cells) -> str:
 
 
 def chosen_modes(groups: Sequence[str]) -> tuple[HostMode, ...]:
-    """Return plain torch and the modes of ``groups``."""
+    """Returns plain torch and the modes of ``groups``."""
     return (HostMode(Mode(PLAIN, "plain", 1)), *(one for group in groups for one in MODES[group]))
 
 
@@ -190,7 +189,7 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure and print; always 0, since this machine's host is not the one that counts."""
+    """Measures and prints; always returns 0, since the target is another host."""
     arguments = _parse(command)
     decoder = DecoderConfig(layers=arguments.layers, width=arguments.width, heads=2, context=arguments.tokens)
     options = argparse.Namespace(bucket=None, adamw="fused")

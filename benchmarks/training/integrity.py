@@ -1,7 +1,7 @@
-"""What the checks of ``integrity`` cost: CPU seconds of a step without them, and with checks every 1, 10 and 100 steps.
+"""CPU seconds of a step without the checks of ``integrity``, and with checks every 1, 10 and 100 steps.
 
-One process and thread; the engines take their steps in turns, in a new order each round, so that they share the
-machine's mood. The digests of every step cost the same whatever N is; ``tokens`` says over how much work they spread.
+One process and thread; the engines run steps in turns, in a new order each round. Digests of a step cost the same for
+every interval; ``tokens`` sets the work of the step that they are compared with.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 EVERY = (0, 1, 10, 100)
 VOCABULARY, LENGTH = 8192, 256
 STEPS = 2
-"""Steps that an engine takes before the next has its turn."""
+"""Number of steps that an engine takes per turn."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks integrity", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="turns of every engine")
     parser.add_argument("--rows", type=int, default=4, help=f"of {LENGTH} tokens in a step")
@@ -43,21 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Spent(NamedTuple):
-    """CPU time of a step."""
+    """CPU seconds of a step, and of its integrity checks."""
 
     seconds: float
     checks: float
-    """Part of it that was spent in the checks themselves."""
+    """CPU seconds of the integrity checks within a step."""
 
 
 class CheckClock:
-    """Adds up the CPU time of what an engine does for its checks."""
+    """Clock of the CPU time of an engine's integrity checks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def watch(self, guard: Any) -> None:
-        """Put the clock around the calls of a guard."""
+        """Wraps the calls of a guard with the clock."""
         for name in ("before_update", "end_step"):
             setattr(guard, name, partial(self._timed, getattr(guard, name)))
 
@@ -69,7 +69,7 @@ class CheckClock:
 
 
 def measure(rounds: int, rows: int) -> dict[int, list[Spent]]:
-    """What every step took by ``integrity.every``, the first steps left out."""
+    """Measures the CPU seconds of each step by ``integrity.every``, without first steps."""
     spent: dict[int, list[Spent]] = {every: [] for every in EVERY}
     clock = CheckClock()
     generator = torch.Generator().manual_seed(1)
@@ -93,7 +93,7 @@ def measure(rounds: int, rows: int) -> dict[int, list[Spent]]:
 
 
 def cells_of(spent: Mapping[int, Sequence[Spent]], tokens: int) -> dict[tuple[str, str], str]:
-    """The table: what a step costs, by how much that is more than without checks, and what the checks alone take."""
+    """Formats the CPU time of a step, its increase by checks, and the checks' own time."""
     middle = {every: median(one.seconds for one in steps) for every, steps in spent.items()}
     cells = {(f"{tokens:,}", "step without, CPU s"): f"{middle[0]:.3f}"}
     for every in EVERY[1:]:

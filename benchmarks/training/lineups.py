@@ -1,4 +1,4 @@
-"""Which modes stand in the table, and which of them are held against which."""
+"""Rows of the training benchmarks: the modes, which rows are compared, and their limits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,30 +25,30 @@ from benchmarks.peers.workload import Axis, Kind, Mode, Schedule
 Group = Literal["dp", "tp", "pp", "watchdog"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 BESIDE_PEERS: tuple[Group, ...] = GROUPS[:3]
-"""Rows that a table has unless others are asked for."""
+"""Groups of rows that are measured without a selection."""
 STAGES = (0, 1, 2, 3)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 ONE = "one process, plain torch"
 DDP = "torch DDP"
 AGAIN = " again (control)"
-"""A second team of the same mode: how far two measurements of one thing lie apart."""
+"""Suffix of a second team of the same mode, which measures the noise."""
 
 # CPU seconds of Trine over those of its peer
 DDP_LIMIT = 1.03
 WATCHDOG_LIMIT = 1.005
-"""Of a step under the watchdog, with all sums of waits, against one without it."""
+"""Maximum ratio of a step with watchdog to one without."""
 DTENSOR_LIMIT = 0.5
 PIPELINING_LIMIT = 1.0
 ZERO_LIMITS: Mapping[int, float] = MappingProxyType({1: 1.02, 2: 1.02, 3: 1.15})
-"""By stage, against DDP."""
+"""Maximum ratio of CPU seconds to DDP's, by ZeRO stage."""
 
 TENSOR_LIMITS: Mapping[Name, float] = MappingProxyType({"llama": 1.25, "fused": 1.4})
-"""Of two ranks against one process."""
+"""Maximum ratio of two tensor ranks' CPU seconds to one process's, by model."""
 TENSOR_PEER_LIMIT = 0.6
-"""Of four ranks against DTensor's."""
+"""Maximum ratio of four ranks' CPU seconds to DTensor's."""
 TENSOR_LOSS_TOLERANCE = 5e-6
-"""A millionth of a loss, which is above 5 in all steps that are taken."""
+"""Maximum difference of losses in nats, a millionth of a loss above 5."""
 
 STEP_COLUMNS = (*SENT, LIVE, RESIDENT, *END)
 PIPELINE_COLUMNS = (SENT[0], CALLS, ACTIVATIONS, STEP_PEAK, *END)
@@ -58,23 +58,23 @@ ZERO_COLUMNS = (*SENT, CALLS, STATE, LIVE, STEP_PEAK, *END)
 
 @dataclass(frozen=True, slots=True)
 class Lineup:
-    """The rows of a table and what is asked of them."""
+    """Rows of a table, with the comparisons between them."""
 
     modes: tuple[Mode, ...]
     comparisons: tuple[Comparison, ...]
     baseline: Baseline
     columns: tuple[Column, ...] = STEP_COLUMNS
     loss_tolerance: float = LOSS_TOLERANCE
-    """Nats by which the modes may differ after the same number of steps."""
+    """Maximum loss difference in nats between modes after equal steps."""
 
     def of_peers(self, kinds: Sequence[Kind]) -> "Lineup":
-        """Only the rows of Trine, of these peers and of the baseline, and what is asked of them."""
+        """Returns a lineup with only Trine, the peers of ``kinds`` and the baseline, and their comparisons."""
         return self._of(
             [m for m in self.modes if m.kind in ("plain", "trine", *kinds) or m.name in self.baseline.modes]
         )
 
     def without(self, left_out: Sequence[Mode]) -> "Lineup":
-        """All rows but these, and what is asked of them."""
+        """Returns a lineup without the rows in ``left_out``, and their comparisons."""
         return self._of([mode for mode in self.modes if mode not in left_out])
 
     def _of(self, kept: Sequence[Mode]) -> "Lineup":
@@ -91,9 +91,9 @@ Rows = tuple[tuple[Mode, ...], tuple[Comparison, ...]]
 
 
 def make_lineup(ranks: int, accumulation: int = 1, groups: Sequence[Group] = BESIDE_PEERS) -> Lineup:
-    """The rows of all ``groups`` behind the one process, which always runs: its losses are what all others must have.
+    """Returns the rows of all ``groups`` after the single process, the reference of losses.
 
-    ``accumulation``: microbatches a step; a pipeline has as many as ranks, the fewest that fill it.
+    ``accumulation``: microbatches per step; a pipeline has as many as ranks.
     """
     baseline = Baseline("x DDP", (DDP, DDP + AGAIN)) if "dp" in groups else Baseline("x one", (ONE,))
     lineup = Lineup((Mode(ONE, "plain", 1, accumulation),), (), baseline)
@@ -105,9 +105,9 @@ def make_lineup(ranks: int, accumulation: int = 1, groups: Sequence[Group] = BES
 
 
 def make_zero_lineup(ranks: int, accumulation: int = 1, stages: Sequence[int] = STAGES) -> Lineup:
-    """DDP twice, then each of ``stages`` by Trine and by those peers that have it.
+    """Returns two teams of DDP, then each of ``stages`` by Trine and by the peers that support it.
 
-    The default way of Trine at each stage above 0 has a limit; its other ways, and how it stands to peers, inform.
+    Only Trine's default mode at each stage above 0 has a limit.
     """
     trine = [mode for mode in _trine_stages(ranks, accumulation) if mode.stage in stages]
     others = [mode for mode in _peer_stages(ranks, accumulation) if mode.stage in stages]
@@ -119,7 +119,7 @@ def make_zero_lineup(ranks: int, accumulation: int = 1, stages: Sequence[int] = 
 
 
 def make_pipeline_lineup(ranks: int, microbatches: int, schedules: Sequence[Schedule] = SCHEDULES) -> Lineup:
-    """One process, then each of ``schedules`` by those peers that have it and by Trine, which all of them limit.
+    """Returns the single process, then each of ``schedules`` by peers and by Trine, which all peers limit.
 
     Every mode takes the same ``microbatches``.
     """
@@ -131,7 +131,7 @@ def make_pipeline_lineup(ranks: int, microbatches: int, schedules: Sequence[Sche
 
 
 def make_tensor_lineup(model: Name, sizes: Sequence[int], accumulation: int = 1) -> Lineup:
-    """One process, then Trine and DTensor on every number of ranks of ``sizes``."""
+    """Returns the single process, then Trine and DTensor on each number of ranks in ``sizes``."""
     modes = [Mode(ONE, "plain", 1, accumulation)]
     comparisons = []
     for ranks in sizes:

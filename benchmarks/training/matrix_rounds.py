@@ -1,9 +1,9 @@
-"""What rounds of matrices hide: updates of whole matrices on two data ranks, with the exchange beside them or not.
+"""Seconds of whole-matrix updates on two data ranks, with their exchange overlapped and not.
 
     python -m benchmarks matrix_rounds [--rounds 7]                                 starts two ranks under torchrun
 
-Products sleep for as long as the exchange of a step takes, as those of a device would leave the processor alone. The
-same rounds then go one after another, in turns with those that overlap. Exit code 1 when overlapping saves nothing.
+Products sleep as long as the exchange of a step takes, like those of a device, which leave the CPU idle. Overlapped and
+sequential rounds alternate. Exit code 1 when overlapping saves nothing.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
 RANKS, STEPS = 2, 2
 SIZES = DecoderConfig(layers=8, width=512, heads=4, context=8)
 LIMIT = 0.95
-"""Of the seconds of rounds that overlap beside those one after another."""
+"""Maximum ratio of overlapped rounds' seconds to sequential ones'."""
 Made = TypeVar("Made")
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure on every rank; rank 0 prints."""
+    """Measures on every rank; rank 0 prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks matrix_rounds", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
     arguments = parser.parse_args(command)
@@ -49,19 +49,19 @@ def main(command: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds of the updates of all matrices of a step."""
+    """Seconds of the updates of all matrices in a step."""
 
     exchange: float
-    """Without products."""
+    """Seconds of the exchange alone, without products."""
     apart: float
-    """With products that sleep so long, one round after another."""
+    """Seconds with sleeping products, in sequential rounds."""
     together: float
-    """With the same, in rounds that overlap."""
+    """Seconds with sleeping products, in overlapped rounds."""
     rounds: int
 
     @property
     def ratio(self) -> float:
-        """Seconds with overlap beside those without."""
+        """Ratio of overlapped to sequential seconds."""
         return self.together / self.apart
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class _Clock:
 
 
 def measure(turns: int) -> Spent:
-    """Body of a rank: medians of the steps of all turns."""
+    """Measures on one rank; returns medians over all steps."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     config = {

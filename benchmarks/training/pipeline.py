@@ -1,23 +1,21 @@
-"""What a pipeline costs: Trine's schedules beside torch.distributed.pipelining and DeepSpeed's PipelineModule.
+"""Times pipeline schedules: Trine, torch.distributed.pipelining and DeepSpeed's PipelineModule.
 
     python -m benchmarks pipeline [--schedules 1f1b,interleaved,zb-v] [--peers pipelining,deepspeed] [--ranks 4]
                                   [--accumulation 8] [--rounds 7] [--steps 10] [--write-figures] [--out FOLDER]
     python -m benchmarks pipeline --profile "Trine 1f1b" [--steps 10]
 
-Decoder, data, AdamW and rounds are those of ``step``, in 8 microbatches; the limit of the gradient's
-norm is so low that every step is clipped. torch's 1F1B takes no fewer microbatches than stages, its interleaved one
-full rounds of them; DeepSpeed any number. Exit code 1 when Trine uses more CPU than any peer with the same schedule,
-when a loss is not that of one process, or when Trine's clipping is wrong. CPU seconds, user and system, of all ranks
-decide.
+Model, data, AdamW and rounds as in ``step``, with 8 microbatches and a norm limit so low that every step is clipped.
+torch's 1F1B needs at least as many microbatches as stages, its interleaved schedule whole rounds of them. Exit code 1
+when Trine uses more CPU seconds (user and system, all ranks) than a peer with the same schedule, when a loss differs
+from one process, or when Trine's clipping is wrong.
 
-*sent MB* and *calls* are counted alike for all rows, in an untimed step, where torch's dispatcher passes messages on
-(``sent_bytes``). *step MB* is what tensors take at most within a step, *held MB* what of that is not parameters,
-gradients or moments: what forwards keep for their backwards, buffers, temporaries (``footprint``). Each is that of the
+*sent MB* and *calls* are counted at torch's dispatcher in an untimed step (``sent_bytes``). *step MB* is the peak of
+tensor memory in a step, *held MB* the same without parameters, gradients and moments (``footprint``). Both are of the
 largest rank.
 
-*clip* is how far any weight is from one process after a few steps when a row clips as its framework does by itself or,
-where it does not, as its tutorial would: ``clip_grad_norm_`` over what a rank has. The timed steps of these rows are
-clipped by the norm of the whole model, or they would train another one.
+*clip* is the largest difference of a weight from one process after a few steps, with the framework's own clipping or,
+without one, its tutorial's: ``clip_grad_norm_`` over a rank's parameters. Timed steps are clipped by the norm of the
+whole model.
 """
 
 import argparse
@@ -35,15 +33,15 @@ from benchmarks.training.lineups import AGAIN, SCHEDULES, Lineup, make_pipeline_
 
 MICROBATCHES = 8
 CLIP = 0.1
-"""Below every norm of the steps that are taken, which are 0.4 to 4."""
+"""Clipping norm below the norm of every step, which is 0.4 to 4."""
 EPSILON = 1e-5
 CLIPPED_STEPS = 5
 WEIGHT_TOLERANCE = 1e-5
-"""By which the order of sums may move a weight in ``CLIPPED_STEPS`` steps; a wrong norm moves it much further."""
+"""Maximum weight difference after ``CLIPPED_STEPS`` steps, due to the order of sums."""
 
 
 def measure_clipping(modes: Sequence[Mode], workload: Workload) -> dict[str, float]:
-    """By mode, the largest distance of any weight from that of the first mode after ``CLIPPED_STEPS`` steps."""
+    """Returns, by mode, the maximum weight difference to the first mode after ``CLIPPED_STEPS`` clipped steps."""
     start_server()
     right, found = None, {}
     for mode in modes:
@@ -59,7 +57,7 @@ def measure_clipping(modes: Sequence[Mode], workload: Workload) -> dict[str, flo
 
 
 def judge_clipping(apart: Mapping[str, float]) -> tuple[str, bool]:
-    """(who clips rightly and who does not, whether all of Trine do)."""
+    """Returns (text about correct and wrong clipping, True if all of Trine's modes are correct)."""
     right = [name for name, distance in apart.items() if distance <= WEIGHT_TOLERANCE]
     wrong = [name for name in apart if name not in right]  # also what is not a number
     passed = not any(name.startswith("Trine") for name in wrong)
@@ -70,10 +68,10 @@ def judge_clipping(apart: Mapping[str, float]) -> tuple[str, bool]:
 
 
 def that_starts(lineup: Lineup) -> Lineup:
-    """The rows that this torch can start; a line is printed of those that it cannot.
+    """Returns the rows that the installed torch can run; prints a line about each other one.
 
-    A V has neighbouring stages on its last rank. A torch whose stages do not vote tries their connection by a message
-    of the rank to itself, which gloo refuses.
+    In a V the last rank has neighbouring stages, which some versions of torch connect by a message to itself that gloo
+    refuses.
     """
     from torch.distributed.pipelining import PipelineStage  # seconds of imports, for this command alone
 
@@ -127,7 +125,7 @@ def _measure(arguments: argparse.Namespace, lineup: Lineup, workload: Workload) 
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every check passed."""
+    """Measures, prints and writes results; returns 0 if every check passed."""
     arguments = _parse(command)
     workload = replace(make_workload(arguments), clip=CLIP, epsilon=EPSILON)
     if arguments.profile:

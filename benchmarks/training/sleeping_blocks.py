@@ -1,8 +1,8 @@
-"""A model of blocks that sleep: the timeline of a real pipeline beside the predicted one.
+"""Compares the timeline of a real pipeline of sleeping blocks with the predicted timeline.
 
     python -m benchmarks sleeping_blocks [--seconds 0.2] [--write-figures]         starts four ranks under torchrun
 
-Ranks that sleep need no processor, so that a small machine can show for how long they wait for each other.
+Sleeping ranks need no CPU, so that a small machine measures how long ranks wait for each other.
 """
 
 import argparse
@@ -31,7 +31,7 @@ RANKS, MICROBATCHES, BLOCKS = 4, 8, 8
 
 
 class Sleep(torch.autograd.Function):
-    """Passes its input on, late; its gradient too."""
+    """Identity with a delay in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, backward_seconds: float) -> Tensor:
@@ -46,7 +46,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A block that takes its time."""
+    """Block that sleeps, then runs a linear layer."""
 
     def __init__(self, seconds: float, backward_seconds: float) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Sleeper(nn.Module):
         self.seconds, self.backward_seconds = seconds, backward_seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, 4] -> [B, 4]."""
+        """Computes x [B, 4] -> [B, 4] after the delay."""
         late: Tensor = Sleep.apply(x, self.seconds, self.backward_seconds)  # type: ignore[no-untyped-call]
         out: Tensor = self.linear(late)
         return out
 
 
 class Sleepers(nn.Module):
-    """Eight blocks; gives the loss."""
+    """Model of eight sleeping blocks that returns the loss."""
 
     def __init__(self, seconds: float, backward_seconds: float) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Sleepers(nn.Module):
         self.blocks = nn.ModuleList(Sleeper(seconds, backward_seconds) for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, 4] -> 0-dim."""
+        """Computes x [B, 4] -> loss, 0-dim."""
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -93,7 +93,9 @@ def _sleep_over_weights(seconds: float) -> Iterator[None]:
 
 
 def run_asleep(kind: str, virtual_stages: int, seconds: float) -> StepTimeline:
-    """Body of a rank: the second step. A microbatch of a rank takes ``seconds`` forward and twice that backward."""
+    """Runs two steps as one rank; returns the second's timeline. A microbatch takes ``seconds`` forward and twice that
+    backward.
+    """
     torch.manual_seed(1)
     block = seconds * RANKS / BLOCKS
     splits = SCHEDULE_KINDS[kind].splits
@@ -113,7 +115,7 @@ def run_asleep(kind: str, virtual_stages: int, seconds: float) -> StepTimeline:
 
 
 def predict(measured: StepTimeline, virtual_stages: int, seconds: float) -> StepTimeline:
-    """The same schedule as its data says it goes."""
+    """Simulates the measured schedule with the blocks' delays."""
     chunk = seconds / virtual_stages
     return simulate(measured.schedule, Cost(chunk, 2 * chunk, chunk, chunk))
 
@@ -121,12 +123,12 @@ def predict(measured: StepTimeline, virtual_stages: int, seconds: float) -> Step
 CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped-bfs", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2))
 DRAWN = "zb-v"
 LIMIT = 0.10
-"""Of the difference between measured and predicted idle share."""
+"""Maximum difference between measured and predicted idle fraction."""
 DRAWINGS = Path(__file__).parents[2] / "docs" / "drawings"
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Run every kind; rank 0 prints, and with ``--write-figures`` puts table and picture into the documents."""
+    """Runs every kind; rank 0 prints, and with ``--write-figures`` updates the documents."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks sleeping_blocks", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.2, help="what a microbatch of a rank takes forward")
     parser.add_argument(

@@ -1,13 +1,13 @@
-"""What one training step costs: Trine beside what torch offers for the same, on the CPU over gloo.
+"""Times one training step on the CPU over gloo: Trine and the torch features for the same parallelism.
 
     python -m benchmarks step [--rows dp,tp,pp] [--ranks 4] [--rounds 7] [--steps 10] [--accumulation 1] [--out FOLDER]
     python -m benchmarks step --rows watchdog
     python -m benchmarks step --profile "Trine tp4" [--steps 10]
 
-Exit code 1 when Trine uses more CPU than its peer beyond the limit, or when losses differ. CPU seconds are
-the figure to judge by: on a shared machine wall time measures the neighbours.
+Exit code 1 when Trine exceeds its peer's CPU seconds by more than the limit, or when losses differ. Wall time of a
+shared machine depends on other load.
 
-Bytes sent are those of the rank that sends most, by ring convention, counted in an untimed step (``sent_bytes``).
+Sent bytes are of the rank that sends most, as in ring algorithms, counted in an untimed step (``sent_bytes``).
 """
 
 import argparse
@@ -37,7 +37,7 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every check passed."""
+    """Measures, prints and writes results; returns 0 if every check passed."""
     arguments = _parse(command)
     workload = make_workload(arguments)
     if arguments.profile:

@@ -1,17 +1,16 @@
-"""What tensor parallelism costs: Trine and torch's ``parallelize_module`` on two and four ranks, beside one process.
+"""Times tensor parallelism: Trine and torch's ``parallelize_module`` on two and four ranks, and one process.
 
     python -m benchmarks tensor [--models llama,fused] [--ranks 2,4] [--sequences 4] [--rounds 7] [--steps 10]
                                 [--write-figures] [--out FOLDER]
     python -m benchmarks tensor --models llama --profile "Trine tp2" [--steps 10]
 
-Width 256 and the whole batch as one microbatch: small products, so that what is not a product shows. *llama* is
-Hugging Face's ``LlamaForCausalLM``. *fused* has blocks as in nanoGPT, one product for query, key and value and head
-sizes computed in forward; no plan of DTensor cuts that, so its rows train the same model with three products.
+Width 256 and the batch in one microbatch keep products small, so that overhead shows. *llama* is Hugging Face's
+``LlamaForCausalLM``. *fused* has nanoGPT blocks, with one product for query, key and value; DTensor plans cannot shard
+it, so torch's rows use three products.
 
-Exit code 1 when Trine uses more CPU seconds, user and system of all ranks, than the limits in ``lineups`` allow, or
-when losses differ by more than a millionth. Data, AdamW and rounds are those of ``step``, columns those of
-``pipeline``; what Trine's ranks tell each other through shared memory counts as if it were sent, and that
-memory is part of *step MB* on every rank.
+Exit code 1 when Trine exceeds the limits of CPU seconds (user and system, all ranks) in ``lineups``, or when losses
+differ by more than a millionth. Data, AdamW and rounds as in ``step``, columns as in ``pipeline``; messages through
+shared memory count as sent, and that memory is part of *step MB* on every rank.
 """
 
 import argparse
@@ -28,11 +27,11 @@ RANKS = (2, 4)
 LAYERS = 4
 SEQUENCES = 4
 EPSILON = 1e-5
-"""Of AdamW, so large that rounding in gradients of nearly zero does not move losses."""
+"""Eps of AdamW, large enough that rounding in near-zero gradients does not change losses."""
 
 
 def workload_of(model: Name, arguments: argparse.Namespace) -> Workload:
-    """What all rows of ``model`` train."""
+    """Returns the workload of all rows of ``model``."""
     standard = make_workload(arguments)
     sizes = replace(standard.decoder, layers=LAYERS)
     return replace(standard, model=model, decoder=sizes, sequences=arguments.sequences, epsilon=EPSILON)
@@ -69,7 +68,7 @@ def _measure(model: Name, arguments: argparse.Namespace) -> tuple[str, bool]:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every check passed."""
+    """Measures, prints and writes results; returns 0 if every check passed."""
     arguments = _parse(command)
     if arguments.profile:
         for model in arguments.models:

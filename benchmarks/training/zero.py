@@ -1,21 +1,18 @@
-"""What sharing state among data ranks costs: Trine's ZeRO stages beside torch DDP, torch FSDP2 and DeepSpeed.
+"""Times ZeRO stages: Trine, torch DDP, torch FSDP2 and DeepSpeed.
 
     python -m benchmarks zero [--stages 0,1,2,3] [--peers fsdp2,deepspeed] [--rounds 7] [--out FOLDER]
     python -m benchmarks zero --profile "Trine ZeRO-2" [--steps 10]
 
-Model, data, AdamW, clipping and rounds are those of ``step``. Exit code 1 when Trine uses more CPU than
-DDP beyond the limit of a stage, or when a row's loss is not DDP's: CPU seconds, user and system, of all ranks are
-the figure to judge by.
+Model, data, AdamW, clipping and rounds as in ``step``. Exit code 1 when Trine exceeds DDP's CPU seconds (user and
+system, all ranks) by more than the limit of a stage, or when a loss differs from DDP's.
 
-*sent MB* and *calls* are counted alike for all rows, in an untimed step, where torch's dispatcher passes collectives on
-(``sent_bytes``); *on wire MB* is read at the loopback interface and shows what gloo makes of them: its reduce-scatter
-sends what an all-reduce does. *state MB* is what tensors take between steps, *live MB* at the optimizer's update,
-*step MB* at most within a step, activations included (``footprint``).
+*sent MB* and *calls* are counted at torch's dispatcher in an untimed step (``sent_bytes``); *on wire MB* is read at the
+loopback interface: gloo's reduce-scatter sends as much as an all-reduce. *state MB* is tensor memory between steps,
+*live MB* at the optimizer's update, *step MB* at the peak of a step (``footprint``).
 
-DeepSpeed is optional and in no other extra: ``DS_BUILD_OPS=0 pip install -e ".[bench-deepspeed]"``, in an environment
-of its own if you like, whose python then runs this. No launcher is needed: the ranks are forked as all others here and
-set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and DS_ACCELERATOR=cpu themselves; the backend is gloo.
-Its first start compiles an extension, which takes a C++ compiler and a minute or two; it is made before the rounds.
+DeepSpeed is optional: ``DS_BUILD_OPS=0 pip install -e ".[bench-deepspeed]"``. No launcher is needed: the forked ranks
+set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and DS_ACCELERATOR=cpu; the backend is gloo. Its first start
+compiles an extension before the rounds, which needs a C++ compiler and a minute or two.
 """
 
 import argparse
@@ -38,7 +35,7 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 0 when every check passed."""
+    """Measures, prints and writes results; returns 0 if every check passed."""
     arguments = _parse(command)
     workload = make_workload(arguments)
     if arguments.profile:

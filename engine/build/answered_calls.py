@@ -1,6 +1,6 @@
-"""Calls of ``engine.initialize`` that somebody else answers: ``trine verify`` runs a script of the user's up to there.
+"""Interception of ``engine.initialize``: ``trine verify`` runs a user's script up to that call.
 
-A context of this process, so that neither the script nor the engine is changed:
+Neither the script nor the engine is changed:
 
     with answered_by(take):          every call of initialize in this thread goes to take(arguments)
         run the script
@@ -14,7 +14,7 @@ from inspect import signature
 from typing import Any, ParamSpec, TypeVar, cast
 
 Answer = Callable[[Mapping[str, Any]], Any]
-"""Function of all arguments by name; the caller receives its result."""
+"""Function of the call's arguments by name; its result is returned to the caller."""
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
 _P = ParamSpec("_P")
@@ -23,7 +23,7 @@ _R = TypeVar("_R")
 
 @contextmanager
 def answered_by(answer: Answer) -> Iterator[None]:
-    """Replaces every function that is ``answerable`` by ``answer`` inside this context, in this thread."""
+    """Calls ``answer`` in place of every ``answerable`` function inside this context, in this thread."""
     token = _ANSWER.set(answer)
     try:
         yield
@@ -32,7 +32,7 @@ def answered_by(answer: Answer) -> Iterator[None]:
 
 
 def answerable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns a function whose calls ``answered_by`` may answer."""
+    """Decorates a function so that ``answered_by`` can intercept its calls."""
     known = signature(function)
 
     @wraps(function)

@@ -1,12 +1,11 @@
-"""Assembles the runtime of this rank from a plan; the only module that knows all parts.
+"""Assembly of this rank's runtime from a plan: sharded model, communication, executor, optimizer.
 
-Choice of the overlap of products with communication on tensor ranks, from the configuration and the hardware.
+Overlap of matrix products with tensor-parallel communication (``parallel.overlap``):
 
-auto      chunks on GPUs from a size on; kernels that communicate where they were measured to win on this GPU with as
-          many ranks (``kernels/overlap.json``)
-off       each collective is waited for
-chunks    rows travel in chunks, on any device
-fused     kernels that communicate; collectives where a product does not fit them
+auto      chunks on GPUs for large products; fused kernels where they were measured faster (``kernels/overlap.json``)
+off       none: each collective is waited for
+chunks    rows are sent in chunks, on any device
+fused     kernels that communicate; collectives for unsuitable products
 """
 
 import logging
@@ -73,7 +72,9 @@ from engine.planning.profile_calls import Costs, profile_run
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch
+from engine.program.context_program import with_context
 from engine.program.expert_load import ExpertCounter
+from engine.program.program import Program
 from engine.step.runtime import PipelineRuntime, RankRuntime
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
@@ -110,14 +111,16 @@ def plan_run(
 ) -> Plan:
     """Returns the plan of this run; see :func:`engine.planning.plan.build_plan` for its errors.
 
-    ``costs``, ``found``: results of measuring and searching on rank 0, if this run needs them.
+    ``costs``: call times measured on rank 0. ``found``: tensor plan found on rank 0. None: not needed.
     """
     wish = _plan_request(model, config, request, example)
     return build_plan(config, replace(wish, costs=costs, found=found))
 
 
 def search_model(model: nn.Module, config: Config, request: Request, example: Batch) -> FoundStyles:
-    """Searches the tensor plan of this run; see :class:`engine.planning.tensor_plan_search.SearchedProgram`."""
+    """Returns the tensor-parallel styles found for this run; see
+    :class:`engine.planning.tensor_plan_search.SearchedProgram`.
+    """
     return search_styles(config, _plan_request(model, config, request, example))
 
 
@@ -134,7 +137,9 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
 
 
 def measure_model(model: nn.Module, config: Config, request: Request, example: Batch, device: torch.device) -> Costs:
-    """Returns the costs of this run's calls on ``device``; see :func:`engine.planning.profile_calls.profile_run`."""
+    """Returns the measured costs of the model's calls on ``device``; see
+    :func:`engine.planning.profile_calls.profile_run`.
+    """
     program = request.program(model, make_precision(config, model), torch.device("cpu"))
     return profile_run(program, example, config, stages_wanted(config), device)
 
@@ -142,7 +147,7 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Checks that all ranks have equal input, and assembles this rank. Collective."""
+    """Checks that all ranks have equal models and plans, and returns this rank's runtime. Collective."""
     check_equal(model, plan, comm, device)
     return assemble_rank(model, plan, comm, device, request, example)
 
@@ -150,12 +155,14 @@ def build(
 def assemble_rank(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Places parameters, installs patches and creates the optimizer, from input that is equal on all ranks."""
+    """Shards the model, installs patches and makes the optimizer; returns this rank's runtime. Input is equal on all
+    ranks.
+    """
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    user_backward, program = UserBackward(), request.program(model, plan.precision, device, comm)
+    user_backward, program = UserBackward(), _program(model, plan, comm, device, request)
     encoder, (buckets, frozen) = _encoder(config, kernels), _parts(placed, plan, comm.grid)
     optimizer = _optimizer(plan, buckets, comm, request, device)
     reducer = _reducer(model, plan, comm, optimizer.copies, user_backward, kernels)
@@ -215,9 +222,14 @@ def _within_gathers(
     return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams
 
 
+def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:
+    """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
+    return with_context(request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"))
+
+
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:
     """Puts fused operators into the model, on all ranks or on none."""
-    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight")]
+    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight") and comm.grid.cp == 1]
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, request.patches)
         make_heads_lazy(model, heads, axis, request.patches)
@@ -381,7 +393,9 @@ _MOST_TILES = 1 << 14
 
 
 def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
-    """Sets on the axis how its products overlap, and opens the memory that this needs. Every rank calls it."""
+    """Sets the overlap of matrix products with communication on the tensor axis, and allocates its buffers.
+    Collective.
+    """
     wanted = config.parallel.overlap
     if wanted == "off":
         axis.overlap = Overlap(frozenset())

@@ -1,8 +1,7 @@
-"""Checks that all ranks have equal input: versions, configuration, model, weights, and the plan made from them.
+"""Checks that versions, configuration, model, weights and plan are equal on all ranks.
 
-describe_input     as text, before any group is made; the store of the job compares it (``parallel/comm/rendezvous``)
-check_equal        weights and plans, by hashes, once the model is planned; if the configuration asks for it, all ranks
-                   take the weights of rank 0 before
+describe_input     text by key, compared in the rendezvous store before groups exist (``parallel/comm/rendezvous``)
+check_equal        hashes of weights and plan; with ``initial_weights: "rank0"``, rank 0 broadcasts its weights before
 """
 
 import hashlib
@@ -26,18 +25,17 @@ from engine.planning.plan import Plan
 _AT_ONCE = 1 << 26
 """Bytes of one all-reduce of weights."""
 _SETUP, _CONFIG, _MODEL = "setup ", "config ", "model "
-"""First words of the keys of a description: the kind of mistake of a difference."""
+"""Prefixes of keys in a description, which determine the wording of an error."""
 
 
 def describe_input(model: nn.Module, config: Config, device: torch.device) -> dict[str, str]:
-    """Returns all input that changes training and that may differ between ranks, as text by key.
+    """Returns everything that must be equal on all ranks before groups exist, as text by key.
 
-    The grid comes before the sizes of batches, which follow from it.
+    The grid comes before batch sizes, which follow from it.
 
-    Versions and kind of device; the resolved configuration; of the model the classes of its modules, the shapes, dtypes
-    and ``requires_grad`` of its parameters and buffers, and every attribute that is a plain number (dropout's ``p``, a
-    norm's ``eps``, ``training``). A model may know the rank or device that it runs on, so attributes which are called
-    so are left out, and so are private ones.
+    Versions, device type, configuration; module classes, shapes, dtypes and ``requires_grad`` of parameters and
+    buffers, and numeric module attributes (dropout's ``p``, ``training``). Private attributes, and attributes named
+    after a rank or device, are left out.
     """
     setup = {"trine": _trine_version(), "torch": str(torch.__version__), "python": _python(), "device": device.type}
     return {
@@ -48,12 +46,12 @@ def describe_input(model: nn.Module, config: Config, device: torch.device) -> di
 
 
 def describe_config(config: Config) -> dict[str, str]:
-    """Returns the resolved configuration, as text by key."""
+    """Returns the resolved configuration as text by key, to compare ranks."""
     return {_CONFIG + key: value for key, value in _flat({"parallel": None} | config.to_json())}
 
 
 def difference_error(difference: Difference) -> EngineError:
-    """Returns the error of all ranks about different input."""
+    """Returns the error that all ranks raise about different input."""
     kind, _, key = difference.key.partition(" ")
     told = str(Difference(key, difference.values))
     if kind == _CONFIG.strip():
@@ -101,11 +99,10 @@ def _words(name: str) -> set[str]:
 
 @torch.no_grad()
 def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Refuses ranks with different weights, or with different plans.
+    """Raises on all ranks if weights or plans differ between ranks. Collective over the world.
 
-    With ``initial_weights`` rank0 the ranks take the weights of rank 0, and only these are compared.
-    One all-reduce of three hashes, label "equal weights"; only if they differ, all-gathers find who has others, and the
-    first parameter that differs.
+    With ``initial_weights`` rank0, rank 0 broadcasts its weights before. One all-reduce of three hashes, label "equal
+    weights"; if they differ, all-gathers find the ranks and the first parameter.
     """
     if plan.config.initial_weights == "rank0":
         _take_from_first(model, comm, device)

@@ -1,4 +1,4 @@
-"""Changes of the model's forwards: the engine's operators, fused activations, lazy heads, compiled blocks.
+"""Patches of module forwards: engine operators, fused activations, lazy heads, compiled blocks.
 
 ``change_forwards`` runs before the model is traced, so that the plan sees the forwards of the run; the other functions
 run after the model is placed. ``ForwardPatches.remove`` undoes all of them.
@@ -34,12 +34,12 @@ from engine.planning.budgets import shards_parameters
 
 @dataclass(frozen=True, slots=True)
 class ForwardChanges:
-    """Changes of a model's forwards that were made before planning."""
+    """Patches of module forwards that were made before planning."""
 
     kernels: Kernels = REFERENCE
     replacements: tuple[Replacement, ...] = ()
     heads: tuple[str, ...] = ()
-    """Names of heads with lazy logits: computed when the loss reads them."""
+    """Names of heads whose logits are lazy, computed by the loss in chunks."""
 
 
 def _check_kernels(config: Config, device: torch.device) -> None:
@@ -53,12 +53,12 @@ def _check_kernels(config: Config, device: torch.device) -> None:
 def change_forwards(
     model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches, planned: Kernels | None = None
 ) -> ForwardChanges:
-    """Replaces modules by equivalent operators of the engine, and compiles blocks, as the configuration asks.
+    """Patches modules to run equivalent engine operators, and compiles blocks, as configured.
 
     Nothing is communicated; all ranks make the same changes.
 
     Args:
-        planned: choices for a device that is not here, in place of the choices of ``config`` for ``device``.
+        planned: kernel choices for an absent device; None: choices for ``device``.
 
     Raises:
         ConfigError: kernels "triton" on a device that cannot run them; ``compile`` for a model without blocks.
@@ -80,9 +80,9 @@ def change_forwards(
 
 
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:
-    """Makes all ranks choose kernels by the GPU of rank 0.
+    """Makes all ranks choose kernels by the GPU of rank 0 (one broadcast, for "auto" on GPUs only).
 
-    All ranks must run the same kernels, because some kernels change the communication. Collective for "auto" on GPUs.
+    All ranks must run the same kernels, because some kernels change the communication.
 
     Raises:
         ConfigError: rank 0 can run Triton and another rank cannot; raised on all ranks.
@@ -100,10 +100,9 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Runs a linear layer and its activation in one kernel, if the layer is full or sharded by columns.
+    """Patches linear layers to run with their activation in one kernel, if they are full or column-sharded.
 
-    Other full layers run through the same operator if weight gradients are added to main gradients, which is known once
-    there is a reducer.
+    Other full layers run the same operator if weight gradients are added to main gradients.
     """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)
@@ -136,7 +135,7 @@ def _is_plain_embedding(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AddedRows:
-    """Forward of an embedding that adds its gradient to a main gradient."""
+    """Forward of an embedding that adds its weight gradient directly to a main gradient."""
 
     module: nn.Module
     kernels: Kernels
@@ -155,7 +154,7 @@ def has_compiled_code(block: nn.Module) -> bool:
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:
-    """Makes the logits of ``heads`` lazy, for heads on this rank that are full or sharded by vocabulary."""
+    """Patches ``heads`` of this rank (full or vocab-parallel) to return lazy logits."""
     modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
     for module in modules:
         if not is_expanded(module.weight) and (axis.size == 1 or isinstance(module, HeadLayer)):
@@ -163,7 +162,7 @@ def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, pa
 
 
 def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: ForwardPatches) -> None:
-    """Excludes these modules from torch.compile: they communicate, or dequantize a matrix at each read."""
+    """Excludes modules from torch.compile that communicate or dequantize a weight in forward."""
     for module in map(model.get_submodule, names):
         forward, note = vars(module).get("forward"), "is left out of torch.compile: it communicates or reads codes"
         if forward is not None and getattr(forward, "__self__", None) is not module:  # a wrapper, of another object

@@ -1,10 +1,10 @@
-"""Calls of torch and Python that a module refuses in a sentence while an engine holds it.
+"""Calls on the user's module that raise a clear error while an engine has it.
 
-load_state_dict        where this rank holds a part of the module, which full tensors do not fit
-save_pretrained        where this rank holds a part of the module, which it would write alone
-pickle, torch.save     hooks and forwards belong to the engine: pickle would end at one of them
+load_state_dict        if this rank has only shards or a stage, which full tensors do not fit
+save_pretrained        if this rank has only shards or a stage, which alone would be written
+pickle, torch.save     hooks and forwards of the engine cannot be pickled
 
-An entry of ``state_dict()`` is pickled: it has a storage of its own bytes, while the parameter is in a bucket.
+Entries of ``state_dict()`` can be pickled: each has its own storage, although parameters are views of buckets.
 """
 
 import copy
@@ -25,7 +25,7 @@ _NAMES = ("__reduce_ex__", "__deepcopy__")
 
 
 def lay_entries_apart(model: nn.Module, patches: ForwardPatches) -> None:
-    """Makes each entry of ``state_dict()`` picklable and copyable without the bucket that stores its parameter."""
+    """Makes entries of ``state_dict()`` picklable without the whole bucket that stores their parameter."""
     for module in model.modules():
         if any(parameter is not None for parameter in module._parameters.values()):
             handle = module.register_state_dict_post_hook(_lay_entries)  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ def _shallow_copy(held: _Held) -> nn.Module:
 
 
 def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
-    """Makes ``model`` refuse pickling, unless its class defines its own copies."""
+    """Makes pickling of ``model`` raise, unless its class defines its own copies."""
     kind = type(model)
     if kind.__setstate__ is not nn.Module.__setstate__ or hasattr(kind, "__deepcopy__"):
         return
@@ -86,7 +86,7 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: ForwardPatches) -> None:
-    """Makes modules refuse calls that would use only this rank's part of them, or ``codes``."""
+    """Makes module methods raise that would use only this rank's shards, or quantized weights (``codes``)."""
     if config.divides_parameters or codes:
         _refuse_state_dicts(model, patches)
     if config.divides_parameters or codes or shards_parameters(config):
@@ -94,7 +94,9 @@ def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: Forward
 
 
 def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPatches) -> None:
-    """Informs ``refuse_parts``, once the patches are removed, that this rank has only a part of the parameters."""
+    """Marks parameters, so that ``refuse_parts`` raises after the engine has closed, if this rank has only shards or a
+    stage.
+    """
     if not cut and config.pp == 1:
         return
 
@@ -108,10 +110,10 @@ def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPat
 
 
 def refuse_parts(model: nn.Module) -> None:
-    """Refuses a model with parameters that a closed engine has left in parts.
+    """Raises for a model whose parameters a closed engine has left as shards or placeholders.
 
     Raises:
-        PlanError: the sentence.
+        PlanError: always for such a model.
     """
     for parameter in model.parameters():
         if (left := vars(parameter).get(_PARTS)) is not None:

@@ -1,4 +1,4 @@
-"""Places the user's module on this rank: shards it, and moves its parameters into flat buckets; and moments on disk."""
+"""Sharding of the user's module on this rank, and the move of its parameters into flat buckets."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
@@ -36,7 +36,7 @@ logger = logging.getLogger("trine")
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
-    """Returns the user's module; calls a callable under the configured seed.
+    """Returns the user's module; a callable is called under the configured random seed.
 
     Raises:
         PlanError: ``source`` is neither a module nor a callable that returns one.
@@ -53,7 +53,7 @@ def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Modul
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Returns the module inside the wrappers of torch that rename every parameter, and a note for each of them.
+    """Returns the module inside torch wrappers (DDP, torch.compile), and a note for each wrapper.
 
     Raises:
         PlanError: the wrapper has changed the parameters themselves.
@@ -79,7 +79,7 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 def place_model(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
 ) -> tuple[FlatBucket, ...]:
-    """Reduces the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
+    """Shards the model to this rank's parameters; returns their flat buckets, trained before frozen ones."""
     holder, config, parameters = comm.grid.holder(), plan.config, dict(model.named_parameters())
     sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(holder)}
@@ -151,9 +151,9 @@ def _part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Stores the moments of the buckets that the host updates in a folder of this rank; nothing with other devices.
+    """Moves optimizer moments of CPU-updated buckets to files of this rank, for ``offload_optimizer`` device nvme.
 
-    Collective, so that all ranks refuse if one does.
+    Collective, so that all ranks raise if one does.
 
     Raises:
         ConfigError: the optimizer does not update bucket by bucket.

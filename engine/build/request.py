@@ -26,35 +26,35 @@ ModelSource = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Arguments of ``initialize``, and the changes already made to the model."""
+    """Arguments of ``initialize``, and the patches already made to the model."""
 
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerArgument | None = None
     example_batch: Batch = None
     given: GivenOptimizer | None = None
-    """The user's optimizer that ``optimizer`` builds anew; None if the user gave a callable or nothing."""
+    """Optimizer that the script passed, rebuilt by ``optimizer``; None if it passed a callable or nothing."""
     whole: OwnWholeRule | None = None
-    """The user's optimizer, if it updates parameters as a whole, which ``optimizer`` then wraps."""
+    """Rule of the script's optimizer if it updates whole matrices; ``optimizer`` wraps it."""
     included: tuple[str, ...] = ()
-    """Names of the frozen parameters that are planned as trained ones, since the user may thaw them."""
+    """Names of frozen parameters that are planned as trained, because the script may thaw them."""
     rows: BatchRows = field(default_factory=BatchRows)
     inputs: ForwardInputs = field(default_factory=ForwardInputs)
     metrics: tuple[str, ...] = ()
-    """Names of the further values that ``loss_fn`` returns."""
+    """Names of the metrics that ``loss_fn`` returns."""
     gather: RowGather = field(default_factory=RowGather)
-    """Gathers rows of all data ranks, in ``loss_fn`` and in a loop of the user's own."""
+    """All-gather of rows over dp, for ``loss_fn`` and the user's own loop."""
     changes: ForwardChanges = field(default_factory=ForwardChanges)
-    """Changes of the model's forwards that were made before planning."""
+    """Patches of module forwards that were made before planning."""
     patches: ForwardPatches = field(default_factory=ForwardPatches)
-    """Owns every patch of the model."""
+    """All patches of the model, which ``close`` removes."""
     placing: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Context in which parameters are placed; that of a rehearsal gives them shapes alone."""
+    """Context in which parameters are placed; a dry run gives them shapes without memory."""
 
     def program(
         self, model: nn.Module, precision: Precision, device: torch.device, comm: Comm | None = None
     ) -> Program:
-        """Returns model and loss as one function of a microbatch, which communicates over ``comm`` if one is passed."""
+        """Returns model and loss as one function of a microbatch; with ``comm``, rows can be gathered over dp."""
         if comm is not None:
             self.gather.open(comm)
         loss_fn = self.gather.given_to(self.loss_fn)

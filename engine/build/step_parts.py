@@ -1,4 +1,4 @@
-"""Table of features that take part in steps: the function that makes each, or None if it is off."""
+"""Table of features that act during steps: a function for each, which returns its step part or None if it is off."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRequest:
-    """Objects from which the parts of a step are made."""
+    """Objects from which step parts are made."""
 
     model: nn.Module
     plan: Plan
@@ -51,18 +51,18 @@ class PartRequest:
     encoder: MessageEncoder | None
     gatherer: ParameterGatherer | None
     experts: ExpertCounter | None
-    """Counts the rows of experts; None: they are not counted."""
+    """Counter of tokens per expert; None: not counted."""
     average: WeightAverage | None
-    """The moving average of the weights; None: there is none."""
+    """Moving average of the weights; None without ``"ema"``."""
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """The trained buckets."""
+        """Buckets of trained parameters."""
         return self.inventory.trained
 
 
 def make_parts(request: PartRequest) -> StepParts:
-    """Returns the enabled parts, the same on all ranks."""
+    """Returns the step parts of all features that are on, equal on all ranks."""
     return StepParts(part for make in MAKERS if (part := make(request)) is not None)
 
 
@@ -142,4 +142,4 @@ MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
     _delayed, _disk, _states, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average, _experts,
     _routers,
 )  # fmt: skip
-"""Each feature of a step; ``PartOrder`` has the order in which they are called."""
+"""Function of each feature that returns its step part; ``PartOrder`` defines the order of calls."""

@@ -1,4 +1,4 @@
-"""Parameters that no optimizer updates: they are frozen while the engine lives, so no gradient is computed for them."""
+"""Parameters that no optimizer updates: frozen while the engine exists, so that no gradient is computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,8 +18,9 @@ def freeze_untrained(
     optimizer: OptimizerFactory | torch.optim.Optimizer | None,
     patches: ForwardPatches,
 ) -> Config:
-    """Freezes parameters that the user's optimizer leaves out, or all parameters without an optimizer; a note of the
-    run lists them."""
+    """Freezes parameters that the script's optimizer leaves out (all without an optimizer); returns ``config`` with a
+    note about them.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -38,7 +39,7 @@ def freeze_untrained(
 
 
 def freeze(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Freezes parameters until the returned function is called."""
+    """Freezes parameters; returns the function that thaws them."""
 
     def set_trained(trained: bool) -> None:
         for parameter in parameters:

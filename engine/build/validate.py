@@ -1,4 +1,4 @@
-"""Validation of a request before any communication."""
+"""Validation of the arguments of ``initialize`` before any communication."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,9 @@ from engine.zero.reduce.reducer import check_own_hooks
 
 
 def prepare(model: nn.Module, config: Config, request: Request) -> None:
-    """Refuses mistakes that need neither a batch nor communication; switches off the model's key-value cache."""
+    """Raises for mistakes that are detectable without a batch and communication; disables the model's key-value
+    cache.
+    """
     _check_master(config.bf16, request)
     find_operators(config.activation_checkpointing)
     recomputed_blocks(model, config.activation_checkpointing)
@@ -55,7 +57,8 @@ def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
     """Marks the model as owned by an engine, until its patches are removed; returns it.
 
     Raises:
-        PlanError: another engine has it, or has a module of it, or has left parts of it; a parameter has no shape yet.
+        PlanError: another engine has the model or one of its modules, or has left it sharded; a parameter has no shape
+            yet.
     """
     _refuse_lazy(model)
     for name, module in model.named_modules():

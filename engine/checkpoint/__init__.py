@@ -5,28 +5,25 @@
         manifest.json              lists every file and tensor below
         COMMIT                     length and sha256 of manifest.json; written last
         checksums.safetensors      one U64 tensor per file: a hash of every block
-        model/                     a plain Hugging Face folder of full tensors; from_pretrained loads it as it is
-      optim/                     pieces of master weights and moments, as sharded over the ranks
-      state/                     the state of one rank: its random generators and the buffers that it writes
-    latest                       a hint for people; the loader trusts COMMIT
+        model/                     a Hugging Face folder of full tensors, for from_pretrained
+        optim/                     pieces of master weights and moments, as sharded over the ranks
+        state/                     state of single ranks: random generators, buffers
+      latest                       a hint for people; the loader trusts COMMIT
 
-glossary   part      the rows of one dim of a parameter on a tensor rank, concatenated
-           piece     a flat range of a part; the elements of a tensor that one rank stores
-           run       a stretch of elements that is contiguous in both the source and the target of a copy
-           block     the bytes that one hash covers; the unit of reading
-           image     a file in host memory, page-aligned, with the bytes that it will have on disk
-
-``format/`` and ``contents/`` are independent of the training loop; the files of this folder connect them to the engine.
+glossary   part      rows along one dim of a parameter on a tensor rank, concatenated
+           piece     a flat range of a part: the elements of a tensor that one rank saves
+           run       a range of elements that is contiguous in both the source and the target of a copy
+           block     the bytes of one hash; the unit of reading
+           image     a file in page-aligned host memory, byte for byte as on disk
 
     format/         bytes on disk: files, blocks and their hashes, pieces, the manifest, step folders
-    contents/       the state of an engine: ownership, local tensors, snapshot, optimizer and trainer state
-    coordinator     checkpoint lifecycle of one engine: load, save on schedule, SIGTERM, close
-    run_state       one engine as a checkpoint sees it: its tensors, metadata and progress
-    writer, save    the background thread of a save; the collective write and commit that it runs
+    contents/       state of an engine: ownership, local tensors, snapshot, optimizer and trainer state
+    coordinator     checkpoints of one engine: load, save on schedule, SIGTERM, close
+    run_state       tensors, metadata and progress of one engine, for saves and loads
+    writer, save    background thread of a save; its collective write and commit
     resume, load    choose, verify and restore a checkpoint; read tensors into this rank's memory
-    huggingface     weights from Hugging Face folders, and the small files that make one
+    huggingface     weights from Hugging Face folders, and their files without tensors
     full_state      the full state dict, gathered on rank 0
-    preemption      SIGTERM: finish the step, save, exit
 
 save    coordinator -> writer: contents.snapshot -> thread: save (write, report, commit)
 load    coordinator -> resume: format.step_reader -> load (read, share over dp) -> trainer state

@@ -60,13 +60,12 @@ receives it too, forwards it to its own processes."""
 
 
 class StopSignal:
-    """Recorder of the first SIGTERM; a later one ends the process as if no handler were installed.
+    """SIGTERM handler that records the first signal; a second one ends the process as without a handler.
 
-    Several engines may stack their handlers; each of them receives the signal. ``remove`` takes a handler out of the
-    stack. Only the main thread can set handlers: a handler removed by another thread stays in place and passes signals
-    on until the one above it is removed.
+    Several engines may stack their handlers, and each receives the signal. Only the main thread can set handlers: one
+    removed by another thread stays installed and passes signals on until the one above it is removed.
 
-    A handler that the user has set before is called for the first signal. If it exits, the run first saves.
+    An earlier handler of the user is called for the first signal. If it exits, the run first saves.
     """
 
     def __init__(self) -> None:
@@ -107,13 +106,13 @@ class StopSignal:
             signal.raise_signal(number)
 
     def give_up(self) -> None:
-        """Restores SIGTERM's effect, also for a received signal: no step will end, because ranks cannot synchronize."""
+        """Removes the handler; a SIGTERM received earlier then ends the process, because no step will."""
         self.remove()
         if self.asked and not self._active:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Stops recording signals: restores the previous handler, or makes a later handler call that one."""
+        """Removes this handler: restores the previous one, or makes a later handler call the previous one."""
         if not self._active:
             return
         self._active = False
@@ -146,7 +145,7 @@ logger = logging.getLogger("trine")
 
 
 class CheckpointCoordinator:
-    """Owner of an engine's checkpoints: decides when to save and load."""
+    """Owner of an engine's checkpoints: starts saves and loads, and ends the run after SIGTERM."""
 
     def __init__(
         self, model: nn.Module, config: Config, comm: Comm, device: torch.device, model_files: Mapping[str, bytes]
@@ -186,8 +185,8 @@ class CheckpointCoordinator:
         A folder that cannot be created is a warning here, and an error of the first save into it.
 
         Raises:
-            CheckpointError: an engine of another process saves its checkpoints there. An engine of this process may be
-                about to be dropped, so only the first save refuses it.
+            CheckpointError: an engine of another process saves its checkpoints there. For an engine of this process,
+                only the first save raises, because that engine may be about to close.
         """
         if self._folder is None or self._comm.grid.rank:
             return
@@ -198,7 +197,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Reads the initial weights or the requested checkpoint into the model, now on the grid. Collective."""
+        """Loads initial weights or the requested checkpoint, once the model is sharded. Collective."""
         state = self._trainer_state(update)
         self._run = RunState(
             model=self._model,
@@ -224,7 +223,7 @@ class CheckpointCoordinator:
         return TrainerState(update, self._tracked, self._comm.grid, self.device)
 
     def register(self, things: Mapping[str, object]) -> None:
-        """Registers an object; see :meth:`engine.Engine.register_for_checkpointing`."""
+        """Adds objects to later checkpoints; see :meth:`engine.Engine.register_for_checkpointing`."""
         for name, thing in things.items():
             if not isinstance(thing, Stateful):
                 raise EngineError(
@@ -279,27 +278,28 @@ class CheckpointCoordinator:
         return ClientState(user) if isinstance(user, dict) else user
 
     def gather_state(self, average: Average | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
-        """Gathers a state dict, see :meth:`engine.Engine.full_state_dict`; the engine is built. ``keys``: only these,
-        equal on all ranks."""
+        """Returns the full state dict on rank 0, see :meth:`engine.Engine.full_state_dict`. ``keys``: wanted keys,
+        equal on all ranks; None: all.
+        """
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
         return self._run.full_state.gather((*runtime.buckets, *runtime.frozen), average, keys)
 
     def copy_weights(self, source: "CheckpointCoordinator") -> None:
-        """Copies weights, see :meth:`engine.Engine.copy_weights_from`; both engines are built."""
+        """Copies weights from another engine, see :meth:`engine.Engine.copy_weights_from`; both models are sharded."""
         assert self._run is not None and source._run is not None, "the caller has checked that the models are built"
         source.control.refuse_spoiled()
         copy_weights(source._run, self._run)
         self._run.runtime.weights_written()
 
     def load_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Loads a state dict, see :meth:`engine.Engine.load_full_state_dict`; the engine is built."""
+        """Loads a full state dict from rank 0, see :meth:`engine.Engine.load_full_state_dict`; the model is sharded."""
         assert self._run is not None, "the caller has checked that the model is built"
         load_given(self._run, state, strict)
         self._run.runtime.weights_written()
 
     def save_pretrained(self, folder: str | os.PathLike[str], shard_bytes: int | None = None) -> None:
-        """Writes the model folder; see :meth:`engine.Engine.save_pretrained`."""
+        """Writes a Hugging Face folder of the model; see :meth:`engine.Engine.save_pretrained`."""
         self.control.refuse_spoiled()
         if is_peft_model(self._model):
             run = self._placed("save_pretrained")
@@ -322,8 +322,8 @@ class CheckpointCoordinator:
         """Saves if a save is due, and ends the run if any rank has to stop. All ranks pass the same arguments.
 
         Args:
-            made: the step made an update.
-            stops: a rank was asked to stop.
+            made: True if the step has updated the weights.
+            stops: True if any rank has received SIGTERM.
 
         Raises:
             SystemExit: status 143, after a committed checkpoint.
@@ -366,9 +366,9 @@ class CheckpointCoordinator:
             raise problem
 
     def release(self) -> None:
-        """Releases the signal handler and the folders, and destroys the host group. A second call does nothing.
+        """Removes the signal handler, unlocks the folders, and destroys the host group. A second call does nothing.
 
-        It does not wait: a pending save continues in its thread, which releases the folders and the group at its end.
+        It does not wait: a pending save continues in its thread, which unlocks the folders at its end.
         """
         if self._signal is not None:
             self._signal.remove()

@@ -1,8 +1,8 @@
-"""Full state dict on rank 0, on any grid: weights from dp, tp and pp, buffers from their stages.
+"""Full state dict on rank 0, gathered from any grid: weights over dp, tp and pp, buffers from their stages.
 
-every stage    gathers its buckets over dp, one at a time      label "full state"
-every row      is assembled over tp on its first stage         label "full state"
-then           is sent from there to stage 0, row after row    label "full state"
+every stage    all-gathers its buckets over dp, one at a time    label "full state"
+every tensor   is assembled over tp on its first stage           label "full state"
+then           is sent from there to stage 0                     label "full state"
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -29,18 +29,20 @@ LABEL = "full state"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Key of ``model.state_dict()``."""
+    """Origin of one key of ``model.state_dict()``: a parameter, a buffer or another value."""
 
     kind: str
     """ "parameter", "buffer", or "other" for a value from a state-dict hook."""
     name: str
-    """First name of the parameter, or the path of the buffer."""
+    """First name of the parameter, or name of the buffer."""
     dtype: torch.dtype | None
-    """dtype of the user's model; None for a value that is not a tensor."""
+    """Dtype in the user's model; None for a value that is not a tensor."""
 
 
 def state_entries(model: nn.Module) -> dict[str, Entry]:
-    """Returns the parameter or buffer of each key, by identity, as hooks may rename keys. Call before tensors move."""
+    """Returns the parameter or buffer of each key of ``model.state_dict()``, by identity. Call it before tensors are
+    moved.
+    """
     parameters = {id(p): name for name, p in model.named_parameters()}
     buffers = {id(b): name for name, b in model.named_buffers()}
     entries: dict[str, Entry] = {}
@@ -56,7 +58,7 @@ def state_entries(model: nn.Module) -> dict[str, Entry]:
 
 
 class FullState:
-    """Gatherer of the state dict; collective over the world."""
+    """Gatherer of the full state dict on rank 0; collective over the world."""
 
     def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
         self._model, self._plan, self.entries, self._comm = model, plan, entries, comm

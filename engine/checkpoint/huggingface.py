@@ -1,8 +1,8 @@
-"""Hugging Face folders: reads of weights piece by piece, and the small files of such a folder.
+"""Hugging Face folders: sharded reads of weights, and the files without tensors.
 
-Tensors are found by their keys in ``model.state_dict()``, with or without the prefix of the base model
-("model.", "transformer."). A folder inside one of our checkpoints has block hashes and is read as a checkpoint; any
-other folder is read without verification.
+Tensors are found by their keys in ``model.state_dict()``, with or without the prefix of the base model ("model.",
+"transformer."). A folder ``model/`` of a checkpoint has block hashes and is read as a checkpoint; other folders are
+read without verification.
 """
 
 import json
@@ -25,10 +25,10 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class PretrainedFolder:
-    """Tensors of a folder under this model's names.
+    """Hugging Face folder as a source of tensors under this engine's names.
 
     Args:
-        keys: our name ("param/...", "buffer/...") -> the keys that the folder may use for it.
+        keys: engine's name ("param/...", "buffer/...") -> possible keys in the folder.
         prefix: base-model prefix, absent from the keys of a model without its head.
 
     Raises:
@@ -56,7 +56,7 @@ class PretrainedFolder:
         self.kinds = {name: tensor.kind for name, tensor in self._tensors.items()}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fills the targets of all requests, reading only the bytes that they need."""
+        """Reads the requested pieces into their target memory; reads only the needed bytes."""
         read_spans(self._files, self._tensors, wanted)
 
     def _find(self) -> dict[str, SpannedTensor]:
@@ -97,8 +97,9 @@ class PretrainedFolder:
 
 
 def model_files(model: nn.Module) -> dict[str, bytes]:
-    """Returns "config.json" and "generation_config.json" of a Hugging Face model; empty for other models, and for
-    wrappers of one, because ``from_pretrained`` would not find their keys."""
+    """Returns the contents of "config.json" and "generation_config.json" of a Hugging Face model; {} for any other
+    model.
+    """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not hasattr(type(model), "base_model_prefix"):
         return {}
@@ -111,7 +112,7 @@ def model_files(model: nn.Module) -> dict[str, bytes]:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuses to write a folder that ``from_pretrained`` would complete with random weights.
+    """Raises if ``from_pretrained`` would not find all weights in a saved folder of this model.
 
     Raises:
         CheckpointError: the model is wrapped (PEFT), or adapters replace its layers.
@@ -129,7 +130,7 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
-    """Returns the files with the dtype of the weights ("bfloat16") in "config.json"."""
+    """Returns the files with ``dtype`` ("bfloat16") written into "config.json"."""
     return {
         name: _text(json.loads(data) | {"dtype": dtype}) if name == "config.json" else data
         for name, data in files.items()

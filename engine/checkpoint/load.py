@@ -5,7 +5,7 @@
     -- all ranks agree that both succeeded --
     share    all-gather over dp the tensors that every data rank has in full    label "checkpoint"
 
-So one data rank reads each byte. Every rank reads tensors outside buckets (buffers, frozen parameters).
+So one data rank reads each byte of a bucket; every rank reads buffers and unsharded frozen parameters.
 """
 
 import logging
@@ -38,36 +38,36 @@ logger = logging.getLogger("trine")
 LABEL = "checkpoint"
 _REMEDY = "build the model that was saved, or load another checkpoint."
 AT_ONCE = 1 << 28
-"""Bytes that one batch of tensors may stage in host memory."""
+"""Largest bytes of tensors that are staged in host memory at a time."""
 
 
 class TensorSource(Protocol):
-    """Checkpoint or Hugging Face folder: tensors by name."""
+    """Interface of a checkpoint or Hugging Face folder from which tensors are read by name."""
 
     @property
     def kinds(self) -> Mapping[str, TensorKind]:
-        """Dtype and shape of all tensors: "param/...", "buffer/..." and more."""
+        """Dtype and full shape of each tensor, by "param/...", "buffer/..." and so on."""
 
     @property
     def name(self) -> Path | str:
-        """Folder of the tensors, or words for another source."""
+        """Folder of the tensors, or other words, for messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fills the targets of all requests."""
+        """Reads the requested pieces into their target memory."""
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Reader of a source into one rank's tensors."""
+    """Reader of a checkpoint or Hugging Face folder into one rank's shards."""
 
     source: TensorSource
     local_tensors: LocalTensors
     buffers: Mapping[str, Tensor]
-    """"buffer/..." -> the live buffer."""
+    """Live buffers of the model, by "buffer/..."."""
     strict: bool = True
-    """Refuse a source that lacks tensors of the model, or has more; if False, absent tensors keep their values."""
+    """True if tensors missing or unknown in the source raise; False: missing tensors keep their current values."""
     left_out: frozenset[str] = frozenset()
-    """Tensors that the source was written without, "param/..."; they keep their values in any case."""
+    """Names ("param/...") of tensors that the checkpoint was saved without; they keep their current values."""
 
     def check(self) -> None:
         """Compares the names, shapes and dtypes of the source with the model's.
@@ -117,7 +117,7 @@ class Loader:
         return buffer if buffer in self.source.kinds else f"param/{leaf}"
 
     def tell_differences(self) -> None:
-        """Logs the tensors on one side only, if they are allowed."""
+        """Logs tensors that only the source or only the model has, if these are allowed."""
         for names, told in (
             (self._absent(), "the checkpoint lacks %d tensor(s), which keep their values: %s%s"),
             (self._surplus(), "the checkpoint has %d tensor(s) that the model lacks: %s%s"),
@@ -142,7 +142,7 @@ class Loader:
         return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
-        """Checks that the source has every moment ("exp_avg") to be loaded, before memory is allocated for it.
+        """Checks that the source has every needed optimizer moment ("exp_avg"), before memory is allocated.
 
         Parameters that are updated as one tensor need the same moments.
 
@@ -169,7 +169,7 @@ class Loader:
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Reads weights, in the widest dtype that both the source and this rank have, and buffers."""
+        """Reads this rank's shards of weights, into fp32 masters if there are any, and buffers."""
         kinds = self.source.kinds
         wide = {held.tensor.partition("/")[2]: held for held in self.local_tensors.masters()}
         landings: list[Held] = []
@@ -199,12 +199,12 @@ class Loader:
 
     @torch.no_grad()
     def read_moments(self, moments: Moments) -> None:
-        """Reads this rank's share of the moments; moments that the source may lack keep their values."""
+        """Reads this rank's shards of optimizer moments; moments that the source may lack keep their values."""
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 
     @torch.no_grad()
     def read_apart(self, whole: Iterable[WholeUpdates]) -> None:
-        """Reads the state that every rank has in full; it restarts for parameters without any in the source."""
+        """Reads optimizer state that is not sharded by elements; parameters without any in the source start fresh."""
         for updates in whole:
             updates.forget()
             known = self._stored_apart(updates)
@@ -213,12 +213,12 @@ class Loader:
                 self._fill(held for held in self.local_tensors.apart(updates) if held.row.name in known)
 
     def check_apart(self, whole: Iterable[WholeUpdates], updated: Collection[str]) -> None:
-        """Checks that the source's full-size state of each parameter has the shapes of this run's optimizer.
+        """Checks the shapes of optimizer state that is not sharded by elements against this run's optimizer.
 
-        ``updated``: parameters that the saved run has updated; it has no state of others.
+        ``updated``: parameters that the saved run has updated; others have no state.
 
         Raises:
-            CheckpointError: names the first parameter with other state.
+            CheckpointError: names the first parameter with different state.
         """
         for updates in whole:
             found = self._stored_apart(updates)
@@ -273,10 +273,9 @@ class Loader:
 
 @torch.no_grad()
 def read_unplaced(source: TensorSource, model: nn.Module) -> None:
-    """Reads weights and buffers in full into a model whose plan waits for a batch.
+    """Reads full weights and buffers into a model that is not sharded yet, because its plan needs a batch.
 
-    Tensors with another shape in the source, or without content here, are skipped; the load after the plan refuses
-    them.
+    Tensors of another shape, or on the meta device, are skipped; the load after sharding checks them.
     """
     kinds = source.kinds
     tensors: dict[tuple[str, str], Tensor] = {}
@@ -297,7 +296,9 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @torch.no_grad()
 def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """All-gathers over dp the weights that data ranks have in full: masters at ZeRO 0, parameters below ZeRO 3."""
+    """All-gathers loaded weights over dp for ranks that store them in full: masters at ZeRO 0, parameters below ZeRO
+    3.
+    """
     pending = []
     for flat in buckets:
         if flat.wide is not None:
@@ -324,7 +325,7 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 @torch.no_grad()
 def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> None:
-    """All-gathers the moments over dp at ZeRO 0, where every data rank stores all of them."""
+    """All-gathers loaded optimizer moments over dp at ZeRO 0, where every data rank stores all of them."""
     for flat in local_tensors.buckets:
         places = [place for place in local_tensors.places if place.flat is flat]
         if not places or flat.owned == flat.shard or flat.bucket.spread.ranks == 1:

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of hosts: for the loss of one host, every few steps, in addition to checkpoints on disk.
+"""Checkpoints in host memory every few steps, with a copy on another host, from which a run survives losing one host.
 
     host 0  /dev/shm   files of its ranks   copies of host 1's        every rank sends its files to one rank
     host 1  /dev/shm   files of its ranks   copies of host 2's        of the next host
@@ -7,19 +7,18 @@
 The idea is from Gemini (Wang et al., SOSP 2023): processes end more often than hosts, and hosts one at a time.
 
 save   every ``checkpoint.memory_every`` steps, in the background
-find   at a start: the newest one with every file on some host, if it is newer than the newest on disk
+find   at a start: the newest with every file on some host, if it is newer than the newest on disk
 
-A save into the memory of all hosts: the files of every rank also go to a rank of the next host.
+A save:
 
-    every rank   writes its files                          as on disk; rank 0 commits in the memory of its own host
-    rank 0       tells all who has which files, and what makes them a checkpoint      announced
-    every rank   reserves memory for the copies that it keeps                         agreed
-                 sends its files, receives the copies                                 agreed
-    every host   commits                                                              agreed
-    every host   removes the older checkpoint                                         agreed
+    every rank   writes its files                              as on disk; rank 0 commits on its own host
+    rank 0       announces manifest and files of each rank     announced
+    every rank   reserves memory for the copies                agreed
+                 sends its files, receives the copies          agreed
+    every host   commits                                       agreed
+    every host   removes the older checkpoint                  agreed
 
-So at each moment one checkpoint is whole on every host and in its copies. A failure on any rank fails all of them with
-the same sentence, and leaves the older checkpoint.
+So one checkpoint is always complete. A failure on any rank raises on all ranks, and the older checkpoint stays.
 """
 
 import base64
@@ -55,12 +54,12 @@ from engine.parallel.comm.host_group import HostGroup, Wait, announce, collect, 
 from engine.parallel.comm.launcher import own_address
 
 SHARED = Path("/dev/shm")
-"""Folder in the memory of a host, which outlives its processes."""
+"""Folder in host memory (tmpfs) that outlives processes."""
 
 
 @dataclass(frozen=True)
 class HostMap:
-    """The ranks of each host, in order."""
+    """Ranks of each host, in ascending order."""
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -69,22 +68,22 @@ class HostMap:
         return {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
 
     def is_first(self, rank: int) -> bool:
-        """Returns True if this rank acts for its host."""
+        """Returns True if ``rank`` is the first rank of its host, which acts for it."""
         return self.hosts[self._host_of[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
-        """Returns the rank on the next host that keeps the copy of ``rank``; None if there is one host."""
+        """Returns the rank on the next host that stores the copy of ``rank``'s files; None with one host."""
         host = self._host_of[rank]
         following = self.hosts[(host + 1) % len(self.hosts)]
         return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
 
     def kept(self, rank: int) -> list[int]:
-        """Returns the ranks with copies on ``rank``, ascending."""
+        """Returns the ranks whose copies ``rank`` stores, ascending."""
         return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
 
 
 def find_hosts(host: HostGroup, identity: str) -> HostMap:
-    """Finds the ranks that share a memory, from the ``memory_identity`` of every rank. Collective, some bytes a rank.
+    """Returns the ranks that share host memory, by the ``memory_identity`` of every rank. Collective.
 
     Raises:
         EngineError: a rank cannot be reached.
@@ -98,8 +97,7 @@ def find_hosts(host: HostGroup, identity: str) -> HostMap:
 
 
 def memory_identity(shared: Path) -> str:
-    """Returns an identity that is equal for two processes with the same folder in memory; containers of one machine
-    have their own.
+    """Returns text that is equal for two processes if they share the folder ``shared`` in memory; containers may not.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -139,7 +137,7 @@ class _Copy:
 
 
 class Mirror:
-    """Spreads what one save has written over the hosts. Every rank makes one for each save."""
+    """Distribution of one saved checkpoint over the hosts' memories; each save makes one on every rank."""
 
     def __init__(self, host: HostGroup, hosts: HostMap, folder: MemoryFolder, files: MemoryFiles) -> None:
         self._host, self._hosts, self._folder, self._files = host, hosts, folder, files
@@ -148,8 +146,7 @@ class Mirror:
     def spread(self, step: Path) -> None:
         """Copies and commits the checkpoint that rank 0 has committed as ``step``. Collective.
 
-        Communicated over the host group: the manifest and the hashes of all blocks to every rank, and each rank's files
-        to one rank of another host.
+        Over the host group: manifest and block hashes go to every rank, each rank's files to one rank of another host.
 
         Raises:
             CheckpointError: a rank has failed, or does not answer; the same on all ranks.
@@ -253,10 +250,10 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class MemoryStep:
-    """Checkpoint in the memory of the hosts, opened for reading."""
+    """Open checkpoint in the memory of the hosts."""
 
     folder: Path
-    """Name of its folder; absent on a host without any of its files."""
+    """Path of the checkpoint; it does not exist on a host without any of its files."""
     number: int
     files: RemoteFiles
 
@@ -275,11 +272,11 @@ class _Offer:
 
 
 class MemoryCheckpoints:
-    """Checkpoints in memory: saves and finds them. ``save`` and ``find`` are collective over the host group.
+    """Saves and loads of checkpoints in host memory. ``save`` and ``find`` are collective over the host group.
 
     Args:
-        run_folder: the folder of the run's checkpoints on disk.
-        shared: a folder in the memory of a host.
+        run_folder: folder of the run's checkpoints on disk.
+        shared: folder in host memory (tmpfs).
     """
 
     def __init__(self, run_folder: Path, files: Files, shared: Path = SHARED) -> None:
@@ -294,13 +291,13 @@ class MemoryCheckpoints:
         self._saved = False
 
     def save(self, host: HostGroup, write: Callable[[Files, Path], Path]) -> Path:
-        """Saves into the memory of this host and of the next one; returns the folder of rank 0's host.
+        """Saves into the memory of this host and of the next one; returns the checkpoint's folder on rank 0's host.
 
         Args:
-            write: saves with these files into this folder, and returns the folder that rank 0 has committed.
+            write: function (file operations, folder) that saves and returns the folder that rank 0 has committed.
 
         Raises:
-            CheckpointError, EngineError: as ``write``; the older copy is still complete.
+            CheckpointError, EngineError: ``write`` has failed on a rank; the older copy is still complete.
         """
         folder = self._open(host)
         files = MemoryFiles(self._named, self._shared)
@@ -317,7 +314,8 @@ class MemoryCheckpoints:
         return step
 
     def find(self, host: HostGroup, beyond: int) -> MemoryStep | None:
-        """Returns the newest checkpoint after step ``beyond`` with every file on some host, opened; None without one.
+        """Returns the newest checkpoint after step ``beyond`` that is complete over all hosts, opened; None without
+        one.
 
         Raises:
             CheckpointError: a host cannot answer; equal on all ranks.
@@ -336,7 +334,7 @@ class MemoryCheckpoints:
         return self._reach(host, _Offer(**answer["chosen"]), ours, answer["secret"])
 
     def close(self) -> None:
-        """Stops answering other hosts. All ranks have read their data by then."""
+        """Stops the file server for other hosts; all ranks have read their data before."""
         if self._found is not None:
             self._found.files.hang_up()
         if self._server is not None:
@@ -344,7 +342,7 @@ class MemoryCheckpoints:
         self._found = self._server = None
 
     def remove(self) -> None:
-        """Frees the memory after a run that has ended well. Communicates nothing."""
+        """Deletes the copies in host memory at the end of a run. Communicates nothing."""
         self.close()
         if self._folder is not None and self._acts:
             self._folder.remove()
@@ -397,7 +395,7 @@ class MemoryCheckpoints:
 
 
 def newest_whole(offers: Iterable[_Offer], beyond: int) -> _Offer | None:
-    """Returns the newest checkpoint after step ``beyond`` with all files on some host."""
+    """Returns the newest checkpoint after step ``beyond`` of which every file is on some host; None without one."""
     held: dict[tuple[int, str], set[str]] = {}
     found: dict[tuple[int, str], _Offer] = {}
     for offer in offers:

@@ -1,12 +1,11 @@
-"""Folder of a run in the memory of a host, and reads of a checkpoint with files in the memory of several hosts.
+"""Folder of a run in host memory (tmpfs), and reads of checkpoint files from other hosts' memory.
 
-A token next to the checkpoints on disk names the folder: if the folder of a run was removed or replaced, no copy of the
-old run is found, and the next start removes it.
+A token file next to the checkpoints on disk is part of its name, so that copies of a removed run are not found.
 
-    rank --- open("optim/optim-00003.safetensors") ---> here? the file itself
-                                                        elsewhere: 20 bytes of request, the wanted bytes as answer
+    rank --- open("optim/optim-00003.safetensors") ---> on this host: the file
+                                                        elsewhere: 20 bytes of request, the bytes as answer
 
-While a checkpoint is loaded, one rank of each host answers. A request needs a secret that the ranks exchange.
+During a load, one rank of each host serves its files; requests need a secret that the ranks exchange.
 """
 
 import errno
@@ -31,16 +30,16 @@ from engine.checkpoint.format.step_folders import make_run_folder
 from engine.errors import CheckpointError
 
 TOKEN = "memory_token"
-"""File in the folder of a run."""
+"""Name of the token file in the folder of a run on disk."""
 _TOKEN_FORM = re.compile(rb"[0-9a-f]{16}")
 
 
 class MemoryFiles(Files):
-    """Files in memory: folders are created with a rank's first file, and nothing waits for a disk.
+    """File operations in host memory; a folder is created with its first file.
 
     Args:
-        named: rank 0's name of the folder, the common prefix of all paths.
-        shared: the folder of these files on this host.
+        named: path of the folder on rank 0, the common prefix of all paths.
+        shared: path of the folder on this host.
     """
 
     def __init__(self, named: Path, shared: Path) -> None:
@@ -50,7 +49,7 @@ class MemoryFiles(Files):
         self._open: dict[int, Path] = {}
 
     def create(self, path: Path) -> int:
-        """Creates a file and its folders, on this host."""
+        """Creates a file and its folders on this host."""
         if path.is_relative_to(self._named):
             path = self._shared / path.relative_to(self._named)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -65,18 +64,19 @@ class MemoryFiles(Files):
         os.close(file)
 
     def make_folder(self, path: Path) -> None:
-        """Creates a folder, unless another rank of this host was faster."""
+        """Creates a folder; it may exist, because another rank of this host has created it."""
         path.mkdir(exist_ok=True, mode=0o700)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFolder:
-    """Folder of one run's copies, on every host."""
+    """Folder of one run in host memory; every host has one."""
 
     root: Path
 
     def claim(self) -> None:
-        """Creates the folder, and removes those of earlier runs in the same place. One rank of each host calls it.
+        """Creates the folder, and deletes folders of earlier runs with the same path on disk. One rank of each host
+        calls it.
 
         Raises:
             CheckpointError: another user's folder has its name.
@@ -93,23 +93,23 @@ class MemoryFolder:
             )
 
     def only(self, kept: Path) -> None:
-        """Removes everything except this checkpoint."""
+        """Deletes everything in the folder except the checkpoint ``kept``."""
         for path in self.root.iterdir():
             if path != kept:
                 remove_tree(Files(), path)
 
     def remove(self) -> None:
-        """Removes the folder and frees its memory."""
+        """Deletes the folder, which frees its memory."""
         with suppress(OSError):
             remove_tree(Files(), self.root)
 
 
 def run_token(files: Files, folder: Path) -> str:
-    """Returns the token of a run, creating it if it is absent. Rank 0 calls it.
+    """Returns the token in the folder of a run, created if absent. Rank 0 calls it.
 
     Raises:
-        CheckpointError: it is damaged.
-        OSError: it cannot be written.
+        CheckpointError: the token file is damaged.
+        OSError: the token file cannot be written.
     """
     make_run_folder(files, folder)
     if TOKEN not in files.names(folder):
@@ -124,7 +124,7 @@ def run_token(files: Files, folder: Path) -> str:
 
 
 def memory_folder(shared: Path, folder: Path, token: str) -> MemoryFolder:
-    """Returns the folder for copies of the run of ``folder`` in the memory of a host."""
+    """Returns the folder in host memory for copies of the run that saves into ``folder``."""
     place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-{token}")
 
@@ -134,11 +134,13 @@ _ANSWER = struct.Struct("<q")
 _LINE = 1 << 16
 _PATIENCE = 60.0
 """Seconds for an answer."""
+_POLL_SECONDS = 0.02
+"""Seconds that a closed server needs to stop at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Address at which a host answers."""
+    """Address of the file server of a host."""
 
     address: str
     port: int
@@ -147,7 +149,7 @@ class Holder:
 
 
 class FileServer:
-    """Server of some files of this host, in separate threads, until ``close``."""
+    """Server that sends files of this host to other hosts, in separate threads, until ``close``."""
 
     def __init__(self, address: str, secret: str, folder: Path, names: Sequence[str]) -> None:
         server = self
@@ -165,11 +167,13 @@ class FileServer:
         self._server = ThreadingTCPServer((address, 0), Handler, bind_and_activate=True)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="memory checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="memory checkpoint", daemon=True
+        )
         self._thread.start()
 
     def answer(self, link: socket.socket, line: bytes) -> bool:
-        """Sends the requested bytes; returns False for a request without the secret."""
+        """Sends the requested bytes; returns False if the request lacks the secret."""
         asked = json.loads(line)
         if not hmac.compare_digest(str(asked["secret"]), self._secret) or asked["name"] not in self._names:
             return False
@@ -190,16 +194,16 @@ class FileServer:
         return True
 
     def close(self) -> None:
-        """Stops the server."""
+        """Stops the server and its threads."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class RemoteFiles(Files):
-    """Reader of one checkpoint's files: files under ``here`` from this host, all others from their holders.
+    """File operations that read a checkpoint's files from this host's memory, or from the file servers of other hosts.
 
-    A file of another host has a negative number.
+    Descriptors of other hosts' files are negative.
     """
 
     def __init__(self, here: Path, held: Mapping[str, Sequence[Holder]], sizes: Mapping[str, int], secret: str) -> None:
@@ -225,15 +229,15 @@ class RemoteFiles(Files):
         return super().size(file) if file >= 0 else self._sizes[self._remote[file]]
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from ``offset`` on; returns the number of bytes read."""
+        """Fills ``target`` from byte ``offset`` on; returns the number of bytes read."""
         return super().read_into(file, target, offset) if file >= 0 else self._fetch(file, target, offset)
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Reads as ``read_into`` does: all files are in memory."""
+        """Fills ``target`` like ``read_into``, because all files are in memory."""
         return self.read_into(file, target, offset)
 
     def is_cached(self, file: int, offset: int) -> bool:
-        """Returns True: all files are in memory."""
+        """Returns True, because all files are in memory."""
         return True
 
     def close(self, file: int) -> None:

@@ -1,8 +1,8 @@
-"""Resumption from a checkpoint: choice, verification that it is sound and of this model, and restoring.
+"""Load of a checkpoint: choice, comparison with the model, reads, and restoring of counters and generators.
 
 choose (rank 0) -> open, compare -> read -> share over dp -> counters, registered objects, generators
 
-Before each arrow all ranks agree that the part before it succeeded; otherwise all raise the same sentence.
+At each arrow all ranks agree that the previous phase succeeded; otherwise all raise the same sentence.
 """
 
 import logging
@@ -47,7 +47,7 @@ logger = logging.getLogger("trine")
 
 
 class ClientState(dict[str, Any]):
-    """``client_state`` of a save, as ``load_checkpoint`` returns it: a dict that cannot be iterated over.
+    """Dict that ``load_checkpoint`` returns as ``client_state``; iteration over it raises.
 
     DeepSpeed returns a pair, and ``path, state = eng.load_checkpoint(...)`` would yield two keys of the dict.
     ``items``, ``keys`` and ``values`` work as in any dict.
@@ -61,10 +61,10 @@ class ClientState(dict[str, Any]):
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files, missing_ok: bool = False) -> Path | None:
-    """Returns the newest checkpoint of a run's folder, or the folder itself if it is one; rank 0 decides for all ranks.
+    """Returns the newest checkpoint in the folder of a run, or ``folder`` itself if it is a checkpoint; rank 0 decides.
 
     Raises:
-        CheckpointError: the ranks were given different folders; there is no checkpoint, and ``missing_ok`` is False.
+        CheckpointError: ranks passed different folders; there is no checkpoint, and ``missing_ok`` is False.
     """
     given = collect(host, str(folder).encode(errors="backslashreplace"))
     found: Path | None = None
@@ -105,41 +105,41 @@ def _missing(files: Files, folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Parts of a checkpoint to load."""
+    """Selection of the parts of a checkpoint that are loaded."""
 
     module_only: bool
-    """Load weights and buffers alone."""
+    """Load only weights and buffers."""
     optimizer_states: bool
-    """Load the optimizer's moments and counters too; otherwise the optimizer starts fresh."""
+    """Load moments and counters of the optimizer too; False: the optimizer starts fresh."""
     strict: bool
-    """Refuse a checkpoint with other parameters, buffers or moments than this model."""
+    """Raise if the checkpoint has other parameters, buffers or moments than this model."""
     scheduler_states: bool = True
     """Load the position of a torch scheduler too."""
 
     @property
     def moments(self) -> bool:
-        """True if the optimizer's state is loaded too."""
+        """True if optimizer state is loaded."""
         return self.optimizer_states and not self.module_only
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Checkpoint to load."""
+    """Checkpoint folder, options and file operations of one load."""
 
     step: Path
     """Folder of the checkpoint."""
     options: LoadOptions
     files: Files
-    """Reader of its files."""
+    """File operations that read the checkpoint, from disk or host memory."""
     begun: bool = False
-    """True if the state outside the model has been restored."""
+    """True if counters, registered objects and generators are restored already."""
 
 
 class Resume:
     """Load of one checkpoint into one run.
 
     Args:
-        request: the checkpoint, and how much of it to load.
+        request: folder of the checkpoint, and the parts of it to load.
     """
 
     def __init__(self, run: RunState, host: HostGroup, request: LoadRequest) -> None:
@@ -149,11 +149,11 @@ class Resume:
         """True while weights are being overwritten: a failure then leaves a mixture of old and new values."""
 
     def load(self) -> Any:
-        """Restores the run; returns the caller's ``client_state``. Collective.
+        """Restores the run from the checkpoint; returns the saved ``client_state``. Collective.
 
         Raises:
-            CheckpointError: damage, with file, tensor and the last good checkpoint; or another model, with the first
-                difference. Equal on all ranks.
+            CheckpointError: the checkpoint is damaged (names file, tensor and the last good checkpoint) or of another
+                model (names the first difference). Equal on all ranks.
         """
         run = self._run
         with loading(self._host, self._step, self._advice):
@@ -344,7 +344,7 @@ class Resume:
 
 
 def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> AbstractContextManager[None]:
-    """Returns the context of a part of a load: it succeeds on all ranks, or all raise the first problem and ``advice``.
+    """Returns the context of one phase of a load: if it fails on a rank, all ranks raise that error and ``advice``.
 
     Raises:
         CheckpointError: names ``step``.
@@ -359,7 +359,7 @@ def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> Abs
 
 
 def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
-    """Loads ``checkpoint.init_from``: the weights of a Hugging Face folder or of a checkpoint. Collective."""
+    """Loads initial weights from ``checkpoint.init_from``, a Hugging Face folder or a checkpoint. Collective."""
 
     def describe(error: Exception) -> str:
         if isinstance(error, EngineError):

@@ -1,6 +1,6 @@
-"""State of an engine for a checkpoint, as one rank sees it.
+"""State of one rank that checkpoints save and load.
 
-previous save ended? -> snapshot of this rank's share -> in the background: write, commit, keep the newest
+wait for the previous save -> copy this rank's state -> in the background: write, commit, delete old checkpoints
 """
 
 import json
@@ -37,12 +37,12 @@ logger = logging.getLogger("trine")
 _DEPTH = 100
 """Levels of a state that are searched for invalid keys; real states have fewer."""
 WORTH_A_LINE = 0.1
-"""Waiting for a save is logged from this many seconds on."""
+"""Seconds from which waiting for the previous save is logged."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Engine as one rank sees it: the source of a save and the target of a load."""
+    """State of an engine on one rank: source of a save and target of a load."""
 
     model: nn.Module
     config: Config
@@ -52,18 +52,18 @@ class RunState:
     runtime: RankRuntime
     full_state: FullState
     model_files: Mapping[str, bytes]
-    """Files of the model folder without tensors, such as "config.json", by name."""
+    """Contents of files of ``model/`` without tensors, such as "config.json", by name."""
     files: Files = field(default_factory=Files)
     locks: FolderLocks = field(default_factory=FolderLocks)
 
     @cached_property
     def ownership(self) -> SaveOwnership:
-        """Assignment of every tensor's elements to the ranks that store them."""
+        """Assignment of the elements of every tensor to the ranks that save them."""
         return SaveOwnership(self.runtime.plan)
 
     @cached_property
     def keys(self) -> dict[str, list[str]]:
-        """Keys of each tensor in ``model.state_dict()``, by "param/..." or "buffer/..."; files use the first one."""
+        """Keys of each tensor in ``model.state_dict()``, by "param/..." or "buffer/..."; files use the first key."""
         keys: dict[str, list[str]] = {f"param/{row.name}": [] for row in self.runtime.plan.table}
         for key, entry in self.full_state.entries.items():
             if entry.kind in ("parameter", "buffer"):
@@ -73,45 +73,45 @@ class RunState:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers, by "buffer/..."."""
+        """Persistent buffers of the model, by "buffer/..."."""
         live = dict(self.model.named_buffers())
         return {name: live[name.partition("/")[2]] for name in self.keys if name.startswith("buffer/")}
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """Tensors of the model folder, with the rank that writes each."""
+        """Tensors of the folder ``model/``, each with the rank that writes it."""
         parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
         return model_tensors(self.ownership, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
 
     @cached_property
     def stored(self) -> tuple[ModelTensor, ...]:
-        """Tensors of a checkpoint (``checkpoint.frozen``)."""
+        """Model tensors that a checkpoint contains; without frozen parameters if ``checkpoint.frozen`` is false."""
         return self.tensors if self.config.checkpoint.frozen else self.trained
 
     @cached_property
     def trained(self) -> tuple[ModelTensor, ...]:
-        """Tensors without frozen parameters."""
+        """Model tensors without frozen parameters."""
         return tuple(tensor for tensor in self.tensors if tensor.row is None or tensor.row.trainable)
 
     @property
     def local_tensors(self) -> LocalTensors:
-        """Views of this rank's tensors."""
+        """Views of this rank's shards."""
         return LocalTensors(self.ownership, self.comm.grid.coord(), self.runtime.inventory)
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """Residuals of this rank's encoded gradients (error feedback)."""
+        """Error-feedback residuals of this rank's quantized gradients, by "residual/..."."""
         return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
 
     def own_state(self) -> dict[str, Tensor]:
-        """Returns the state of this rank alone: generators, as bytes, state of step parts, and residuals."""
+        """Returns tensors that only this rank has: random generators, step parts and residuals."""
         parts = self.runtime.parts.having(StepPart.state)
         states = {name: tensor for part in parts for name, tensor in part.state().items()}
         return random_states(self.device) | states | self.residuals
 
     def ours(self, weights_only: bool = False) -> Ours:
-        """Returns everything that this rank stores; with ``weights_only``, weights and buffers alone."""
+        """Returns all state that this rank saves; with ``weights_only``, only weights and buffers."""
         for flat in self.runtime.buckets:
             sync_masters(flat)
         local_tensors = self.local_tensors
@@ -125,7 +125,7 @@ class RunState:
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 
     def contents(self, user: Any, tensors: tuple[ModelTensor, ...]) -> Contents:
-        """Returns manifest fields other than these tensors; ``user``: the caller's ``client_state``."""
+        """Returns the manifest fields that are not about tensors; ``user``: the ``client_state`` to save."""
         scheduler = self.runtime.learning_rate.scheduler
         progress = {
             "update": self.trainer_state.update.state_dict(),

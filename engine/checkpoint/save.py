@@ -1,14 +1,13 @@
-"""Collective part of a save, which runs in the background.
+"""Collective phases of a save, which run in a background thread, over the host group.
 
     rank 0     create a folder for this attempt                 announced
     all        send weights to their owners
                hash, write and fsync this rank's files
                report them to rank 0                            collected
     rank 0     check that every tensor is covered once; manifest, COMMIT, rename, retention
-               publish the verdict                              announced
+               announce success or failure                      announced
 
-All messages go over the host group. A failure on any rank fails the save on all ranks with the same sentence and leaves
-older checkpoints untouched.
+A failure on any rank raises the same sentence on all ranks, and older checkpoints are unchanged.
 """
 
 import hashlib
@@ -58,31 +57,31 @@ from engine.parallel.comm.host_group import HostGroup, announce, collect, noting
 
 @dataclass(slots=True)
 class Report:
-    """Files of one rank, the hashes of their blocks, and their pieces."""
+    """Message of one rank to rank 0 in a save: its files, block hashes and pieces."""
 
     files: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, Hashes] = field(default_factory=dict)
     pieces: dict[str, list[Any]] = field(default_factory=dict)
-    """JSON of the pieces, by tensor."""
+    """JSON of the pieces that this rank has written, by tensor."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """Scalars of the optimizer's state, by group."""
+    """Scalars of optimizer state, by parameter."""
     tracked: Mapping[str, str] = field(default_factory=dict)
-    """sha256 of the state of each registered object; one state is stored for all ranks."""
+    """sha256 of the state of each registered object, which must be equal on all ranks."""
     folder: str = ""
-    """Folder of the save on this rank."""
+    """Temporary folder of the save on this rank."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
-        """Adds a file."""
+        """Adds a written file to the report, with its size in bytes and block hashes."""
         self.files[name] = size
         self.hashes[name] = hashes
 
     def piece(self, tensor: str, kind: TensorKind, stored: StoredPiece) -> None:
-        """Adds a piece."""
+        """Adds a written piece of a tensor to the report."""
         entry = {"dtype": kind.dtype, "shape": list(kind.shape), **piece_to_json(stored, stored.file)}
         self.pieces.setdefault(tensor, []).append(entry)
 
     def to_json(self) -> bytes:
-        """Returns the message to rank 0."""
+        """Returns the report as JSON bytes."""
         hashes = {name: value.tobytes().hex() for name, value in self.hashes.items()}
         numbers, tracked = dict(self.numbers), dict(self.tracked)
         return dump({
@@ -92,20 +91,20 @@ class Report:
 
 
 def digests(tracked: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sha256 of each state, which is JSON."""
+    """Returns the sha256 of the JSON state of each registered object."""
     return {name: hashlib.sha256(dump({"state": state})).hexdigest() for name, state in tracked.items()}
 
 
 def failure(problem: str) -> bytes:
-    """Returns the message of a rank that could not write."""
+    """Returns the report of a rank that could not write, with its ``problem``."""
     return dump({"problem": problem})
 
 
 def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
-    """Merges the reports of all ranks, in order of rank; returns the merged report and the stored tensors.
+    """Merges the reports of all ranks, in order of rank; returns the merged report and the tensors with their pieces.
 
     Raises:
-        CheckpointError: a rank's problem, or a tensor that the ranks together have not written exactly once.
+        CheckpointError: a rank has failed, or the ranks have not written each element of a tensor exactly once.
     """
     merged, numbers = Report(), []
     kinds: dict[str, TensorKind] = {}
@@ -157,17 +156,17 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 RankReports = Callable[[], list[bytes]]
-"""Returns the reports of all ranks, on rank 0."""
+"""Function that collects the reports of all ranks on rank 0."""
 
 
 class Saver:
-    """Save procedure of one engine; saves run one at a time.
+    """Writer of one engine's checkpoints; saves run one at a time.
 
     Args:
-        ownership: assignment of elements to ranks.
-        tensors: the tensors of the model folder, equal on all ranks.
-        host: the group that carries weights to their owners, and rank 0's verdict to all ranks.
-        lock: locks the folder of a run on rank 0, or raises.
+        ownership: assignment of elements to the ranks that save them.
+        tensors: the tensors of ``model/``, equal on all ranks.
+        host: process group of CPU tensors for all messages of a save.
+        lock: function that locks the folder of a run on rank 0, or raises.
     """
 
     def __init__(
@@ -188,24 +187,24 @@ class Saver:
         """Lock on the folder of the pending save; rank 0 only."""
 
     def elsewhere(self, files: Files) -> "Saver":
-        """Returns a saver of the same snapshots into a place that nothing else uses."""
+        """Returns a saver of the same snapshots with other file ``files``, such as host memory, without locks."""
         other = copy(self)
         other._files, other._lock, other._held, other._whole = files, lambda folder: None, ExitStack(), True
         return other
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies everything that training will change; the next snapshot reuses the memory."""
+        """Copies all state that training will change into host memory; the next snapshot reuses the memory."""
         return self._snapshots.take(ours, contents)
 
     def run(self, snapshot: Snapshot | Exception, folder: Path, keep: int | None) -> Path:
-        """Writes and commits a snapshot; returns the checkpoint's folder. Every rank calls it for the same step.
+        """Writes and commits a snapshot; returns the checkpoint's folder. Collective over the host group.
 
         Args:
             snapshot: the snapshot, or the error that prevented it on this rank; then no rank writes.
-            keep: checkpoints that remain in ``folder``; None keeps all.
+            keep: number of checkpoints that remain in ``folder``; None: all.
 
         Raises:
-            CheckpointError: the failure and its rank, with path and bytes; equal on every rank.
+            CheckpointError: a rank has failed; names it, with path and bytes. Equal on every rank.
             EngineError: a rank can no longer be reached.
         """
         snapshot, written = self._begin(snapshot, folder, swept=True)
@@ -214,12 +213,12 @@ class Saver:
         return Path(verdict.text("folder"))
 
     def export(self, snapshot: Snapshot | Exception, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes the model folder alone, replacing files of the same names. Every rank calls it.
+        """Writes only a Hugging Face folder, replacing files of equal names. Collective over the host group.
 
-        ``shard_bytes``: rank 0 copies the files of all ranks into files of at most this size; None: they stay.
+        ``shard_bytes``: rank 0 merges the ranks' files into files of at most this many bytes; None: a file per rank.
 
         Raises:
-            CheckpointError, EngineError: as ``run``; the folder is then unchanged.
+            CheckpointError, EngineError: a rank has failed or cannot be reached; the folder is then unchanged.
         """
         snapshot, written = self._begin(snapshot, folder, swept=False)
         self._on_first(

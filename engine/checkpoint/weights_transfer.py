@@ -1,9 +1,9 @@
-"""Transfer of weights between two engines on the same ranks and any two grids: a policy and its generator.
+"""Transfer of weights between two engines on the same ranks with any two grids, such as a policy and its generator.
 
 chunk of parameters ->  each rank writes its own elements into an image of the full tensors, zeros elsewhere
                         all-reduce (max) of the bytes over the world, label "weights"
                         each rank reads its elements
-Memory of a rank: one chunk; no rank has a full model.
+A rank has one chunk of full tensors in memory, never the full model.
 """
 
 import json
@@ -28,9 +28,10 @@ from engine.zero.optim.master_weights import sync_masters
 
 
 def copy_weights(source: RunState, target: RunState) -> None:
-    """Copies the parameters and persistent buffers of ``source`` into ``target``, in its own dtypes. Collective.
+    """Copies parameters and persistent buffers of ``source`` into ``target``, cast to the target's dtypes. Collective
+    over the world.
 
-    Masters are sent if the source has them; the optimizer of the target keeps its state.
+    fp32 masters are sent if the source has them; the target's optimizer state does not change.
 
     Raises:
         EngineError: the models differ, or the engines run on different ranks; on all ranks, before communication.
@@ -84,26 +85,26 @@ def _kinds(run: RunState) -> dict[str, TensorKind]:
 
 
 def kind_bytes(kind: TensorKind) -> int:
-    """Returns the bytes of a full tensor."""
+    """Returns the size of a full tensor of this dtype and shape, in bytes."""
     return torch.Size(kind.shape).numel() * kind.width
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Full tensors by name, as bytes; a :class:`engine.checkpoint.load.TensorSource`."""
+    """Full tensors by name in one CPU buffer, which can be loaded like a checkpoint (``TensorSource``)."""
 
     kinds: Mapping[str, TensorKind]
     places: Mapping[str, Tensor]
-    """uint8 views of one buffer on the CPU."""
+    """uint8 view of the buffer for each tensor."""
     name: Path | str = "the other engine"
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copies pieces out of the image."""
+        """Copies the requested pieces from the buffer into their target memory."""
         for request in wanted:
             _copy(request.piece, self.kinds[request.tensor].width, self.places[request.tensor], request.target, True)
 
     def write(self, tensor: str, piece: Piece, values: Tensor) -> None:
-        """Copies this rank's piece into the image."""
+        """Copies the values of this rank's piece of a tensor into the buffer."""
         _copy(piece, self.kinds[tensor].width, self.places[tensor], as_bytes(values), False)
 
 
@@ -119,9 +120,9 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
 
 
 def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
-    """Returns the full tensors of a chunk on every rank; ``fill`` writes this rank's elements.
+    """Returns full tensors on every rank, from pieces that ``fill`` writes on each.
 
-    Several ranks may write an element, with equal values. One all-reduce over the world, label "weights".
+    Ranks that write the same element write equal values. One all-reduce over the world, label "weights".
     """
     sizes = [kind_bytes(kind) for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)
@@ -158,11 +159,11 @@ _SOURCE = "the state that rank 0 was given"
 
 @torch.no_grad()
 def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
-    """Fills the weights and persistent buffers of all ranks from the ``state`` of rank 0. Collective.
+    """Loads weights and persistent buffers on all ranks from the full ``state`` dict of rank 0. Collective.
 
     Raises:
-        CheckpointError: a key is unknown or missing, a tensor has another shape or no floating-point dtype where the
-            model has one; on all ranks, before a weight is changed.
+        CheckpointError: a key is unknown or missing, or a tensor has the wrong shape or is not floating-point; on all
+            ranks, before a weight is changed.
     """
     told = from_first(lambda: json.dumps(_described(run, state)).encode(), run.comm, run.device)
     kinds, keys = {}, {}

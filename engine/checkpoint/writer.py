@@ -1,4 +1,4 @@
-"""Background half of a save, in a thread during training; at most one save is pending."""
+"""Background writing of saves, in a thread during training; at most one save is pending."""
 
 import threading
 import time
@@ -21,9 +21,10 @@ from engine.step.state import RunControl
 
 
 class PendingSave:
-    """Save that is still being written. ``wait`` returns its result; a failure is logged even without a call.
+    """Handle of a save in progress. ``wait`` returns the checkpoint's folder; a failure is logged even without
+    ``wait``.
 
-    Until it ends it references the data that it writes; afterwards it has no reference to its engine.
+    It references the engine's data only until the save ends.
     """
 
     def __init__(self, work: Callable[[], Path], told: Callable[["PendingSave"], None], background: bool) -> None:
@@ -55,7 +56,7 @@ class PendingSave:
         """Blocks until the save has ended; returns the checkpoint's folder.
 
         Raises:
-            CheckpointError: the reason why no checkpoint was committed.
+            CheckpointError: the save has failed; names the reason.
         """
         self.join()
         if self.problem is not None:
@@ -64,7 +65,7 @@ class PendingSave:
         return self.folder
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` when the save has ended, at once if it has. Takes no lock, so that a finalizer may use it."""
+        """Calls ``call`` when the save has ended, at once if it has. Takes no lock, so that finalizers may use it."""
         self._afterwards.append(call)
         if self._ended:
             self._call_afterwards()
@@ -94,7 +95,7 @@ class PendingSave:
 
 
 class CheckpointWriter:
-    """Writer of one run's checkpoints, one at a time."""
+    """Writer of one engine's checkpoints in a background thread, one at a time."""
 
     def __init__(self, run: RunState, host: HostGroup, control: RunControl) -> None:
         self._run, self._config, self._control = run, run.config.checkpoint, control
@@ -114,7 +115,7 @@ class CheckpointWriter:
         """Starts a save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`.
 
         Args:
-            keep: checkpoints that remain in the folder; None keeps all.
+            keep: number of checkpoints that remain in the folder; None: all.
             without_frozen: leave out frozen parameters.
         """
         self.drain()
@@ -134,7 +135,7 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.done
 
     def save_in_memory(self, copies: MemoryCheckpoints) -> None:
-        """Starts a save into the memory of the hosts. A failure is logged, and the run continues."""
+        """Starts a save into host memory with a copy on another host. A failure is logged, and the run continues."""
         self.drain()
         saver, snapshot = self._saver, self._snapshot({}, self._saver)
 
@@ -146,14 +147,15 @@ class CheckpointWriter:
         self._pending = PendingSave(save, partial(self._told_of_copy, step=step), self._config.asynchronous)
 
     def use(self, host: HostGroup) -> None:
-        """Uses ``host`` for later saves; no save is pending."""
+        """Sets the process group of CPU tensors for later saves; no save may be pending."""
         self._saver.host = host
 
     def export(self, folder: Path, shard_bytes: int | None = None) -> None:
-        """Writes the model folder alone and waits until it is written; ``shard_bytes`` as in ``Saver.export``.
+        """Writes a Hugging Face folder of the model and waits for it. ``shard_bytes``: largest bytes of a file; None: a
+        file per rank.
 
         Raises:
-            CheckpointError: weights are stored as codes, so the model folder would not have their values.
+            CheckpointError: frozen weights are quantized, so that their exact values are not available.
         """
         _refuse_codes(self._run)
         self.drain()
@@ -187,14 +189,14 @@ class CheckpointWriter:
             return error
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` when no save is pending: now, or at the end of the pending save in its thread."""
+        """Calls ``call`` when no save is pending: at once, or in the thread of the pending save at its end."""
         if self._pending is None:
             call()
         else:
             self._pending.afterwards(call)
 
     def drain(self) -> None:
-        """Waits until the pending save has ended; ``_told`` reports its result."""
+        """Waits until the pending save has ended."""
         pending = self._pending
         if pending is None:
             return

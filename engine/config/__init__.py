@@ -1,7 +1,7 @@
 """Configuration: reads a file into typed frozen dataclasses and reports all mistakes at once. Imports no torch.
 
-``load_config`` works in four steps: the file, DeepSpeed's own keys (``deepspeed``), the typed sections (``sections``,
-read by ``reader`` with the ``rules`` of their fields), and the rules between keys (``between``, and the sizes here).
+``load_config`` reads the file, converts DeepSpeed's keys (``deepspeed``), reads typed sections (``sections``, by
+``reader`` with the ``rules`` of their fields), and checks rules between keys (``between``) and sizes.
 """
 
 import math
@@ -15,20 +15,18 @@ from engine.config.between import (
     check_average,
     check_copies,
     check_integrity,
-    check_nodes,
     check_optimizer,
-    check_parallel,
     check_precision,
     check_profile,
     check_rates,
     check_recomputation,
     check_reruns,
-    check_wire,
     check_zero,
 )
 from engine.config.config_file import overridden, read_config_file, remarks
 from engine.config.deepspeed.keys import KEYS
 from engine.config.deepspeed.translate import translate
+from engine.config.grid_rules import check_context, check_nodes, check_parallel, check_wire
 from engine.config.optim_sections import (
     COUNT,
     GLOBS,
@@ -97,14 +95,14 @@ ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 
 AXES = ("data", "tensor", "pipeline")
-"""Axes in the order of messages; further axes of ``grid.AXES`` follow."""
+"""Axes of the grid in the order of messages; further axes of ``grid.AXES`` follow."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BATCH_PART = Int(low=1, null=True, remedy="give a whole number of at least 1, or leave it out to have it derived")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Full configuration of a run. ``resolve`` fills in the sizes that depend on the number of processes."""
+    """Full configuration of a run; ``resolve`` fills in sizes that depend on the number of processes."""
 
     train_batch_size: int | None = setting(None, _BATCH_PART)
     """Rows per optimizer step over all data ranks: micro x accumulation x data."""
@@ -113,19 +111,19 @@ class Config:
     gradient_accumulation_steps: int | None = setting(None, _BATCH_PART)
     """Microbatches per data rank and step."""
     parallel: ParallelConfig = setting(ParallelConfig(), Section(cls=ParallelConfig))
-    """The grid of processes."""
+    """Grid of ranks: sizes of the data, tensor and pipeline axes."""
     zero_optimization: ZeroConfig = setting(ZeroConfig(), Section(cls=ZeroConfig))
-    """Optimizer state, gradients and parameters that the data ranks shard."""
+    """ZeRO: optimizer state, gradients and parameters sharded over data ranks."""
     wire: WireConfig = setting(WireConfig(), Section(cls=WireConfig))
-    """Activations and their gradients in fewer bits between ranks."""
+    """Activations and their gradients sent in fewer bits between pipeline and tensor ranks."""
     bf16: Bf16Config = setting(Bf16Config(), Section(cls=Bf16Config))
-    """Training in bfloat16."""
+    """Training with bfloat16 parameters."""
     fp16: Fp16Config = setting(Fp16Config(), Section(cls=Fp16Config))
-    """Training in float16."""
+    """Training with float16 parameters and a loss scale."""
     torch_autocast: TorchAutocastConfig = setting(TorchAutocastConfig(), Section(cls=TorchAutocastConfig))
     """Forwards inside torch.autocast."""
     communication: CommunicationConfig = setting(CommunicationConfig(), Section(cls=CommunicationConfig))
-    """Communication between ranks."""
+    """Timeout of communication between ranks."""
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = setting(None, Choice(
         options=("fp32", "bf16", "fp16"), noun="a communication type", null=True,
         also=FrozenMap({"bfp16": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
@@ -145,14 +143,15 @@ class Config:
     optimizer: OptimizerConfig | None = setting(
         OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, several=MatchedOptimizerConfig, null=True)
     )
-    """The optimizer; null uses the one passed to engine.initialize. A list has an optimizer for each ``match``; the
-    last one takes all other parameters."""
+    """Optimizer; null uses the one passed to engine.initialize. In a list, each optimizer updates the parameters of its
+    ``match``, and the last one all others.
+    """
     scheduler: SchedulerConfig | None = setting(None, Typed(cls=SchedulerConfig, kinds=SCHEDULERS, null=True))
     """Learning rate schedule; null keeps the rate constant."""
     ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))
     """Moving average of the weights; null computes none."""
     router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
-    """Change of the biases by which routers choose experts, after each step towards an even load; 0: none."""
+    """Step of the router biases towards an even expert load after each update; 0: biases do not change."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
@@ -175,23 +174,23 @@ class Config:
     compile: bool = setting(False, Flag())
     """Compile the model's blocks with torch.compile."""
     seed: int = setting(1234, COUNT)
-    """Seed of all randomness."""
+    """Seed of all random numbers."""
     initial_weights: Literal["equal", "rank0"] = setting(
         "equal", Choice(options=("equal", "rank0"), noun="a source of the initial weights")
     )
     """equal: every rank passes the same weights, which is checked; rank0: all ranks take the weights of rank 0."""
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), Section(cls=CheckpointConfig))
-    """Checkpoints: their folder, interval and number."""
+    """Checkpoints: folder, interval and number retained."""
     monitor: MonitorConfig = setting(MonitorConfig(), Section(cls=MonitorConfig))
-    """Destinations of the figures of each step."""
+    """Logs that receive the results of each step."""
     watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
     """Detection of hung and slow ranks."""
     integrity: IntegrityConfig = setting(IntegrityConfig(), Section(cls=IntegrityConfig))
     """Detection of silent corruption of weights and optimizer state."""
     notes: tuple[str, ...] = ()
-    """One line for each DeepSpeed key that was accepted without effect."""
+    """One line for each DeepSpeed key that is accepted without effect."""
     written: frozenset[str] = field(default=frozenset(), compare=False)
-    """Keys that the source contains, of this object and of its sections, such as "optimizer.type"; no defaults."""
+    """Keys that the file or dict contains, such as "optimizer.type", without defaults."""
 
     @cached_property
     def micro(self) -> int:
@@ -205,32 +204,37 @@ class Config:
 
     @cached_property
     def dp(self) -> int:
-        """Size of the data axis."""
+        """Number of ranks on the data axis."""
         return self._settled("data")
 
     @cached_property
     def row_ranks(self) -> int:
-        """Number of ranks that read rows of their own."""
+        """Number of ranks that read different rows of the batch."""
         return self.dp
 
     @cached_property
     def shards(self) -> int:
-        """Number of data ranks that share one copy of the state that ZeRO shards."""
-        return self.zero_optimization.shard_size or self.dp
+        """Number of data and context ranks over which ZeRO shards one copy of the state."""
+        return (self.zero_optimization.shard_size or self.dp) * self.cp
+
+    @cached_property
+    def cp(self) -> int:
+        """Size of the context axis."""
+        return self._settled("context")
 
     @cached_property
     def tp(self) -> int:
-        """Size of the tensor axis."""
+        """Number of ranks on the tensor axis."""
         return self._settled("tensor")
 
     @cached_property
     def pp(self) -> int:
-        """Size of the pipeline axis."""
+        """Number of ranks on the pipeline axis."""
         return self._settled("pipeline")
 
     @property
     def divides_parameters(self) -> bool:
-        """True if ranks compute with different parameters, or different parts of them."""
+        """True if ranks compute with different parameters (tensor, pipeline or expert parallelism)."""
         return self.tp > 1 or self.pp > 1 or self.parallel.expert > 1
 
     def _settled(self, name: str) -> int:
@@ -244,13 +248,14 @@ class Config:
         return int(sizes[name])
 
     def grid(self, rank: int) -> Grid:
-        """Returns the grid from the view of ``rank``."""
-        shards = self.shards if self.shards < self.dp else None
+        """Returns the grid of ranks with the coordinates of ``rank``."""
+        asked = self.zero_optimization.shard_size
+        shards = asked if asked is not None and asked < self.dp else None
         sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
         return Grid(rank=rank, order=self.parallel.order, shard_size=shards, experts=self.parallel.expert, **sizes)
 
     def resolve(self, world_size: int) -> "Config":
-        """Returns the config with every size filled in for ``world_size`` processes.
+        """Returns the config with all "auto" and missing sizes computed for ``world_size`` processes.
 
         Raises:
             ConfigError: the sizes do not fit the number of processes.
@@ -258,14 +263,16 @@ class Config:
         return load_config(self, world_size)
 
     def for_accelerators(self) -> "Config":
-        """Returns the config with the sizes of GPUs, where the config leaves sizes to the device."""
+        """Returns the config with the default bucket size of GPUs, unless ``reduce_bucket_size`` is set."""
         zero = self.zero_optimization
         if zero.reduce_bucket_size is not None:
             return self
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain JSON values; ``load_config`` of them returns an equal config, except for the notes."""
+        """Returns the config as a JSON object; ``load_config`` reads it back to an equal config, except for the
+        notes.
+        """
         return dump_section(self)
 
 
@@ -281,7 +288,7 @@ def load_config(
     """Loads the config from a dict, a JSON, TOML or YAML file or a Config; ``world_size`` fills in all sizes.
 
     ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``,
-    unknown top-level keys that resemble no known key get a note instead of a refusal: a script may read them itself.
+    unknown top-level keys that resemble no known key get a note instead of an error: a script may read them itself.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
@@ -298,7 +305,7 @@ def load_config(
 
 
 def load_raw(source: "ConfigSource", overrides: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Returns the object of a file or dict with the ``overrides`` applied, otherwise unchanged.
+    """Returns the JSON object of a file or dict, with only the ``overrides`` applied.
 
     Raises:
         ConfigError: the file cannot be read, or it contains no JSON object.
@@ -352,6 +359,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)
     check_parallel(config.parallel, problems)
+    check_context(config.parallel, problems)
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)
@@ -380,7 +388,10 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
     ranks = data if isinstance(data, int) else None
     origin = "parallel.data"
     if axes["data"] == "auto":
-        origin = f"data ranks: world size {world_size} / tensor {axes['tensor']} / pipeline {axes['pipeline']}"
+        others = " / ".join(
+            f"{axis} {axes[axis]}" for axis in axes if axis in AXES[1:] or axes[axis] not in (1, axes["data"])
+        )
+        origin = f"data ranks: world size {world_size} / {others}"
     if not world_size and not any(getattr(config, key) for key in BATCH):
         return config  # without sizes, an absent batch is not a contradiction yet
     batch = _fit_batch({key: getattr(config, key) for key in BATCH}, ranks, origin, problems)
@@ -392,8 +403,8 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
 
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int | Literal["auto"]]:
-    """Returns the size of each axis of the grid; an axis without a key of its own has the size in ``grid.AXES``."""
-    others = {axis.noun: axis.size for axis in grid.AXES if axis.noun not in AXES}
+    """Returns the configured size of each axis of the grid; an axis without a key has its size in ``grid.AXES``."""
+    others = {axis.noun: getattr(parallel, axis.noun, axis.size) for axis in grid.AXES if axis.noun not in AXES}
     return {axis: getattr(parallel, axis) for axis in AXES} | others
 
 
@@ -411,10 +422,12 @@ def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> d
         return {axis: fixed.get(axis, world_size // product) for axis in axes}
     fits: list[str] = []
     for axis, size in fixed.items():
+        if axis not in AXES and size == 1:
+            continue
         share, left = divmod(world_size, product // size)
         if not left:
             fits.append(f"parallel.{axis} {either(divisors(share)) if automatic else share}")
-    given = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
+    given = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if axis in AXES or size > 1)
     if world_size == 1:  # usually a script that was started without its launcher
         problems.add(
             "parallel",

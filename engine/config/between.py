@@ -1,4 +1,4 @@
-"""Rules between the keys of a configuration, for any model. Every way to read a configuration applies them."""
+"""Rules between keys of a configuration that hold for any model. Every reader of a configuration applies them."""
 
 import re
 from collections.abc import Mapping
@@ -15,20 +15,15 @@ from engine.config.sections import (
     IntegrityConfig,
     MonitorConfig,
     OffloadConfig,
-    ParallelConfig,
     TorchAutocastConfig,
     WatchdogConfig,
-    WireConfig,
     ZeroConfig,
 )
 from engine.config.wording import shown_value
-from engine.parallel.grid import Grid, expert_problem
-from engine.parallel.pipeline.schedule.kinds import training_schedule
-from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
 
 def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastConfig, problems: Problems) -> None:
-    """Notes dtypes that exclude each other."""
+    """Adds a problem if bf16, fp16 and autocast exclude each other."""
     if autocast.enabled and fp16.enabled:
         problems.add(
             "torch_autocast.enabled",
@@ -45,7 +40,7 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
 
 
 def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
-    """Notes copies in memory of a run without a folder, which stores the identity of the run's copies."""
+    """Adds a problem if checkpoints in memory lack ``checkpoint.folder``, which stores the run's identity."""
     if checkpoint.memory_every and checkpoint.folder is None:
         problems.add(
             "checkpoint.memory_every",
@@ -55,7 +50,7 @@ def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
 
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    """Notes keys of a mode that is not chosen, and two choices of the recomputed operators."""
+    """Adds problems for activation-checkpointing keys that the mode does not read, or that contradict each other."""
     takes = {
         "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
         "every": given.mode in ("selective", "offload"),
@@ -88,7 +83,7 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
 
 
 def check_zero(zero: ZeroConfig, problems: Problems) -> None:
-    """Notes settings that need another stage, or a folder."""
+    """Adds problems for ZeRO settings that need another stage, or a folder on disk."""
     _check_offload(zero.offload_optimizer, problems)
     if zero.reduce == "microbatch" and zero.stage < 2:
         problems.add(
@@ -149,7 +144,7 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
 
 
 def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
-    """Notes secondary shards that no gather would read."""
+    """Adds a problem if secondary shards (hpZ) are configured but no gather would read them."""
     asked = zero.zero_hpz_partition_size
     if asked in (0, 1):
         return
@@ -168,7 +163,7 @@ def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
-    """Notes encoded traffic at a stage without such traffic, and settings of traffic that is not encoded."""
+    """Adds problems for quantized ZeRO traffic that the stage does not send, and settings of unquantized traffic."""
     for key, what in (("zero_quantized_weights", "gather parameters"), ("zero_quantized_gradients", "reduce shards")):
         if getattr(zero, key) and zero.stage == 0:
             problems.add(
@@ -197,31 +192,8 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
             )
 
 
-def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
-    """Notes settings of the axes that need others."""
-    automatic = [axis for axis in ("data", "tensor", "pipeline") if getattr(parallel, axis) == "auto"]
-    if len(automatic) > 1:
-        named = " and ".join(automatic)
-        problems.add(
-            "parallel",
-            f'{named} are "auto" (the default of data), but only one axis may be; give the others a number.',
-        )
-    if parallel.schedule_costs is not None and parallel.schedule not in ("zb-h1", "zb-v"):
-        problems.add(
-            "parallel.schedule_costs",
-            f"given for schedule {shown_value(parallel.schedule)}, which does not depend on costs; leave "
-            'schedule_costs out, or set schedule to "zb-h1" or "zb-v".',
-        )
-    if parallel.sequence_parallel_regather and not parallel.sequence_parallel:
-        problems.add(
-            "parallel.sequence_parallel_regather",
-            "true without sequence_parallel: only sequence parallelism gathers activations again; set "
-            "sequence_parallel to true, or leave sequence_parallel_regather out.",
-        )
-
-
 def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
-    """Notes settings of checks that are never made."""
+    """Adds problems for ``integrity`` settings without ``every``, which have no effect."""
     if integrity.every:
         return
     for key, asks in (("rerun", integrity.rerun), ("on_failure", integrity.on_failure != "raise")):
@@ -233,57 +205,8 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
             )
 
 
-def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Notes data ranks that do not divide evenly into nodes or shard groups, for a configuration with known sizes."""
-    asked, ranks, shared = zero.zero_hpz_partition_size, parallel.data, zero.shard_size
-    fits = shared is None or (isinstance(ranks, int) and ranks % shared == 0)
-    if fits and isinstance(ranks, int) and (problem := expert_problem(parallel.expert, ranks, shared)) is not None:
-        problems.add("parallel.expert", f"{parallel.expert} {problem}.")
-    if shared is not None and isinstance(ranks, int) and ranks % shared:
-        problems.add(
-            "zero_optimization.shard_size",
-            f"{shared} does not divide the {ranks} data ranks, which form shard groups of that size; give a divisor "
-            f"of {ranks}, or leave shard_size out.",
-        )
-    elif shared is not None and isinstance(asked, int) and asked > 1 and shared % asked:
-        problems.add(
-            "zero_optimization.zero_hpz_partition_size",
-            f"{asked} does not divide the {shared} data ranks of a shard group, which store secondary shards among so "
-            f"many ranks; give a divisor of {shared}, or leave zero_hpz_partition_size out.",
-        )
-    elif isinstance(asked, int) and isinstance(ranks, int) and asked > 1 and ranks > 1 and ranks % asked:
-        problems.add(
-            "zero_optimization.zero_hpz_partition_size",
-            f"{asked} does not divide the {ranks} data ranks, and every node needs the same number of data ranks; "
-            f"give a divisor of {ranks}, or leave zero_hpz_partition_size out.",
-        )
-    _check_node_sums(parallel, zero, problems)
-
-
-def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
-    node, tensor, data, pipeline = parallel.gpus_per_node, parallel.tensor, parallel.data, parallel.pipeline
-    if not zero.zero_quantized_gradients or node is None:
-        return
-    if not isinstance(data, int) or not isinstance(tensor, int) or not isinstance(pipeline, int):
-        return
-    grid = Grid(pp=pipeline, dp=data, tp=tensor, order=parallel.order)
-    shards = min(data, zero.shard_size or data)
-    between, outermost = grid.stride("dp"), grid.stride("dp") * shards == grid.world_size
-    # a shard group spans `copies` consecutive ranks; `inside` of its data ranks are on one node
-    copies, inside = shards * between, max(1, node // between)
-    # nodes contain whole shard groups, or all ranks are on one node
-    fits = copies <= node and (node % copies == 0 or outermost)
-    # or every node contains the same number of a group's data ranks, at a stride that divides nodes evenly
-    if not (fits or (shards % inside == 0 and (node % between == 0 or between % node == 0))):
-        problems.add(
-            "parallel.gpus_per_node",
-            f"{node} does not divide {shards} data x {tensor} tensor ranks, and quantized gradients are summed within "
-            "nodes first; give a number that does, or leave gpus_per_node out, which sums them in one step.",
-        )
-
-
 def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Notes steps that run twice with error feedback, since each run would add a rounding error."""
+    """Adds a problem if steps run twice with error feedback, because each run would add a rounding error."""
     if integrity.rerun and zero.zero_gradient_error_feedback:
         problems.add(
             "integrity.rerun",
@@ -293,7 +216,7 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
 
 
 def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -> None:
-    """Notes an average that would read weights during their update."""
+    """Adds a problem if a moving average would read weights during a delayed update."""
     if ema is not None and zero.offload_optimizer.delayed_update:
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
@@ -301,51 +224,8 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
         )
 
 
-def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Notes settings of formats that are not chosen, and overlaps that cannot encode their messages."""
-    blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
-    if wire.block_size != 256 and not blocks:
-        problems.add(
-            "wire.block_size",
-            f"{wire.block_size} without int8 or int4, so no block has a scale; set wire.pipeline or wire.tensor to "
-            '"int8", or leave block_size out.',
-        )
-    if wire.error_feedback and wire.pipeline == "exact":
-        problems.add(
-            "wire.error_feedback",
-            f"true with pipeline {shown_value(wire.pipeline)}: only rounded messages have an error to add to the next "
-            'ones; set wire.pipeline to "int8" or another format, or leave error_feedback out.',
-        )
-    if wire.error_feedback and integrity.rerun:
-        problems.add(
-            "wire.error_feedback",
-            "true with integrity.rerun: the second run of a step would add the rounding error of the first; set one "
-            "of them to false.",
-        )
-    if wire.tensor != "exact" and parallel.overlap in ("chunks", "fused"):
-        problems.add(
-            "wire.tensor",
-            f"{shown_value(wire.tensor)} with parallel.overlap {shown_value(parallel.overlap)}, which sends rows as "
-            'they are computed, not whole blocks; set parallel.overlap to "auto" or "off", or leave wire.tensor out.',
-        )
-
-
-def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
-    """Refuses a schedule or a tensor plan that is invalid for every model; sizes that are not known yet are left out.
-
-    Raises:
-        ConfigError, PlanError, ScheduleError: the sentence that ``engine.initialize`` would raise.
-    """
-    kind, ranks = parallel.schedule, parallel.pipeline
-    if isinstance(ranks, int) and microbatches is not None and (kind != "auto" or ranks == 1):
-        training_schedule(kind, ranks, microbatches, parallel.virtual_stages)
-    if parallel.tensor != 1 and parallel.tensor_plan != "auto":
-        for style in read_setting(parallel.tensor_plan)[1].values():
-            parse_style(style)
-
-
 def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Problems) -> None:
-    """Notes a profile that is not a range of steps, or that lacks a folder or a flight recorder."""
+    """Adds a problem if ``monitor.profile`` is not a range of steps, or lacks a folder or a flight recorder."""
     if (given := monitor.profile) is None:
         return
     steps = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", given)
@@ -377,7 +257,7 @@ _ORDERED = (
 def check_optimizer(
     optimizer: OptimizerConfig | None, zero: ZeroConfig, bf16: Bf16Config, ema: EmaConfig | None, problems: Problems
 ) -> None:
-    """Notes params of an optimizer that need others, and settings that lists of optimizers or some types lack."""
+    """Adds problems for contradicting optimizer params, and for settings that a list or a type does not support."""
     if optimizer is None:
         return
     for index, entry in enumerate(optimizer.entries):
@@ -451,7 +331,7 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
 
 
 def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None, problems: Problems) -> None:
-    """Notes params of a schedule that contradict each other or the optimizer."""
+    """Adds problems for scheduler params that contradict each other or the optimizer."""
     if scheduler is None:
         return
     params, at = scheduler.params, "scheduler.params"

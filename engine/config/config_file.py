@@ -1,4 +1,4 @@
-"""Files of a configuration: JSON (with comments, or as Hjson), TOML and YAML; and single keys of a command line."""
+"""Readers of configuration files: JSON (with comments, or as Hjson), TOML and YAML; and of KEY=VALUE words."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _LAST_COMMA = re.compile(_TEXT + r"|,(?=\s*[}\]])", flags=re.DOTALL)
 
 
 class FileObject(dict[str, Any]):
-    """Object of a file, which records duplicate keys."""
+    """JSON object read from a file, with the list of its duplicate keys."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         dict.__init__(self, pairs)
@@ -32,10 +32,10 @@ class FileObject(dict[str, Any]):
 
 
 def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, Any]:
-    """Reads the object in a file in the format of its suffix, and notes duplicate keys.
+    """Returns the object in a file, read in the format of its suffix; duplicate keys become problems.
 
     Raises:
-        ConfigError: the file is unreadable or is not of its format.
+        ConfigError: the file is unreadable or malformed.
     """
     name = show_path(os.fsdecode(path))
     text = _text(os.fsdecode(path), name)
@@ -51,7 +51,7 @@ def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mappin
 
 
 def remarks(raw: object) -> tuple[str, ...]:
-    """Returns a remark about the file of this object, if it was not read in the format of its name."""
+    """Returns a note if the file of this object was not in the format of its suffix; () otherwise."""
     return (raw.remark,) if isinstance(raw, FileObject) and raw.remark else ()
 
 
@@ -126,7 +126,7 @@ def _parsed_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
 
 
 def note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
-    """Notes the keys that were given twice in one object of ``raw``, the value of key ``at``."""
+    """Adds a problem for each duplicate key in ``raw``, the value at JSON path ``at``."""
     if depth > _DEPTH:
         return  # no section is nested so deeply; the reader reports the key above as unknown
     if isinstance(raw, list):
@@ -208,16 +208,15 @@ _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=", flags=re.ASCII)
 
 
 def is_override(word: str) -> bool:
-    """Returns True if a word of a command line is KEY=VALUE with a dotted key."""
+    """Returns True if a command-line word has the form KEY=VALUE with a dotted key."""
     return bool(_OVERRIDE.match(word))
 
 
 def overridden(raw: Mapping[str, Any], overrides: Sequence[str], problems: Problems) -> Mapping[str, Any]:
-    """Returns the configuration with every KEY=VALUE applied, the last one of a key wins; ``raw`` is not changed.
+    """Returns a copy of the configuration with every KEY=VALUE applied; for equal keys, the last one wins.
 
     A value is JSON, or text if it is not JSON: ``true``, ``3e-4``, ``["*.bias"]``, ``1f1b``. A number in a key is the
-    index of a list: ``optimizer.groups.0.lr=1e-5``. Missing objects on the path are created. Mistakes are noted by the
-    key, like mistakes in the file.
+    index of a list: ``optimizer.groups.0.lr=1e-5``. Missing objects on the path are created. Mistakes become problems.
     """
     if not overrides:
         return raw

@@ -1,4 +1,4 @@
-"""JSON Schema of the config, generated from the same fields and rules that read it.
+"""JSON Schema of the configuration file, generated from the fields and rules of the reader.
 
 It describes Trine's keys. DeepSpeed's own keys, which the reader also accepts, are left out, so that an editor offers
 one name for each setting.
@@ -20,7 +20,7 @@ Schema = dict[str, Any]
 
 
 def schema() -> Schema:
-    """Returns the JSON Schema, draft 2020-12, of a whole config."""
+    """Returns the JSON Schema (draft 2020-12) of a configuration file."""
     body = _section(Config)
     body["properties"] = {"$schema": {"type": "string"}, **body["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Trine config", **body}

@@ -25,17 +25,17 @@ RATES = AnyOf(
     rules=(NOT_NEGATIVE, ListOf(each=NOT_NEGATIVE, least=1, noun="a list of rates")),
     remedy="give a number of at least 0, or a list of one number for each parameter group",
 )
-"""Rate of all groups, or a list with a rate for each group."""
+"""Rule for a learning rate of all parameter groups, or a list with one rate for each group."""
 RATES_OR_NULL = replace(RATES, null=True)
 MOMENTA = AnyOf(
     rules=(FACTOR, ListOf(each=FACTOR, least=1, noun="a list of momenta")),
     remedy="give a number from 0 to below 1, or a list of one number for each parameter group",
 )
-"""Momentum of all groups, or a list with a momentum for each group."""
+"""Rule for a momentum of all parameter groups, or a list with one momentum for each group."""
 
 
 def one_of(*options: str, noun: str) -> Rule:
-    """Returns a rule that accepts one word of a list."""
+    """Returns a rule that accepts one of the words ``options``."""
     return Choice(options=options, noun=noun)
 
 
@@ -44,13 +44,13 @@ class AdamWParams:
     """Parameters of AdamW, with torch's defaults."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     betas: tuple[float, float] = setting((0.9, 0.999), BETAS)
     """Decay rates of the running averages of the gradient and of its square."""
     eps: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator."""
+    """Term added to the root of the second moment."""
     weight_decay: float = setting(0.01, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, multiplied by lr."""
     bias_correction: bool = setting(True, Flag())
     """Divide both averages by 1 - beta^t, t the update number; false, as in BERT's Adam, does not."""
 
@@ -79,15 +79,15 @@ class SgdParams:
     """Parameters of stochastic gradient descent, with torch's defaults."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     momentum: float = setting(0.0, NOT_NEGATIVE)
-    """Momentum factor."""
+    """Decay rate of the momentum; 0: no momentum."""
     dampening: float = setting(0.0, Real())
-    """Dampening of the momentum."""
+    """Fraction of each gradient that is left out of the momentum."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Weight decay, added to the gradient."""
     nesterov: bool = setting(False, Flag())
-    """Nesterov momentum."""
+    """true uses Nesterov momentum, false plain momentum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +95,11 @@ class LionParams:
     """Parameters of Lion, which steps by the sign of an interpolated momentum."""
 
     lr: float = setting(1e-4, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     betas: tuple[float, float] = setting((0.9, 0.99), BETAS)
     """Interpolation weight of the update, and decay rate of the momentum."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, multiplied by lr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +109,11 @@ class LambParams(AdamWParams):
     eps_inside_sqrt: bool = setting(False, Flag())
     """Add eps to the mean square instead of its root."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Weight decay, included in the norm of the update."""
+    """Weight decay, added to the update before its norm is computed."""
     max_coeff: float = setting(10.0, Real(above=0))
-    """Upper bound of the ratio of the norms of weights and update, by which the rate is multiplied."""
+    """Upper bound of the trust ratio (norm of weights / norm of update), which multiplies the learning rate."""
     min_coeff: float = setting(0.01, NOT_NEGATIVE)
-    """Lower bound of that ratio."""
+    """Lower bound of the trust ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,41 +121,43 @@ class LARSParams:
     """Parameters of LARS, as published: momentum of steps scaled by the norm of the weights."""
 
     lr: float = setting(1e-1, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     momentum: float = setting(0.9, FACTOR)
-    """Momentum factor."""
+    """Decay rate of the momentum."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Weight decay, added to the gradient."""
     trust_coefficient: float = setting(1e-3, Real(above=0))
-    """Norm of a step at a rate of 1, as a fraction of the norm of the weights."""
+    """Trust coefficient: norm of an update at learning rate 1, as a fraction of the norm of the weights."""
     eps: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator of the ratio of the norms."""
+    """Term added to the denominator of the trust ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonParams:
-    """Parameters of Muon, with torch's defaults: momentum with singular values brought near one."""
+    """Parameters of Muon, with torch's defaults: momentum orthogonalized by Newton-Schulz steps."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     weight_decay: float = setting(0.1, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, multiplied by lr."""
     momentum: float = setting(0.95, FACTOR)
     """Decay rate of the momentum."""
     nesterov: bool = setting(True, Flag())
-    """Nesterov momentum."""
+    """true uses Nesterov momentum, false plain momentum."""
     ns_coefficients: tuple[float, float, float] = setting((3.4445, -4.775, 2.0315), ListOf(
         each=Real(), length=3, noun="a list of three numbers"))  # fmt: skip
     """Coefficients of the Newton-Schulz polynomial, of x, x^3 and x^5."""
     eps: float = setting(1e-7, NOT_NEGATIVE)
-    """Lower bound of the norm by which a matrix is divided."""
+    """Lower bound of the Frobenius norm by which a momentum matrix is divided."""
     ns_steps: int = setting(5, Int(low=1, below=100))
-    """Newton-Schulz steps."""
+    """Number of Newton-Schulz steps."""
     ns_dtype: Literal["bf16", "fp32"] = setting("bf16", one_of("bf16", "fp32", noun="a dtype of Newton-Schulz steps"))
     """Dtype of the Newton-Schulz products; bf16 as in torch."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = setting("original", one_of(
         "original", "match_rms_adamw", noun="an adjustment"))  # fmt: skip
-    """Factor of the rate of an A x B matrix: sqrt(max(1, A/B)), or 0.2 sqrt(max(A, B)), the RMS of AdamW's updates."""
+    """Factor of the learning rate for an A x B matrix. original: sqrt(max(1, A/B)); match_rms_adamw: 0.2 sqrt(max(A,
+    B)).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,17 +165,17 @@ class SOAPParams:
     """Parameters of SOAP, with the authors' names and defaults: Adam in the eigenbasis of Shampoo's preconditioners."""
 
     lr: float = setting(3e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     betas: tuple[float, float] = setting((0.95, 0.95), BETAS)
     """Decay rates of the running averages of the gradient and of its square, in the eigenbasis."""
     shampoo_beta: float | None = setting(None, Real(low=0, below=1, null=True))
     """Decay rate of the preconditioners, the averages of G G' and G' G; null takes the second of betas."""
     eps: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator."""
+    """Term added to the root of the second moment."""
     weight_decay: float = setting(0.01, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, multiplied by lr."""
     precondition_frequency: int = setting(10, SIZE)
-    """Updates between two refreshes of the eigenbases."""
+    """Number of updates between two refreshes of the eigenbases."""
     max_precond_dim: int = setting(10000, COUNT)
     """Longest dimension with a preconditioner; a longer one, such as a vocabulary, has the identity as its basis."""
     normalize_grads: bool = setting(False, Flag())
@@ -184,32 +186,32 @@ class SOAPParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShampooParams:
-    """Parameters of Shampoo, with the names of its distributed form: roots of the sums of both sides, and grafting."""
+    """Parameters of Shampoo, with the names of Distributed Shampoo."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
+    """Learning rate, which a schedule may change."""
     betas: tuple[float, float] = setting((0.9, 0.999), ListOf(
         each=Real(low=0, high=1), length=2, noun="a list of two numbers from 0 to 1"))  # fmt: skip
     """Decay rates of the momentum, below 1, and of the preconditioners; 1 sums them, as published in 2018."""
     epsilon: float = setting(1e-12, Real(above=0))
     """Term added to the eigenvalues of the preconditioners."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, multiplied by lr."""
     precondition_frequency: int = setting(10, SIZE)
-    """Updates between two decompositions of the preconditioners."""
+    """Number of updates between two eigendecompositions of the preconditioners."""
     start_preconditioning_step: int | None = setting(None, Int(low=1, null=True))
-    """First preconditioned update, earlier ones follow the grafted rule; null: precondition_frequency."""
+    """First update that uses preconditioners; earlier ones follow the grafted rule. null: precondition_frequency."""
     max_preconditioner_dim: int = setting(8192, COUNT)
-    """Longest dimension with a preconditioner."""
+    """Longest dimension with a preconditioner; a longer one uses the identity."""
     use_bias_correction: bool = setting(True, Flag())
     """Divide averages by 1 - beta^t, t the update number."""
     grafting: Literal["none", "sgd", "adagrad", "rmsprop", "adam"] = setting("adam", one_of(
         "none", "sgd", "adagrad", "rmsprop", "adam", noun="a rule to graft"))  # fmt: skip
-    """Grafted rule, which sets the norm of each update; grafting_beta2 is the decay rate of its squares."""
+    """Optimizer that sets the norm of each update; grafting_beta2 is the decay rate of its squared gradients."""
     grafting_beta2: float = setting(0.999, FACTOR)
-    """Decay rate of the squares of the grafted rule."""
+    """Decay rate of the squared gradients of the grafted optimizer."""
     grafting_epsilon: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator of the grafted rule."""
+    """Term added to the denominator of the grafted optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,38 +219,40 @@ class AdafactorParams:
     """Parameters of Adafactor, with torch's defaults: second moments of matrices as row and column means."""
 
     lr: float = setting(1e-2, NOT_NEGATIVE)
-    """Upper bound of the relative step; the bound of update t is also 1 / sqrt(t)."""
+    """Upper bound of the relative step size; update t is also bounded by 1 / sqrt(t)."""
     beta2_decay: float = setting(-0.8, Real(high=0))
-    """Power of the update number that weighs new squares in the means."""
+    """Exponent d in the decay rate 1 - t^d of the squared gradients at update t."""
     eps: tuple[float | None, float] = setting((None, 1e-3), ListOf(
         each=replace(NOT_NEGATIVE, null=True), length=2,
         noun="a list of two numbers, the first of them or null"))  # fmt: skip
     """Lower bounds of the root of a mean square (null: the dtype's eps) and of the RMS of the weights that scales a
     step."""
     d: float = setting(1.0, Real(low=1))
-    """Upper bound of the RMS of an update."""
+    """Clipping threshold: upper bound of the RMS of an update."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, multiplied by lr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFreeAdamWParams:
-    """Parameters of schedule-free AdamW, which averages its iterates and needs no decay of the rate."""
+    """Parameters of schedule-free AdamW, which averages its iterates in place of a decaying learning rate."""
 
     lr: float = setting(2.5e-3, NOT_NEGATIVE)
     """Learning rate, constant after the warmup."""
     betas: tuple[float, float] = setting((0.9, 0.999), BETAS)
-    """Weight (above 0) of the average in the point at which gradients are taken, and decay rate of the mean square."""
+    """Weight (above 0) of the average in the point at which gradients are computed, and decay rate of the squared
+    gradients.
+    """
     eps: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator."""
+    """Term added to the root of the second moment."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Weight decay, at the point at which gradients are taken."""
+    """Weight decay, applied at the point at which gradients are computed."""
     warmup_steps: int = setting(0, COUNT)
-    """Updates over which the rate rises linearly."""
+    """Updates over which the learning rate rises linearly."""
     weight_step_power: float = setting(0.0, NOT_NEGATIVE)
-    """Power of the update number in the weight of an iterate, the authors' ``r``."""
+    """Power of the update number in the weight of an iterate (``r`` in the authors' code)."""
     weight_lr_power: float = setting(2.0, NOT_NEGATIVE)
-    """Power of the largest rate so far in the weight of an iterate."""
+    """Power of the largest learning rate so far in the weight of an iterate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,13 +260,13 @@ class LRRangeTestParams:
     """Learning rate that grows step by step, to find the range of rates that train."""
 
     lr_range_test_min_lr: float | tuple[float, ...] = setting(1e-3, RATES)
-    """Rate at the start."""
+    """Learning rate at the start."""
     lr_range_test_step_size: int = setting(2000, SIZE)
     """Steps between two increases."""
     lr_range_test_step_rate: float = setting(1.0, NOT_NEGATIVE)
-    """Increase per lr_range_test_step_size steps, as a fraction of the rate at the start."""
+    """Increase per lr_range_test_step_size steps, as a fraction of the initial learning rate."""
     lr_range_test_staircase: bool = setting(False, Flag())
-    """Increase in stairs instead of continuously."""
+    """True raises the rate in stairs of lr_range_test_step_size steps, false continuously."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,29 +274,29 @@ class OneCycleParams:
     """One cycle of the learning rate up and down, with the momentum moving opposite, then decay."""
 
     cycle_min_lr: float | tuple[float, ...] = setting(0.0, RATES, required=True)
-    """Rate at the start and the end of the cycle."""
+    """Learning rate at the start and the end of the cycle."""
     cycle_max_lr: float | tuple[float, ...] = setting(0.0, RATES, required=True)
-    """Rate at the peak of the cycle."""
+    """Learning rate at the peak of the cycle."""
     decay_lr_rate: float = setting(0.0, NOT_NEGATIVE)
-    """Decay of the rate after the cycle."""
+    """Decay of the learning rate per decay_step_size steps after the cycle."""
     cycle_first_step_size: int = setting(2000, SIZE)
-    """Steps of the rise."""
+    """Number of steps in which the learning rate rises."""
     cycle_second_step_size: int | None = setting(None, Int(low=0, null=True))
-    """Steps of the fall; null takes as many as the rise."""
+    """Number of steps in which the learning rate falls; null: cycle_first_step_size."""
     cycle_first_stair_count: int = setting(0, COUNT)
-    """Stairs of the rise; 0 rises continuously."""
+    """Number of stairs of the rise; 0: the rate rises continuously."""
     cycle_second_stair_count: int | None = setting(None, Int(low=0, null=True))
-    """Stairs of the fall; null takes as many as the rise."""
+    """Number of stairs of the fall; null: cycle_first_stair_count."""
     decay_step_size: int = setting(0, COUNT)
-    """Steps per decay after the cycle; 0 means no decay."""
+    """Number of steps per decay after the cycle; 0: no decay."""
     cycle_momentum: bool = setting(True, Flag())
-    """Cycle the momentum as well."""
+    """True moves the momentum opposite to the learning rate."""
     cycle_min_mom: float | tuple[float, ...] = setting(0.8, MOMENTA)
-    """Momentum at the peak of the rate."""
+    """Momentum at the peak of the learning rate."""
     cycle_max_mom: float | tuple[float, ...] = setting(0.9, MOMENTA)
     """Momentum at the start and the end of the cycle."""
     decay_mom_rate: float = setting(0.0, NOT_NEGATIVE)
-    """Decay of the momentum after the cycle."""
+    """Increase of the momentum per decay_step_size steps after the cycle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,13 +304,13 @@ class WarmupLRParams:
     """Learning rate that rises and is then constant."""
 
     warmup_min_lr: float | tuple[float, ...] = setting(0.0, RATES)
-    """Rate at the start; a list has one for each parameter group."""
+    """Learning rate at the start; a list has one for each parameter group."""
     warmup_max_lr: float | tuple[float, ...] | None = setting(None, RATES_OR_NULL)
-    """Rate after the warmup, or a list of them; null uses the optimizer's."""
+    """Learning rate after the warmup; a list has one for each parameter group; null: the optimizer's."""
     warmup_num_steps: int = setting(1000, COUNT)
-    """Steps of the warmup."""
+    """Number of warmup steps."""
     warmup_type: Literal["log", "linear"] = setting("log", one_of("log", "linear", noun="a warmup type"))
-    """Shape of the warmup."""
+    """Curve of the warmup: logarithmic or linear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,25 +318,25 @@ class WarmupDecayLRParams(WarmupLRParams):
     """Learning rate that rises and then falls linearly to its minimum."""
 
     total_num_steps: int = setting(1, SIZE, required=True)
-    """Steps of the whole training."""
+    """Step number at which the learning rate is at its minimum."""
     warmup_max_lr: float | tuple[float, ...] | None = setting(0.001, RATES_OR_NULL)
-    """Rate after the warmup, or a list of them; null uses the optimizer's."""
+    """Learning rate after the warmup; a list has one for each parameter group; null: the optimizer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupCosineLRParams:
-    """Learning rate that rises and then falls along a cosine; all values are fractions of the optimizer's rate."""
+    """Learning rate that rises and then falls along a cosine; all ratios multiply the optimizer's learning rate."""
 
     total_num_steps: int = setting(1, SIZE, required=True)
-    """Steps of the whole training."""
+    """Step number at which the learning rate is at its minimum."""
     warmup_min_ratio: float = setting(0.0, RATIO)
-    """Fraction at the start."""
+    """Fraction of the learning rate at the start."""
     warmup_num_steps: int = setting(1000, COUNT)
-    """Steps of the warmup."""
+    """Number of warmup steps."""
     cos_min_ratio: float = setting(1e-4, RATIO)
-    """Fraction at the end."""
+    """Fraction of the learning rate at the end."""
     warmup_type: Literal["log", "linear"] = setting("log", one_of("log", "linear", noun="a warmup type"))
-    """Shape of the warmup."""
+    """Curve of the warmup: logarithmic or linear."""
 
 
 OPTIMIZERS: Mapping[str, type[Any]] = MappingProxyType({
@@ -341,7 +345,7 @@ OPTIMIZERS: Mapping[str, type[Any]] = MappingProxyType({
     "AdamW8bit": AdamW8bitParams, "Adafactor": AdafactorParams, "ScheduleFreeAdamW": ScheduleFreeAdamWParams,
 })  # fmt: skip
 MATRIX_OPTIMIZERS = frozenset({"Muon", "SOAP", "Shampoo"})
-"""Optimizers that update a matrix as a whole, and accept only matrices."""
+"""Names of optimizers that update whole matrices, and accept no other parameters."""
 SCHEDULERS: Mapping[str, type[Any]] = MappingProxyType({
     "LRRangeTest": LRRangeTestParams, "OneCycle": OneCycleParams, "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams, "WarmupCosineLR": WarmupCosineLRParams, **TORCH_SCHEDULERS,
@@ -350,10 +354,10 @@ SCHEDULERS: Mapping[str, type[Any]] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
-    """Parameters with a learning rate or weight decay of their own."""
+    """Parameter group with its own learning rate or weight decay."""
 
     params: tuple[str, ...] = setting((), GLOBS, required=True)
-    """Patterns of the original parameter names."""
+    """``fnmatch`` patterns of parameter names in the original model."""
     lr: float | None = setting(None, Real(low=0, null=True))
     """Learning rate of the group; null uses the optimizer's."""
     weight_decay: float | None = setting(None, Real(low=0, null=True))
@@ -362,7 +366,7 @@ class GroupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer and its parameter groups."""
+    """Optimizer with its params and parameter groups."""
 
     type: Literal[
         "AdamW", "Adam", "SGD", "Lion", "Lamb", "LARS", "Muon", "SOAP", "Shampoo", "AdamW8bit", "Adafactor",
@@ -378,43 +382,51 @@ class OptimizerConfig:
     no_weight_decay: tuple[str, ...] = setting((), GLOBS)
     """Name patterns of parameters without weight decay."""
     groups: tuple[GroupConfig, ...] = setting((), Sections(cls=GroupConfig))
-    """Parameters with a learning rate or weight decay of their own."""
+    """Parameter groups with their own learning rate or weight decay."""
     update_unused: bool = setting(False, Flag())
-    """Apply decay and momentum to parameters without a gradient in a step, as DeepSpeed does; false: skip, as torch."""
+    """true applies decay and momentum to parameters without a gradient in a step, as DeepSpeed does; false skips them,
+    as torch does.
+    """
     include_frozen: tuple[str, ...] = setting((), GLOBS)
-    """Name patterns of frozen parameters that may be thawed later; gradient and optimizer state are allocated."""
+    """Name patterns of frozen parameters that may be thawed later; gradients and optimizer state are allocated for
+    them.
+    """
     before: tuple["MatchedOptimizerConfig", ...] = ()
-    """Optimizers of a list before the last one; a parameter belongs to the first one that matches it."""
+    """Earlier optimizers of a list; a parameter belongs to the first one that matches its name."""
 
     @property
     def entries(self) -> "tuple[OptimizerConfig, ...]":
-        """All optimizers of a list in order; the last one is this section, which takes all other parameters."""
+        """All optimizers of a list, in order; the last one, this section, updates all parameters that no other
+        matches.
+        """
         return (*self.before, self)
 
     @property
     def kind(self) -> str:
-        """Types of all entries, such as "Muon + AdamW"."""
+        """Names of all optimizers of a list, such as "Muon + AdamW"."""
         return " + ".join(dict.fromkeys(entry.type for entry in self.entries))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedOptimizerConfig(OptimizerConfig):
-    """Optimizer of a list, before the last one."""
+    """Optimizer of a list for parameters with matching names."""
 
     match: str | tuple[str, ...] = setting((), AnyOf(rules=(Text(), GLOBS)), required=True)
     """Name patterns of the parameters that it updates."""
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """``match`` as a tuple."""
+        """Name patterns of the parameters that it updates, as a tuple."""
         return (self.match,) if isinstance(self.match, str) else self.match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Learning rate schedule."""
+    """Learning-rate schedule and its params."""
 
     type: str = setting("WarmupLR", Choice(options=tuple(SCHEDULERS), noun="a scheduler", fold=True), required=True)
-    """LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR or WarmupCosineLR as in DeepSpeed, or a schedule of torch's."""
+    """LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR or WarmupCosineLR as in DeepSpeed, or a class of
+    torch.optim.lr_scheduler.
+    """
     params: Mapping[str, Any] = stored(WarmupLRParams())
     """Settings of the chosen scheduler, with all defaults filled in."""

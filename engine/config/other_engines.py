@@ -1,7 +1,7 @@
-"""Words of other engines: for each, the key that does the same here, or the reason why no key does. Pure data.
+"""Setting names of other engines, each with Trine's equivalent key or the reason why there is none. Pure data.
 
-The words come from Megatron-LM, FSDP2, TorchTitan, Accelerate, the Hugging Face Trainer, Lightning and PyTorch's own
-arguments, in lower case with underscores. Similarity of letters would lead from them to wrong keys.
+They are arguments of Megatron-LM, FSDP2, TorchTitan, Accelerate, the Hugging Face Trainer, Lightning and PyTorch, in
+lower case with underscores. Suggestions by spelling alone would name wrong keys for them.
 """
 
 from collections.abc import Mapping
@@ -198,12 +198,12 @@ _REASONS = MappingProxyType({word: why for why, words in _NOT_KEYS.items() for w
 
 
 def other_engines_word(path: str) -> str | None:
-    """Returns the key of this engine for a JSON path of another engine, or the reason why there is none.
+    """Returns advice for a key of another engine: Trine's equivalent key, or the reason why there is none.
 
-    None: the last word of the path is not a word of another engine.
+    None if the last word of ``path`` is not a setting of another engine.
 
-    A word that several sections use, such as ``name``, is listed with its section. A word without a key here is looked
-    up only at the levels where other engines write it: deep in a section, ``ep`` is a misspelt ``eps``.
+    An ambiguous word, such as ``name``, is listed with its section. ``ep`` counts only at the top level and in
+    ``parallel``; deeper, it is a misspelt ``eps``.
     """
     plain = path.lower().replace("-", "_")
     section, _, word = plain.rpartition(".")

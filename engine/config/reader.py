@@ -35,12 +35,12 @@ OLD_KEYS: Mapping[str, Callable[[object], Mapping[str, object]]] = MappingProxyT
     "watchdog.max_skipped_steps": _now("max_skipped_steps"),
     "watchdog.timeout_seconds": _one_timeout,
 })  # fmt: skip
-"""Key of an earlier version -> the keys that its value sets now."""
+"""Renamed keys of earlier versions, each with a function from its value to the present keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section(Rule):
-    """Rule for a JSON object that becomes a dataclass."""
+    """Rule for a JSON object that is read into a dataclass."""
 
     cls: type[Any]
 
@@ -57,7 +57,7 @@ class Section(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections(Section):
-    """Rule for a JSON list of objects that become dataclasses."""
+    """Rule for a JSON list of objects that are read into dataclasses."""
 
     def read(self, value: object, at: str, problems: Problems) -> object:
         if not isinstance(value, (list, tuple)):
@@ -73,11 +73,11 @@ class Sections(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed(Section):
-    """Rule for a section with ``type`` and ``params``; ``type`` selects the params."""
+    """Rule for a section with ``type`` and ``params``; ``type`` selects the dataclass of the params."""
 
     kinds: Mapping[str, type[Any]]
     several: type[Any] | None = None
-    """Section of the entries of a list before the last one, with a key ``match``; None: lists are refused."""
+    """Dataclass of list entries before the last one, with a key ``match``; None if lists are not accepted."""
 
     def read(self, value: object, at: str, problems: Problems) -> object:
         if self.several is not None and isinstance(value, (list, tuple)):
@@ -132,28 +132,31 @@ class Typed(Section):
 
 
 def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, kept: bool = True) -> Any:
-    """Declares a dataclass field that the reader fills.
+    """Returns a dataclass field that the reader fills from JSON by ``rule``.
 
-    ``key`` is its name in JSON, if it differs; ``kept`` makes it part of stored params.
+    ``key`` is its JSON name, if it differs from the field's; ``kept`` false leaves it out of ``stored``.
     """
     return dataclasses.field(default=default, metadata={"rule": rule, "key": key, "required": required, "kept": kept})
 
 
 def settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """Returns the fields of a section in order, by their JSON names."""
+    """Returns the fields of a section dataclass in order, by JSON name."""
     return {f.metadata["key"] or f.name: f for f in dataclasses.fields(cls) if "rule" in f.metadata}
 
 
 def stored(params: Any, everything: bool = False) -> FrozenMap:
-    """Returns the values of a params section as a read-only mapping."""
+    """Returns the params of an optimizer or scheduler as a read-only mapping; ``everything`` includes fields with
+    ``kept`` false.
+    """
     kept = [f.name for f in dataclasses.fields(params) if everything or f.metadata["kept"]]
     return FrozenMap({name: getattr(params, name) for name in kept})
 
 
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
-    """Reads a section from a JSON object; a wrong or absent field keeps its default, and problems are noted.
+    """Returns dataclass ``cls`` read from a JSON object; a wrong or missing key gets its default, and mistakes become
+    problems.
 
-    ``beside`` lists further keys that the caller reads, for the suggestions.
+    ``at``: JSON path of the object. ``beside``: valid keys that the caller reads.
     """
     known = settings(cls)
     if not isinstance(raw, Mapping):
@@ -175,7 +178,7 @@ def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside:
 
 
 def dump_section(section: Any) -> dict[str, Any]:
-    """Converts the section to plain JSON values that read back to an equal section."""
+    """Returns a section as a JSON object that reads back to an equal section."""
     return {key: f.metadata["rule"].dump(getattr(section, f.name)) for key, f in settings(type(section)).items()}
 
 
@@ -192,7 +195,7 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
 
 
 def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, Any], list[str]]:
-    """Returns the configuration with today's keys in place of earlier ones, and a note for each replaced key."""
+    """Returns the configuration with renamed keys under their present names, and a note for each."""
     present, notes = dict(raw), list[str]()
     for old, meaning in OLD_KEYS.items():
         section, _, word = old.partition(".")
@@ -207,14 +210,18 @@ def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, An
 
 
 def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
-    """Sets the dotted path ``target`` to the value that ``origin`` asks for; notes a different present value."""
+    """Sets the key ``target`` to ``value``, as key ``origin`` demands; a different value already there becomes a
+    problem.
+    """
     if (given := put_at(raw, target, value)) != value:
         rival = f"which is given as {shown_value(given)}"
         problems.add(origin, f"sets {target} to {shown_value(value)}, {rival}; remove one of them.")
 
 
 def put_at(raw: dict[str, Any], path: str, value: object) -> object:
-    """Sets the value of a dotted path unless it is present, and returns the resulting value. Sections are copied."""
+    """Sets the value of a dotted path unless one is present, and returns the value there. Nested objects are copied
+    first.
+    """
     *parents, leaf = path.split(".")
     for parent in parents:
         section = raw.get(parent, {})

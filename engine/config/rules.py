@@ -1,6 +1,6 @@
-"""Rules for the JSON values of a config field, and :class:`Problems`, the collector of refused values.
+"""Rules for the JSON values of configuration keys, and :class:`Problems`, which collects mistakes.
 
-A rule is data. It converts a value, names the accepted values in a refusal, and is walked again for the JSON Schema.
+A rule is data: it converts a value, describes the accepted values in an error, and generates the JSON Schema.
 """
 
 import difflib
@@ -65,11 +65,11 @@ class Problems:
         """Collects unknown top-level keys that resemble no known one; None: they are problems too."""
 
     def add(self, at: str, sentence: str) -> None:
-        """Notes that the value at JSON path ``at`` is wrong."""
+        """Adds a mistake: a sentence about the value at JSON path ``at``."""
         self._found.append((at, sentence))
 
     def unknown(self, at: str, key: object, level: Sequence[str]) -> None:
-        """Notes an unknown key; ``level`` lists the keys of its section."""
+        """Adds a mistake about an unknown key, with a suggestion from ``level``, the valid keys of its section."""
         path = f"{at}.{key}" if at else str(key)
         if path not in self._ours and (elsewhere := other_engines_word(path)):
             self.add(join_path(at, key), f"unknown key; {elsewhere}.")
@@ -85,11 +85,11 @@ class Problems:
             self.add(join_path(at, key), f"unknown key; remove it or use one of {', '.join(level)}.")
 
     def touch(self, *prefixes: str) -> bool:
-        """Returns True if any problem is at or below one of these paths."""
+        """Returns True if any mistake is at or below one of these JSON paths."""
         return any(at == p or at.startswith(p + ".") for at, _ in self._found for p in prefixes)
 
     def raise_if_any(self) -> None:
-        """Raises one ConfigError for all problems, if there are any."""
+        """Raises one ConfigError that lists all mistakes, if there are any."""
         lines = [f"{at or self.source}: {sentence}" for at, sentence in dict.fromkeys(self._found)]
         if len(lines) == 1:
             raise ConfigError(lines[0])
@@ -99,33 +99,33 @@ class Problems:
 
 
 class RefusedError(ValueError):
-    """Refusal of a value by a rule; the message is a clause that completes the sentence of a problem."""
+    """Error of a rule about a value; its message is a clause that completes the sentence of a problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Base class of rules: the JSON values that a field accepts.
+    """Base class of rules for the JSON value of a key.
 
-    ``remedy`` is the advice after a refusal; without it, ``expected`` completes "give ...". ``null`` accepts null.
+    ``remedy`` is the advice in an error; without it, the advice is "give" and ``expected``. ``null`` accepts null.
     """
 
     remedy: str = ""
     null: bool = False
 
     def accept(self, value: object) -> object:
-        """Returns the converted value, or raises RefusedError."""
+        """Returns the converted value, or raises RefusedError if this rule does not accept it."""
         raise NotImplementedError
 
     def expected(self) -> str:
-        """Describes the values that this rule accepts."""
+        """Returns words for the accepted values, such as "a positive number"."""
         raise NotImplementedError
 
     def ask(self) -> str:
-        """Returns the remedy, such as "give a number"."""
+        """Returns the advice of an error, such as "give a number"."""
         return self.remedy or f"give {self.expected()}"
 
     def read(self, value: object, at: str, problems: Problems) -> object:
-        """Returns the converted value, or None after noting a problem."""
+        """Returns the converted value; for a wrong value, adds a problem at JSON path ``at`` and returns None."""
         if value is None and self.null:
             return None
         try:
@@ -136,7 +136,7 @@ class Rule:
             return None
 
     def dump(self, value: Any) -> Any:
-        """Converts the value to JSON."""
+        """Returns the converted value as JSON again."""
         if isinstance(value, Mapping):
             return dict(value)
         return list(value) if isinstance(value, tuple) else value
@@ -212,7 +212,7 @@ class Int(Real):
 class Choice(Rule):
     """Rule for one of a few words or numbers.
 
-    ``fold`` ignores letter case; ``also`` maps other spellings to an option.
+    ``fold`` ignores letter case; ``also`` maps further spellings to options.
     """
 
     options: tuple[str | int, ...]
@@ -255,7 +255,7 @@ class Text(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorName(Text):
-    """Rule for a kind of operator, or a name that may be an operator of torch: "aten.mm", "aten.mm.default"."""
+    """Rule for a category of operators, or a name that may be an operator of torch: "aten.mm", "aten.mm.default"."""
 
     def accept(self, value: object) -> object:
         word = Text.accept(self, value)
@@ -268,7 +268,7 @@ class OperatorName(Text):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOf(Rule):
-    """Rule for a list of entries that obey one rule; ``length`` fixes their number, ``least`` bounds it."""
+    """Rule for a list with entries of rule ``each``; ``length`` fixes its length, ``least`` is the smallest."""
 
     each: Rule
     noun: str
@@ -299,7 +299,7 @@ class ListOf(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextMap(Rule):
-    """Rule for an object with text as its values."""
+    """Rule for an object with text values."""
 
     def accept(self, value: object) -> object:
         if not isinstance(value, Mapping):
@@ -315,7 +315,9 @@ class TextMap(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyOf(Rule):
-    """Rule with alternatives: the first one that accepts the value wins, and the last one explains a refusal."""
+    """Rule that accepts the values of any of ``rules``; the first that accepts converts, the last one words the
+    error.
+    """
 
     rules: tuple[Rule, ...]
 

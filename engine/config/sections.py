@@ -1,4 +1,4 @@
-"""Sections of a config: one frozen dataclass for each JSON object, one line of documentation for each key.
+"""Sections of a configuration: one frozen dataclass for each JSON object.
 
 Names are DeepSpeed's wherever it has the same setting. The text under a field is its description in the JSON Schema.
 """
@@ -26,41 +26,45 @@ METRICS = ListOf(each=Text(), noun='a list of names such as ["accuracy"]')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCosts:
-    """Times of a pipeline rank's whole part of the model, in any one unit; each stage takes its share of them."""
+    """Compute and message times of one pipeline rank, in any common unit, by which a schedule orders its actions."""
 
     forward: float = setting(1.0, Real(above=0))
-    """Forward of one microbatch."""
+    """Time of the forward of one microbatch."""
     input: float = setting(1.0, NOT_NEGATIVE)
-    """Gradient of the inputs, the part of a backward that other stages wait for."""
+    """Time of the input gradients of one microbatch, for which earlier stages wait."""
     weight: float = setting(1.0, NOT_NEGATIVE)
-    """Gradient of the weights, the part of a backward that can wait."""
+    """Time of the weight gradients of one microbatch, which can be deferred."""
     transfer: float = setting(0.0, NOT_NEGATIVE)
-    """One message to another rank."""
+    """Time of one message to another pipeline rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Layout of the processes as data x tensor x pipeline, and the partition of the model over them."""
+    """Grid of data x tensor x pipeline ranks, and the partition of the model over it."""
 
     data: int | Literal["auto"] = setting("auto", AXIS)
     """Size of the data axis; "auto": the world size divided by tensor x pipeline."""
     tensor: int | Literal["auto"] = setting(1, AXIS)
-    """Size of the tensor axis: ranks that shard every layer."""
+    """Size of the tensor axis: ranks that each have a shard of every layer."""
     pipeline: int | Literal["auto"] = setting(1, AXIS)
-    """Size of the pipeline axis: ranks that each compute consecutive layers."""
+    """Size of the pipeline axis: ranks that each compute a stage of consecutive layers."""
+    context: int | Literal["auto"] = setting(1, AXIS)
+    """Size of the context axis: ranks that each compute a part of the positions of every sequence."""
     expert: int = setting(1, SIZE)
-    """Data ranks that share the experts of every layer of a mixture; tokens are sent to the ranks of their experts."""
+    """Number of data ranks among which the experts of each MoE layer are divided; tokens are sent to the ranks of their
+    experts.
+    """
     order: Order = setting("tp-dp-pp", one_of("tp-dp-pp", "tp-pp-dp", noun="an order of the axes"))
-    """Axes from the innermost ranks to the outermost: adjacent data ranks, or adjacent stages of a replica."""
+    """Axes from innermost to outermost: adjacent ranks are data ranks, or stages of one replica."""
     sequence_parallel: bool = setting(False, Flag())
     """Shard the activations between tensor-parallel layers along the sequence."""
     sequence_parallel_regather: bool = setting(False, Flag())
-    """Gather sequence-sharded inputs again in the backward instead of keeping them: less memory, more traffic."""
+    """Gather sequence-sharded inputs again in the backward instead of storing them: less memory, more traffic."""
     overlap: Literal["auto", "off", "chunks", "fused"] = setting(
         "auto", one_of("auto", "off", "chunks", "fused", noun="a way to overlap"))  # fmt: skip
     """Overlap of matrix products with tensor communication; "auto": chunks on GPUs, fused where measured faster."""
     overlap_buffer_bytes: int = setting(1 << 24, SIZE)
-    """Fused: bytes that a rank can send to another in one product; larger products use collectives."""
+    """For overlap "fused": bytes that a rank can send to another in one product; larger products use collectives."""
     schedule: str = setting("1f1b", AnyOf(
         rules=(Choice(options=SCHEDULES, noun="a schedule"), Text(noun="a schedule", ends=(".csv", ".txt"))),
         remedy=f"give {', '.join(SCHEDULES)}, or the path of a .csv or .txt file of actions"))  # fmt: skip
@@ -68,32 +72,36 @@ class ParallelConfig:
     schedule_costs: ScheduleCosts | None = setting(None, Section(cls=ScheduleCosts, null=True))
     """Times by which zb-h1 and zb-v choose their order; null: measured times with balance "time", else equal times."""
     virtual_stages: int = setting(1, SIZE)
-    """Model stages on each pipeline rank, for schedules with virtual stages."""
+    """Number of stages on each pipeline rank, for interleaved schedules."""
     split: Literal["auto"] | tuple[str, ...] = setting("auto", AnyOf(
         rules=(AUTO, ListOf(each=Text(), noun="a list of module names")),
         remedy='give "auto" or a list of the module names that begin a stage'))  # fmt: skip
-    """First modules of the pipeline stages: "auto", or a list of module names."""
+    """First module of each pipeline stage: "auto", or a list of module names."""
     balance: Literal["flops", "time"] = setting("flops", one_of("flops", "time", noun="a measure of work"))
-    """Measure of work that is balanced over stages: counted FLOPs, or seconds measured before the run."""
+    """Cost that is balanced over stages: counted FLOPs, or seconds measured before the run."""
     activation_limit_bytes: int | None = setting(None, Int(low=1, null=True))
-    """Limit of activation bytes on a rank for schedule "auto"; null allows about the need of 1f1b."""
+    """Limit of activation bytes on a rank for schedule "auto"; null allows about as much as 1f1b."""
     tensor_plan: str | Mapping[str, str] = setting("auto", AnyOf(
         rules=(AUTO, TextMap(), Text()),
         remedy='give "auto", an object {"name pattern": "style"}, or the path of a JSON file'))  # fmt: skip
-    """Sharding styles of the tensor ranks: "auto", an object from name patterns to styles, or a file with one."""
+    """Tensor-parallel styles of layers: "auto", an object from name patterns to styles, or a file with one."""
     gpus_per_node: int | None = setting(None, Int(low=1, null=True))
-    """GPUs of a node; plans note tensor groups that cross nodes, and trine plan adds their cost; null: unknown."""
+    """Number of GPUs of a node; plans note tensor groups that cross nodes, and trine plan adds their cost; null:
+    unknown.
+    """
     tensor_proof: Literal["auto", "full"] = setting("auto", one_of("auto", "full", noun="a proof of the tensor plan"))
-    """Weights in the search and proof: "auto": large matrices are low-rank products; "full": all elements are drawn."""
+    """Random weights in the search and proof of a tensor plan. "auto": large matrices are low-rank products; "full":
+    all elements are drawn.
+    """
     prove_plan: bool = setting(True, Flag())
-    """Prove a written ``tensor_plan`` before training: outputs and gradients equal those of the whole model."""
+    """Prove a configured ``tensor_plan`` before training: outputs and gradients equal those of the unsharded model."""
     check_replicas: bool = setting(True, Flag())
     """Compare the gradients of tensor-replicated parameters over the tensor ranks, in the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Placement of the optimizer state (masters and moments); the host updates the state that it stores."""
+    """Placement of optimizer state (masters and moments) in GPU memory, host memory or on disk."""
 
     device: Literal["none", "cpu", "nvme"] = setting("none", one_of("none", "cpu", "nvme", noun="a place for state"))
     """none: on the GPU; cpu: in host memory, updated by the host; nvme: moments on disk, the rest as with cpu."""
@@ -101,40 +109,41 @@ class OffloadConfig:
         rules=(AUTO, Real(low=0, high=1)), remedy='give a number from 0 to 1, or "auto"'))  # fmt: skip
     """Fraction of the elements with offloaded state, in whole buckets; "auto": the smallest within memory_limit."""
     memory_limit: float | None = setting(None, Real(above=0, null=True))
-    """GiB of planned state that a GPU may store, for ratio "auto"; activations are not included."""
+    """GiB of planned state that a GPU may store, for ratio "auto"; activations are not counted."""
     pin_memory: bool = setting(True, Flag())
-    """Page-lock the host memory of copies, so that copies overlap with computation."""
+    """Page-lock host memory, so that copies to the GPU overlap with computation."""
     nvme_path: str | None = setting(None, FOLDER)
     """Folder on the disk, for device nvme."""
     buffer_count: int = setting(4, Int(low=2))
-    """Buckets with moments in host memory at a time, for device nvme."""
+    """Number of buckets with moments in host memory at a time, for device nvme."""
     map_memory: bool = setting(False, Flag())
-    """For device nvme: map all other state in host memory to files there too, written out when memory is short."""
+    """For device nvme: map all other host state to files on that disk too, which are written if memory is short."""
     delayed_update: bool = setting(False, Flag())
-    """Overlap the update with the next step, whose gradients then use weights without that update; for device cpu."""
+    """Overlap the update with the next step, which then uses weights that are one update old; for device cpu."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadParamConfig:
-    """Placement of parameter shards at stage 3; a bucket is on the device while it is gathered."""
+    """Placement of parameter shards at ZeRO 3; gathered buckets are on the GPU."""
 
     device: Literal["none", "cpu", "nvme"] = setting("none", one_of("none", "cpu", "nvme", noun="a place for weights"))
     """none: on the GPU; cpu: in host memory; nvme: as cpu, with a note."""
     pin_memory: bool = setting(True, Flag())
-    """Page-lock that memory, so that copies overlap with computation."""
+    """Page-lock host memory, so that copies to the GPU overlap with computation."""
 
 
 HOST_BUCKET, GPU_BUCKET = 4_000_000, 64_000_000
-"""Elements of a bucket, in fp32 16 and 256 MB: links between GPUs carry large messages at full speed, and each bucket
-takes a launch of every kernel of the update."""
+"""Default elements of a bucket on CPUs and GPUs (16 and 256 MB in fp32). Links of GPUs need large messages, and each
+bucket costs a launch of every update kernel.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConfig:
-    """Optimizer state, gradients and parameters that the data ranks shard instead of storing full copies."""
+    """ZeRO: optimizer state, gradients and parameters sharded over data ranks instead of replicated."""
 
     stage: Literal[0, 1, 2, 3] = setting(0, Choice(options=(0, 1, 2, 3), noun="a ZeRO stage"))
-    """0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
+    """0: shard nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
     reduce: Literal["step", "microbatch"] = setting("step", one_of("step", "microbatch", noun="a reduce mode"))
     """Reduce gradients once per step, or after every microbatch (less memory, more traffic)."""
     gather: Literal["microbatch", "step"] = setting("microbatch", one_of("microbatch", "step", noun="a gather mode"))
@@ -142,47 +151,51 @@ class ZeroConfig:
     keep_gathered_bytes: int = setting(0, COUNT)
     """At stage 3, bytes of gathered parameters that may be retained over the microbatches of a step."""
     reduce_bucket_size: int | None = setting(None, Int(low=1, null=True))
-    """Elements reduced in one collective; null: 4000000 on CPUs, 64000000 on GPUs."""
+    """Elements of a bucket, which one collective reduces; null: 4000000 on CPUs, 64000000 on GPUs."""
     zero_quantized_weights: bool = setting(False, Flag())
     """Gather parameters in fewer bits: all at stage 3, parameters with a master (bf16, fp16) at stages 1 and 2."""
     zero_quantized_weights_bits: Literal[8, 4] = setting(8, Choice(options=(8, 4), noun="a number of bits"))
-    """Bits of a gathered weight."""
+    """Bits of an element in quantized parameter gathers."""
     zero_quantized_gradients: bool = setting(False, Flag())
     """Reduce gradients in fewer bits, and sum them in fp32; within nodes first, if parallel.gpus_per_node is given."""
     zero_quantized_gradients_bits: Literal[8, 4, 1] = setting(8, Choice(options=(8, 4, 1), noun="a number of bits"))
-    """Bits of a gradient on the wire; 1: signs, only with error feedback."""
+    """Bits of an element in quantized gradient reductions; 1: signs, only with error feedback."""
     zero_gradient_error_feedback: bool = setting(False, Flag())
-    """Add the rounding error of encoded gradients to the next step's; takes 4 bytes an element of each bucket."""
+    """Add the rounding error of quantized gradients to the next step's gradients; takes 4 bytes per element."""
     zero_quantized_block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, BLOCKS)
-    """Elements that share a scale (fp32) on the wire."""
+    """Elements that share a scale (fp32) in quantized messages."""
     zero_hpz_partition_size: int | Literal["auto"] = setting(1, AnyOf(
         rules=(AUTO, COUNT), remedy='give a number of data ranks, or "auto"'))  # fmt: skip
-    """At stage 3, data ranks of a node that retain gathered parameters as shards among them; 1 or 0: none."""
+    """At stage 3, number of data ranks of a node over which gathered parameters stay sharded (hpZ); 1 or 0: none."""
     shard_size: int | None = setting(None, Int(low=2, null=True))
-    """Adjacent data ranks that share one copy of the sharded state (MiCS, HSDP); null: all data ranks."""
+    """Number of adjacent data ranks over which one copy of the state is sharded (MiCS, HSDP); null: all data ranks."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
-    """Placement of the optimizer state."""
+    """Placement of optimizer state on GPU, host or disk."""
     offload_param: OffloadParamConfig = setting(OffloadParamConfig(), Section(cls=OffloadParamConfig))
-    """Placement of parameters, at stage 3."""
+    """Placement of parameter shards, at stage 3."""
 
     @property
     def bucket_elements(self) -> int:
-        """Elements of a bucket: those of CPUs where the device decides and is no GPU."""
+        """Elements of a bucket; without ``reduce_bucket_size``, the default of CPUs."""
         return self.reduce_bucket_size or HOST_BUCKET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireConfig:
-    """Activations and their gradients in fewer bits between ranks; every element of them is rounded."""
+    """Activations and their gradients sent in fewer bits between ranks; every element is rounded."""
 
     pipeline: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
-    """Messages between stages; error of an element: half a scale, max |block| / 127 (int8) or / 7 (int4)."""
+    """Format of messages between stages; error of an element: half a scale, max |block| / 127 (int8) or / 7 (int4)."""
     tensor: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
-    """Sums and gathers of tensor ranks: a sum errs by half a scale of each rank and of the sum; logits stay exact."""
+    """Format of tensor-parallel collectives: a sum errs by half a scale of each rank and of the sum; logits stay
+    exact.
+    """
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, BLOCKS)
     """Elements that share a scale (fp32), with int8 and int4."""
     error_feedback: bool = setting(False, Flag())
-    """Add the rounding error of gradients between stages to the next message; takes 4 bytes an element of a message."""
+    """Add the rounding error of gradients between stages to the next message; takes 4 bytes per element of a
+    message.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,11 +205,11 @@ class QuantizeFrozenConfig:
     dtype: Literal["int8", "nf4"] = setting("nf4", Choice(
         options=("int8", "nf4"), noun="a format of frozen weights", also=FrozenMap({"4bit": "nf4", "8bit": "int8"}),
         remedy='give "int8", or "nf4" for 4 bits'))  # fmt: skip
-    """int8: error of up to max |block| / 254; nf4: 16 quantiles of a normal distribution, 4 bits."""
+    """int8: error of at most max |block| / 254; nf4: 4 bits, 16 quantiles of a normal distribution."""
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(64, BLOCKS)
     """Columns of a row that share a scale (fp32)."""
     skip: tuple[str, ...] = setting((), GLOBS)
-    """Name patterns of further parameters that stay unquantized; heads, embeddings and adapters always do."""
+    """Name patterns of further parameters that stay unquantized; heads, embeddings and adapters always stay so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,24 +227,26 @@ class TorchAutocastConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bf16Config:
-    """Training in bfloat16."""
+    """Training with bfloat16 parameters."""
 
     enabled: bool = setting(False, Flag())
-    """Store the model in bfloat16."""
+    """Store parameters in bfloat16."""
     bf16_master_weights_and_grads: bool = setting(False, Flag())
-    """Store no fp32 copies of weights and gradients: updates are computed in fp32 and rounded stochastically."""
+    """Store no fp32 copies of weights and gradients: updates are computed in fp32 and rounded stochastically to
+    bf16.
+    """
     bf16_optimizer_states: bool = setting(False, Flag())
     """Store optimizer state in bfloat16 too, rounded stochastically."""
     check_grad_overflow: bool = setting(True, Flag())
-    """Skip a step with non-finite gradients; false makes the step anyway."""
+    """Skip a step with non-finite gradients; false updates the weights anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp16Config:
-    """Training in float16 with a loss scale."""
+    """Training with float16 parameters and a loss scale."""
 
     enabled: bool = setting(False, Flag())
-    """Store the model in float16."""
+    """Store parameters in float16."""
     loss_scale: float = setting(0.0, Real(low=0, remedy="give a number, 0 means a dynamic scale"))
     """Fixed loss scale; 0 makes it dynamic."""
     initial_scale_power: int = setting(16, Int(low=0, high=127))
@@ -239,17 +254,18 @@ class Fp16Config:
     loss_scale_window: int = setting(1000, SIZE)
     """Steps without overflow before the dynamic scale doubles."""
     hysteresis: int = setting(2, SIZE)
-    """Number of the overflow at which the dynamic scale begins to halve; earlier overflows leave it unchanged."""
+    """Number of overflows until the dynamic scale is halved; earlier ones leave it unchanged."""
     consecutive_hysteresis: bool = setting(False, Flag())
-    """Restore the tolerance after every good step; false restores it after every doubling."""
+    """Restore the full number of tolerated overflows after every good step; false: only when the scale doubles."""
     min_loss_scale: float = setting(1.0, Real(above=0))
     """Lower bound of the dynamic scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointingConfig:
-    """Activation checkpointing: recomputation in the backward instead of storing activations, or offload to the
-    host."""
+    """Activation checkpointing: activations are recomputed in the backward or offloaded to host memory, not stored on
+    the GPU.
+    """
 
     mode: Literal["none", "full", "selective", "offload"] = setting(
         "none", one_of("none", "full", "selective", "offload", noun="a checkpointing mode")
@@ -259,36 +275,43 @@ class ActivationCheckpointingConfig:
     save: tuple[str, ...] | None = setting(None, ListOf(
         each=OperatorName(noun="an operator"), noun='a list of operators such as ["matmul", "attention", "aten.bmm"]',
         null=True))  # fmt: skip
-    """With mode selective, operators with stored outputs, as sums over tensor ranks have; null: matmul, attention."""
+    """With mode selective, operators with stored outputs; null: matmul, attention. Sums over tensor ranks are stored
+    too.
+    """
     every: int | None = setting(None, Int(low=1, null=True))
     """With mode selective, recompute every n-th block in full and store the others; with mode offload, offload the
-    activations of every n-th block, null: of all."""
+    activations of every n-th block; null: of all.
+    """
     others: Literal["none", "full", "selective"] = setting(
         "none", one_of("none", "full", "selective", noun="a checkpointing mode")
     )
-    """With mode offload and ``every``, the mode of the other blocks."""
+    """Mode of the other blocks, with mode offload and ``every``."""
     inputs: Literal["device", "host"] = setting("device", one_of("device", "host", noun="a place"))
-    """Place in which recomputed blocks store their inputs."""
+    """Memory in which recomputed blocks store their inputs: the device's or the host's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints: their folder, interval and number."""
+    """Checkpoints: folder, interval and number retained."""
 
     folder: str | None = setting(None, FOLDER)
     """Folder of the run's checkpoints; null writes them only on request."""
     every: int = setting(0, COUNT)
     """Steps between checkpoints; 0 writes them only on request."""
     keep: int = setting(2, SIZE)
-    """Number of the newest checkpoints to keep."""
+    """Number of checkpoints to retain; older ones are deleted."""
     frozen: bool = setting(True, Flag())
-    """Store frozen parameters too; false: a load leaves the model's unchanged, such as the base of adapters."""
+    """Store frozen parameters too; false leaves them out, and a load does not change the model's (the base of
+    adapters).
+    """
     memory_every: int = setting(0, COUNT)
-    """Steps between copies in the memory of two hosts, from which a job resumes after it lost one host; 0: none."""
+    """Steps between copies of the state in the memory of two hosts, from which a job resumes after losing one host; 0:
+    none.
+    """
     asynchronous: bool = setting(True, Flag(), key="async")
     """Write checkpoints in the background."""
     on_failure: Literal["continue", "stop"] = setting("continue", one_of("continue", "stop", noun="a reaction"))
-    """Reaction to a checkpoint that cannot be written: continue or stop the run. It is logged either way."""
+    """Continue or stop the run after a checkpoint that cannot be written, which is logged either way."""
     init_from: str | None = setting(None, FOLDER)
     """Hugging Face folder or checkpoint from which the model takes its initial weights."""
 
@@ -303,51 +326,56 @@ class EmaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorConfig:
-    """Destinations of the figures of each step."""
+    """Logs that receive the results of each step: files, TensorBoard, Weights & Biases, MLflow."""
 
     jsonl: str | None = setting(None, FOLDER)
-    """File that receives a JSON object every ``every`` steps."""
+    """File that receives the step report as a JSON line every ``every`` steps."""
     tensorboard: str | None = setting(None, FOLDER)
-    """Folder of the TensorBoard log."""
+    """Folder of the TensorBoard log of step reports."""
     csv: str | None = setting(None, FOLDER)
-    """File that receives the same figures as lines of comma-separated values."""
+    """File that receives the step report as a CSV line every ``every`` steps."""
     wandb: str | None = setting(None, FOLDER)
-    """Project of Weights & Biases that receives them."""
+    """Weights & Biases project that receives step reports."""
     mlflow: str | None = setting(None, FOLDER)
-    """Experiment of MLflow that receives them."""
+    """MLflow experiment that receives step reports."""
     every: int = setting(10, SIZE)
-    """Steps between two logged lines."""
+    """Steps between two logged reports."""
     progress: bool = setting(False, Flag())
     """Print a line every ``every`` steps on rank 0."""
     metrics: tuple[str, ...] = setting((), METRICS)
-    """Names of further values that ``loss_fn`` returns, averaged over microbatches and data ranks."""
+    """Names of the metrics that ``loss_fn`` returns, averaged over microbatches and data ranks."""
     expert_load: bool = setting(False, Flag())
-    """Count the rows routed to each expert of a mixture of experts, over all microbatches and data ranks."""
+    """Count the tokens routed to each expert of MoE layers, over all microbatches and data ranks."""
     report: str | None = setting(None, FOLDER)
-    """Folder that ``trine report`` reads: the logged steps, and a small file of each rank."""
+    """Folder that ``trine report`` reads: logged steps, and a small file of each rank."""
     profile: str | None = setting(None, Text(noun="a range of steps", null=True, remedy='give "A:B", or null'))
-    """Steps "A:B"; all ranks write their actions, collectives and messages as a trace into the folder of ``report``."""
+    """Steps "A:B" in which all ranks write a trace of actions, collectives and messages into the folder of
+    ``report``.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrityConfig:
-    """Detection of silent corruption: bits that flip, copies that differ, machines that compute wrongly."""
+    """Detection of silent corruption: flipped bits, replicas that differ, GPUs that compute wrong results."""
 
     every: int = setting(0, Int(low=0, remedy="give a whole number, 0 checks nothing"))
-    """Steps within which a changed bit of weights or optimizer state is detected; 0: no digest is computed."""
+    """Number of steps within which a changed bit of weights or optimizer state is detected; 0: no digest is
+    computed.
+    """
     rerun: bool = setting(False, Flag())
-    """Run every ``every``-th ``train_batch`` again before its update, and name ranks with a different result."""
+    """Run every ``every``-th ``train_batch`` twice before its update, and name ranks with differing results."""
     on_failure: Literal["raise", "warn"] = setting("raise", one_of("raise", "warn", noun="a reaction"))
-    """Reaction to corruption: raise on all ranks and save no corrupt state, or log it and continue."""
+    """Reaction to corruption: raise on all ranks without saving corrupt state, or log it and continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationConfig:
-    """Communication between ranks."""
+    """Timeout of communication between ranks."""
 
     timeout_seconds: int = setting(600, Int(low=1, high=10**6))
-    """Seconds after which a rank stops waiting for another one: in a rendezvous, a collective or a save.
-    The environment variable TRINE_TIMEOUT_SECONDS overrides it."""
+    """Seconds that a rank waits for another one in a rendezvous, a collective or a save, before it raises. The
+    environment variable TRINE_TIMEOUT_SECONDS overrides it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,19 +383,22 @@ class WatchdogConfig:
     """Detection of hung and slow ranks."""
 
     enabled: bool = setting(True, Flag())
-    """Name the rank for which others wait, and end the job, after half of communication.timeout_seconds, before a
-    collective gives up. TRINE_WATCHDOG_SECONDS in the environment is stronger."""
+    """After half of communication.timeout_seconds without progress, name the hung rank and end the job.
+    TRINE_WATCHDOG_SECONDS in the environment overrides the number of seconds.
+    """
     folder: str | None = setting(None, FOLDER)
-    """Folder of the report about a hung job; null: the folder of the checkpoints, if there is one."""
+    """Folder of the report about a hung job; null: the checkpoint folder, if there is one."""
     straggler_factor: float | None = setting(2.0, Real(
         above=1, null=True, remedy="give a number above 1, or null to call nobody slow"))  # fmt: skip
-    """A rank is named once as slow if it computes this many times as long as the other ranks of its pipeline stage."""
+    """Ratio of compute times above which a rank is reported as slow, relative to the other ranks of its pipeline
+    stage.
+    """
     straggler_steps: int = setting(100, SIZE)
-    """Steps over which compute times are compared."""
+    """Number of steps over which compute times are compared."""
 
 
 def check_installed(monitor: MonitorConfig) -> None:
-    """Refuses a log without its installed package, on every rank, before anything is started."""
+    """Raises if a configured log needs a package that is not installed, on every rank, before anything is started."""
     for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if (value := getattr(monitor, key)) and find_spec(key) is None:
             raise ConfigError(

@@ -15,110 +15,110 @@ _FACTOR = Real(low=0, high=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantLRParams:
-    """Fraction of the rate for some steps, then the rate."""
+    """Learning rate multiplied by ``factor`` for ``total_iters`` steps."""
 
     factor: float = setting(1 / 3, _FACTOR)
-    """Fraction of the rate at the start."""
+    """Fraction of the learning rate at the start."""
     total_iters: int = setting(5, _SIZE)
-    """Steps with the fraction."""
+    """Number of steps with the reduced rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLRParams:
-    """Linear change from one fraction of the rate to another."""
+    """Learning rate that changes linearly from one fraction of its value to another."""
 
     start_factor: float = setting(1 / 3, Real(above=0, high=1))
-    """Fraction of the rate at the start."""
+    """Fraction of the learning rate at the start."""
     end_factor: float = setting(1.0, _FACTOR)
-    """Fraction of the rate at the end."""
+    """Fraction of the learning rate at the end."""
     total_iters: int = setting(5, _SIZE)
-    """Steps of the change."""
+    """Number of steps of the change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExponentialLRParams:
-    """Decay by a factor in each step."""
+    """Learning rate multiplied by ``gamma`` in every step."""
 
     gamma: float = setting(1.0, Real(above=0), required=True)
-    """Factor of each step."""
+    """Factor of the learning rate in each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolynomialLRParams:
-    """Decay to zero along a polynomial."""
+    """Learning rate that decays to 0 along a polynomial."""
 
     total_iters: int = setting(5, _SIZE)
-    """Steps of the decay."""
+    """Number of steps until the rate is 0."""
     power: float = setting(1.0, Real(above=0))
     """Power of the polynomial; 1 is a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLRParams:
-    """Decay by a factor every so many steps."""
+    """Learning rate multiplied by ``gamma`` every ``step_size`` steps."""
 
     step_size: int = setting(1, _SIZE, required=True)
-    """Steps between two decays."""
+    """Number of steps between two decays."""
     gamma: float = setting(0.1, Real(above=0))
-    """Factor of a decay."""
+    """Factor of the learning rate at each decay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiStepLRParams:
-    """Decay by a factor at given steps."""
+    """Learning rate multiplied by ``gamma`` at each of the ``milestones``."""
 
     milestones: tuple[int, ...] = setting((), ListOf(each=_SIZE, noun="a list of steps"), required=True)
-    """Steps of the decays."""
+    """Step numbers of the decays."""
     gamma: float = setting(0.1, Real(above=0))
-    """Factor of a decay."""
+    """Factor of the learning rate at each decay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosineAnnealingLRParams:
-    """Cosine down to the lowest rate (Loshchilov and Hutter 2017)."""
+    """Learning rate that falls along a cosine to ``eta_min`` (Loshchilov and Hutter 2017)."""
 
     T_max: int = setting(1, _SIZE, required=True)
-    """Steps to the lowest rate."""
+    """Number of steps until the rate is ``eta_min``."""
     eta_min: float = setting(0.0, _NOT_NEGATIVE)
-    """The lowest rate."""
+    """Lowest learning rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosineAnnealingWarmRestartsParams:
-    """Cosines in sequence, each from the full rate (Loshchilov and Hutter 2017)."""
+    """Learning rate that repeatedly falls along a cosine from its full value (Loshchilov and Hutter 2017)."""
 
     T_0: int = setting(1, _SIZE, required=True)
-    """Steps of the first cosine."""
+    """Number of steps of the first cosine."""
     T_mult: int = setting(1, _SIZE)
-    """Factor by which each cosine is longer than the previous one."""
+    """Factor by which each cosine has more steps than the previous one."""
     eta_min: float = setting(0.0, _NOT_NEGATIVE)
-    """The lowest rate."""
+    """Lowest learning rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneCycleLRParams:
-    """One cycle up and down, in torch's form (Smith 2018)."""
+    """Learning rate of one cycle up and down, as in torch's OneCycleLR (Smith 2018)."""
 
     max_lr: float = setting(1e-3, _NOT_NEGATIVE, required=True)
-    """Rate at the peak."""
+    """Learning rate at the peak."""
     total_steps: int = setting(1, _SIZE, required=True)
-    """Steps of the whole training."""
+    """Number of steps of the whole training."""
     pct_start: float = setting(0.3, Real(low=0, below=1))
-    """Fraction of the steps that rise."""
+    """Fraction of the steps in which the rate rises."""
     anneal_strategy: Literal["cos", "linear"] = setting("cos", Choice(options=("cos", "linear"), noun="a strategy"))
-    """Shape of rise and fall."""
+    """Curve of rise and fall: cosine or linear."""
     cycle_momentum: bool = setting(True, Flag())
-    """Move the momentum opposite to the rate."""
+    """True moves the momentum opposite to the learning rate."""
     base_momentum: float = setting(0.85, _FACTOR)
-    """Momentum at the peak of the rate."""
+    """Momentum at the peak of the learning rate."""
     max_momentum: float = setting(0.95, _FACTOR)
-    """Momentum at the start and the end."""
+    """Momentum at the start and the end of training."""
     div_factor: float = setting(25.0, Real(above=0))
-    """Ratio of the peak to the rate at the start."""
+    """Ratio of the peak learning rate to the initial one."""
     final_div_factor: float = setting(1e4, Real(above=0))
-    """Ratio of the rate at the start to the rate at the end."""
+    """Ratio of the initial learning rate to the final one."""
     three_phase: bool = setting(False, Flag())
-    """Fall to the rate at the start first, and below it in a third phase."""
+    """True first falls to the initial rate, and below it in a third phase."""
 
 
 TORCH_SCHEDULERS: Mapping[str, type[Any]] = MappingProxyType({

@@ -1,10 +1,10 @@
 """Batches of a data rank, at an exact position in the data: from text, token files, and datasets of other libraries.
 
-Sampler, Batches, window_count, evaluation_batches     windows: windows of a text, in an order that can be resumed
-IndexedTokens, NpyTokens                               windows: files of tokens, memory-mapped
+Sampler, Batches, window_count, evaluation_batches     windows: windows of a text, in a resumable order
+IndexedTokens, NpyTokens                               windows: memory-mapped token files
 loader, Packing, Padding                               step_loader, settings: any dataset, rows of whole steps
 
-Names are imported on first use, so a sampler is planned and tested without importing torch, which takes seconds.
+Names are imported on first use, so that samplers do not import torch.
 """
 
 from importlib import import_module

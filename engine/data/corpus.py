@@ -37,7 +37,7 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Split of a text, as one sequence of tokens.
+    """Training or validation part of a text, as one sequence of tokens.
 
     ``tokens`` has shape [n] and an unsigned integer dtype, and may be memory-mapped. ``files`` counts the documents of
     this split. ``digest`` is 16 hex digits over names and bytes; losses are comparable only under equal digests,

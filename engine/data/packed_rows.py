@@ -3,7 +3,7 @@
     documents    a a a a | b b | c c c c c          length = 4
     rows         a a a a   b b c c   c c c .        the last row of an epoch is padded
 
-Rows are found by number if document lengths are known, and made in reading order otherwise. Both cut the same rows.
+Rows are computed by index if document lengths are known, else in reading order; both give the same rows.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,20 +20,20 @@ from engine.errors import EngineError
 
 
 class SampleOrder:
-    """Endless sequence of the indices of a dataset. Imports no torch."""
+    """Endless sequence of dataset indices, shuffled per epoch or in order. Imports no torch."""
 
     def __init__(self, samples: int, settings: LoaderSettings) -> None:
         self.samples = samples
         self._shuffled = Sampler(samples, 1, settings.seed) if settings.shuffle else None
 
     def at(self, position: int) -> int:
-        """Returns the index at a position."""
+        """Returns the dataset index at a position of the sequence."""
         if self._shuffled is None:
             return position % self.samples
         return int(self._shuffled.stream(position, 1)[0])
 
     def of_epoch(self, epoch: int) -> Indices:
-        """Returns the indices of an epoch, in its order."""
+        """Returns all dataset indices in the order of an epoch."""
         if self._shuffled is None:
             return np.arange(self.samples, dtype=np.int64)
         return self._shuffled.stream(epoch * self.samples, self.samples)
@@ -44,17 +44,17 @@ class RowPiece(NamedTuple):
 
     tokens: NDArray[np.int64]
     after: int
-    """The document's next token; -100 at its end."""
+    """Token of the document after the piece; -100 at its end."""
 
 
 def piece(tokens: NDArray[Any], start: int, stop: int) -> RowPiece:
-    """Cuts a piece out of the tokens of a document."""
+    """Returns tokens ``start:stop`` of a document as a piece."""
     after = int(tokens[stop]) if stop < len(tokens) else IGNORED_LABEL
     return RowPiece(tokens[start:stop].astype(np.int64), after)
 
 
 def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor]:
-    """Returns the tensors of a row; :class:`Packing` describes them."""
+    """Returns the tensors of a row from its pieces; :class:`Packing` describes them."""
     row = np.full(packing.length, packing.pad_token, dtype=np.int64)
     labels = np.full(packing.length, IGNORED_LABEL, dtype=np.int64)
     positions = np.arange(packing.length, dtype=np.int64)
@@ -75,9 +75,9 @@ def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor
 
 
 class PackedRows:
-    """Rows of documents of known lengths, by their position in the stream; endless, in the order of the settings.
+    """Endless sequence of packed rows, computed by position from known document lengths.
 
-    With ``shuffle``, documents are packed in another order in each epoch, and rows come in another order again.
+    With ``shuffle``, each epoch packs documents in another order, and shuffles the rows too.
 
     Raises:
         EngineError: the documents have no tokens.
@@ -119,7 +119,9 @@ class PackedRows:
 def pack_epoch(
     documents: Iterable[Any], start: DataPosition, length: int
 ) -> Iterator[tuple[DataPosition, list[RowPiece]]]:
-    """Yields the remaining rows of an epoch, each with the position after it; ``documents`` begins at ``start``."""
+    """Yields the remaining packed rows of an epoch, each with the position after it; ``documents`` begins at
+    ``start``.
+    """
     position, epoch, read, used = start
     pieces: list[RowPiece] = []
     space = length

@@ -1,6 +1,6 @@
-"""Settings of a loader: order of samples, packing, padding, workers, and its end.
+"""Settings of a data loader: order, packing, padding, workers, last step.
 
-Also the rows of a step: the samples of the global order that a data rank takes, microbatch by microbatch.
+``StepRows`` assigns the samples of the global order to data ranks and microbatches:
 
     position   0 1 2 3 | 4 5 6 7 | 8 ...         2 data ranks, 2 microbatches of 1 row each
     rank 0     0 1     | 4 5     |
@@ -45,12 +45,12 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Padding of the samples' 1-dim tensors at their end, to the longest of a microbatch and a multiple.
+    """Padding of 1-D tensors at their end, to the longest in a microbatch, rounded up to ``multiple``.
 
     ``input_ids`` is padded with ``token``, ``labels`` with -100, everything else with 0.
 
     Raises:
-        EngineError: a multiple below 1.
+        EngineError: ``multiple`` is below 1.
     """
 
     multiple: int = 1
@@ -84,22 +84,22 @@ class LoaderSettings:
     """
 
     shuffle: bool = False
-    """True: every epoch has another order, which follows from the seed; needs a dataset of known length."""
+    """True for a new random order in each epoch, by the seed; needs a dataset of known length."""
     seed: int = 0
     epochs: int | None = None
-    """Passes over the dataset; None: endless."""
+    """Number of passes over the dataset; None: endless."""
     at_end: AtEnd = "refused"
-    """Treatment of the last step if there are fewer samples than rows: filled up, left out, or an error."""
+    """Treatment of a last step with too few samples: fill up, leave out, or raise."""
     batches: Readers = "all"
-    """"rank0": only the first rank of a replica reads, and sends its batches to the other tensor and pipeline ranks."""
+    """"rank0": the first rank of a replica reads, and sends batches to its other tensor and pipeline ranks."""
     workers: int = 0
-    """Processes that read ahead; 0: this process reads."""
+    """Number of processes that read ahead; 0: this process reads."""
     pack: Packing | None = None
     pad: Padding | None = None
     collate: Callable[[Sequence[Any]], Any] | None = None
-    """Function that turns the samples of a microbatch into the microbatch."""
+    """Function from the list of samples of a microbatch to the microbatch."""
     torch: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of torch's DataLoader, taken from a DataLoader passed as the dataset."""
+    """Further options of torch's DataLoader, from a DataLoader passed as the dataset."""
 
     def __post_init__(self) -> None:
         _one_of("at_end", self.at_end, get_args(AtEnd))
@@ -121,20 +121,20 @@ class LoaderSettings:
 
 
 class DataPosition(NamedTuple):
-    """Position at which the next step begins: equal on all ranks, on any grid."""
+    """Position in the data at which the next step begins, equal on all ranks and for any grid."""
 
     position: int = 0
-    """Samples that all ranks together have taken."""
+    """Number of samples that all ranks together have consumed."""
     epoch: int = 0
     read: int = 0
-    """Samples of a stream that this epoch has used; with packing, documents used to their end."""
+    """Samples of a stream consumed in this epoch; with packing, documents consumed to their end."""
     used: int = 0
-    """Tokens used of the next document."""
+    """Number of tokens consumed of the next document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Rows of a step that this data rank takes."""
+    """Assignment of a step's rows to this data rank and its microbatches."""
 
     micro: int
     accumulation: int
@@ -143,11 +143,11 @@ class StepRows:
 
     @property
     def batch(self) -> int:
-        """Rows of a step, over all data ranks."""
+        """Global batch size in rows."""
         return self.micro * self.accumulation * self.size
 
     def microbatches(self, position: int) -> Iterator[range]:
-        """Returns the positions of each microbatch of this rank, in the step that begins at ``position``."""
+        """Yields the positions of each microbatch of this rank, for the step that begins at ``position``."""
         first = position + self.rank * self.micro * self.accumulation
         return (
             range(start, start + self.micro)

@@ -1,7 +1,7 @@
 """``engine.data.loader``: microbatches of any dataset for ``train_batch``, at a position that every grid can resume.
 
-dataset  ->  step_source     samples of the global order, packed or padded, of this rank's rows
-         ->  StepLoader      hands them out one by one; its position moves after the last microbatch of a step
+dataset -> step_source     packed or padded microbatches of this rank's rows
+        -> StepLoader      yields them; its position advances after the last microbatch of a step
 """
 
 import json
@@ -33,8 +33,7 @@ _KINDS: Mapping[str, type[list[Any]] | type[tuple[Any, ...]]] = MappingProxyType
 
 
 class ReplicaBatches:
-    """Broadcast of the batches that the first rank of a replica reads. Every rank of the replica makes the same
-    calls."""
+    """Broadcast of batches from the first rank of a replica to its other ranks. Collective over the replica."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
@@ -42,7 +41,8 @@ class ReplicaBatches:
         """True on the rank that reads."""
 
     def share(self, read: Callable[[], Any]) -> Any:
-        """Returns the result of ``read`` on the first rank: tensors and plain values, in tuples, lists and dicts.
+        """Returns the first rank's result of ``read`` on all ranks: tensors and plain values in tuples, lists and
+        dicts.
 
         Raises:
             EngineError: the first rank could not read; that rank raises its own error.
@@ -108,19 +108,19 @@ def _decoded(data: bytes) -> Any:
 
 
 class LoadingEngine(Protocol):
-    """Members of the engine that a loader reads."""
+    """Attributes of the engine that a loader uses."""
 
     @property
     def config(self) -> Config:
-        """The sizes of a step and the seed."""
+        """Configuration with batch sizes and seed."""
 
     @property
     def grid(self) -> Grid:
-        """This rank's position in the grid."""
+        """Grid of ranks, with this rank's coordinates."""
 
     @property
     def comm(self) -> Comm:
-        """Communication, for ``batches = "rank0"``."""
+        """Collectives of this rank, for ``batches = "rank0"``."""
 
     @property
     def device(self) -> torch.device:
@@ -201,10 +201,10 @@ def _shuffles(given: DataLoader[Any]) -> bool | None:
 
 
 class StepLoader(Iterator[Batch]):
-    """Microbatches of one data rank, step by step. Made by :func:`loader`.
+    """Iterator of one data rank's microbatches. Made by :func:`loader`.
 
-    Its state is equal on all ranks and counts whole steps: all microbatches of a step that was not handed out
-    completely come again. With ``batches = "rank0"`` all ranks of a replica ask together.
+    Its state is equal on all ranks and counts whole steps; after a resume, an incomplete step is yielded again. With
+    ``batches = "rank0"``, ``next`` is collective over the replica.
     """
 
     def __init__(
@@ -231,12 +231,12 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def position(self) -> int:
-        """Samples (with packing, rows) that all ranks together have taken in whole steps."""
+        """Number of samples (with packing, rows) that all ranks together have consumed in whole steps."""
         return self._place.position
 
     @property
     def ended(self) -> bool:
-        """True if no step is left; reads a step if that is unknown."""
+        """True if no step is left; may read a step to find out."""
         if not self._held:
             step = self._read() if self._replica is None else self._replica.share(self._read)
             if step is None:
@@ -246,7 +246,7 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until the end.
+        """Number of steps until the data end.
 
         Raises:
             EngineError: the loader is endless, or the dataset has no length.
@@ -259,11 +259,11 @@ class StepLoader(Iterator[Batch]):
         return left // batch if self._settings.at_end == "dropped" else -(-left // batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position and the order that it counts in, equal on every rank. ``position`` covers all ranks."""
+        """Returns the position over all ranks, and the order in which it counts; equal on every rank."""
         return {**self._place._asdict(), **self._kind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position of ``state``, under any batch size, grid and number of workers.
+        """Continues at the position in ``state``, with any batch size, grid and number of workers.
 
         Raises:
             EngineError: ``state`` is not a loader's, or belongs to another order, dataset or packing.

@@ -1,9 +1,9 @@
-"""Sources of a loader's steps: a dataset with samples found by index, or a dataset that is read in order.
+"""Sources of a loader's steps: map-style and iterable datasets.
 
-MappedSteps      a rank reads its own rows only; any number of workers, each makes whole microbatches
-StreamedSteps    every data rank reads all samples and keeps its own; at most one worker, which reads ahead
+MappedSteps      a rank reads only its own rows, with any number of workers
+StreamedSteps    every data rank reads all samples and discards others' rows; at most one worker
 
-torch's DataLoader runs the workers, but this file makes each batch, so the position does not depend on the workers.
+torch's DataLoader runs the workers, but positions do not depend on them.
 """
 
 import os
@@ -32,7 +32,7 @@ from engine.program.batch import Batch
 
 
 def collated(samples: Sequence[Any], settings: LoaderSettings, absent: int = 0) -> Batch:
-    """Returns the microbatch of these samples; the last ``absent`` samples fill the step up, with labels of -100.
+    """Returns the microbatch of these samples; the last ``absent`` ones only fill up, with labels of -100.
 
     Raises:
         EngineError: samples differ in length and are not padded, or samples that fill up have no labels to mask.
@@ -113,21 +113,21 @@ def _without_labels(batch: Batch, absent: int) -> Batch:
 
 
 Step = tuple[DataPosition, list[Batch]]
-"""The microbatches of a step, and the position after it."""
+"""Position after a step, and the step's microbatches."""
 
 
 class StepSource(Protocol):
     """Source of the steps of one data rank."""
 
     size: int | None
-    """Samples of an epoch (with packing, rows); None: unknown."""
+    """Number of samples of an epoch (with packing, rows); None: unknown."""
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields the steps from a position on."""
+        """Yields steps from position ``start`` on."""
 
 
 def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepSource:
-    """Returns the source for a dataset.
+    """Returns the source of steps for a dataset.
 
     Raises:
         EngineError: the dataset is not mapped or iterable, is empty, or has no length where the settings need it.
@@ -150,7 +150,7 @@ def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepS
 
 
 def is_mapped(dataset: Any) -> bool:
-    """Returns True if samples are found by index. An IterableDataset inherits a ``__getitem__`` that only raises."""
+    """Returns True for a map-style dataset (``__getitem__`` and ``__len__``), False for an iterable one."""
     found = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return found and not isinstance(dataset, IterableDataset)
 
@@ -195,7 +195,7 @@ class _Rows(Dataset[Batch]):
 
 
 class MappedSteps:
-    """Steps of a dataset with samples found by position."""
+    """Steps of a map-style dataset."""
 
     def __init__(self, sample_at: Callable[[int], Any], size: int, rows: StepRows, settings: LoaderSettings) -> None:
         self.size: int | None = size
@@ -204,7 +204,7 @@ class MappedSteps:
         self._dataset = _Rows(sample_at, settings, self._limit)
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields the steps from a position on."""
+        """Yields steps from position ``start`` on."""
         microbatches = (each for first in self._firsts(start.position) for each in self._rows.microbatches(first))
         ahead = iter(_torch_loader(self._dataset, self._settings, sampler=microbatches))
         for first in self._firsts(start.position):
@@ -258,7 +258,7 @@ def _behind(dataset: Any, skip: int) -> Iterator[Any]:
 
 
 class StreamedSteps(IterableDataset[Step]):
-    """Steps of a dataset that is read in order."""
+    """Steps of an iterable dataset, read in order."""
 
     size: int | None = None
 
@@ -267,7 +267,7 @@ class StreamedSteps(IterableDataset[Step]):
         self._start = DataPosition()
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """Yields the steps from a position on."""
+        """Yields steps from position ``start`` on."""
         self._start = start  # a worker gets a copy of this object
         return iter(_torch_loader(self, self._settings))
 
@@ -320,7 +320,7 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """Returns the error for a dataset or DataLoader that would not begin at its first sample."""
+    """Returns the error about a dataset or DataLoader that would not begin at its first sample."""
     return EngineError(
         f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "
         "beginning. Pass it without that state, and load the loader's: eng.register_for_checkpointing(data=loader)."
@@ -328,7 +328,7 @@ def own_state(given: Any) -> EngineError:
 
 
 def refused(left: int, batch: int) -> EngineError:
-    """Returns the error for an incomplete last step."""
+    """Returns the error about a last step with too few rows."""
     return EngineError(
         f"the data end with {left} of the {batch} rows of a step, so some ranks would have fewer than others. Choose "
         'at_end = "joined", which fills it up with rows of no weight, or "dropped", or another batch size.'
@@ -349,7 +349,7 @@ def _torch_loader(dataset: Dataset[Any], settings: LoaderSettings, sampler: Iter
 
 @dataclass(frozen=True, slots=True)
 class EndsWithRank:
-    """Initialization of a worker that ends at once when its rank is killed; torch polls only every 5 s."""
+    """Worker initialization that ends the worker when its rank is killed; torch polls only every 5 s."""
 
     users: Callable[[int], object] | None
 

@@ -1,7 +1,6 @@
-"""Batches from a corpus: windows, a resumable order that is independent of the grid, and tensors.
+"""Batches from a corpus: windows of tokens, in a resumable order that is independent of the grid.
 
-The corpus is cut into windows of ``context + 1`` tokens at stride ``context``: adjacent windows share one token, which
-is the last target of one and the first input of the next, so every target is predicted exactly once. Fewer than
+Windows have ``context + 1`` tokens at stride ``context``, so that every target is predicted exactly once. Fewer than
 ``context`` tokens at the end stay unused.
 
     tokens    0 1 2 3 4 5 6 7 8 9          context = 3
@@ -16,23 +15,22 @@ The training stream is an endless sequence of windows, one permutation per epoch
     step 0    [4 0 2 5]                            4 rows: data rank 0 of 2 takes 4 0, rank 1 takes 2 5
     step 1            [1 3   2 4]                  a batch may span epochs: nothing dropped, nothing repeated
 
-A stream is identified by (seed, number of windows), and a position in it by one integer, ``position``. Batch size and
-number of data ranks may change at any step.
+The stream follows from (seed, number of windows), and a position in it is one integer. Batch size and number of data
+ranks may change at any step.
 
-Files of tokens, memory-mapped: Megatron's ``.bin`` with its index ``.idx``, and NumPy's ``.npy``. Imports no torch.
-
-The index, all numbers little-endian:
+Token files are memory-mapped: Megatron's ``.bin`` with its index ``.idx``, and NumPy's ``.npy``. Imports no torch. The
+index, little-endian:
 
     9 bytes   MMIDIDX 0 0
     u64       version, 1
     u8        type of the tokens: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16
     u64, u64  number of sequences s; number of document borders d, one more than documents
     i32 [s]   tokens of each sequence
-    i64 [s]   byte in the ``.bin`` at which each begins
+    i64 [s]   offset in the ``.bin`` at which each begins, in bytes
     i64 [d]   the sequence at which each document begins, and s at the end
     i8  [s]   modes of the sequences, in multimodal files; not read
 
-A dataset with ``lengths``, the tokens of each document, is packed without reading it: each rank reads its own rows.
+With known document lengths, a dataset is packed without reading it: each rank reads only its own rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -109,7 +107,9 @@ class Sampler:
         return rows
 
     def stream(self, start: int, count: int) -> Indices:
-        """Returns the window indices at positions [start, start + count) of the stream, without moving the position."""
+        """Returns the window indices at positions [start, start + count) of the stream; the sampler's position is
+        unchanged.
+        """
         parts = [np.empty(0, dtype=np.int64)]
         while count:
             epoch, offset = divmod(start, self.windows)
@@ -134,7 +134,7 @@ class Sampler:
         return {"position": self.position, "seed": self.seed, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position of ``state``, under any batch size and number of data ranks.
+        """Continues at the position in ``state``, with any batch size and number of data ranks.
 
         Raises:
             EngineError: ``state`` is not a sampler's, or its seed or number of windows differs.
@@ -262,13 +262,13 @@ _FLOATS = (6, 7)
 
 @runtime_checkable
 class Documents(Protocol):
-    """Documents with lengths that are known before reading."""
+    """Token file of documents with known lengths."""
 
     lengths: NDArray[np.int64]
-    """Tokens of each document."""
+    """Number of tokens of each document."""
 
     def tokens(self, index: int) -> NDArray[Any]:
-        """Returns the tokens of a document, a view of the file."""
+        """Returns the tokens of document ``index``, a view of the file."""
 
 
 class _TokenFile:
@@ -295,13 +295,13 @@ class _TokenFile:
 
 
 class IndexedTokens(_TokenFile):
-    """Documents of a ``.bin`` and an ``.idx``, as Megatron's preprocessing writes them.
+    """Documents in Megatron's token files ``.bin`` and ``.idx``.
 
     Args:
-        prefix: the path without the ending; the path of either file works too.
+        prefix: path without suffix, or of either file.
 
     Raises:
-        EngineError: a file is missing, is no index, is cut off, or does not match the other.
+        EngineError: a file is missing, malformed or truncated, or the files do not match.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -342,11 +342,12 @@ class IndexedTokens(_TokenFile):
 
 
 class NpyTokens(_TokenFile):
-    """Documents of a ``.npy`` of integers: one a row of two dims, or slices of one dim that end at each token ``end``.
+    """Documents in a ``.npy`` file of integers: the rows of a 2-D array, or slices of a 1-D array after each token
+    ``end``.
 
     Args:
         path: the file.
-        end: the last token of a document, which stays part of it; None: one dim is one document.
+        end: last token of each document; None: a 1-D array is one document.
 
     Raises:
         EngineError: the file is missing, is no ``.npy``, or does not hold integers in one or two dims.
@@ -374,7 +375,7 @@ class NpyTokens(_TokenFile):
 
 
 def token_file(path: str | Path) -> IndexedTokens | NpyTokens:
-    """Opens a file of tokens; its ending decides the format."""
+    """Opens a token file; ``.npy`` as NpyTokens, any other as IndexedTokens."""
     return NpyTokens(path) if Path(path).suffix == ".npy" else IndexedTokens(path)
 
 

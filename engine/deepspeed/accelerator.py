@@ -1,4 +1,4 @@
-"""``deepspeed.accelerator``: the device of this process under DeepSpeed's names."""
+"""Device of this process under the names of ``deepspeed.accelerator``."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +11,9 @@ from engine.parallel.comm.world import read_world
 
 
 class Accelerator:
-    """DeepSpeed's accelerator object; every other attribute comes from torch's module for the device type."""
+    """DeepSpeed's accelerator object; other attributes come from torch's module for the device type
+    (``torch.cuda``).
+    """
 
     def __init__(self) -> None:
         self._kind = read_world().device.type
@@ -36,11 +38,11 @@ class Accelerator:
         return self._kind if self._is_host else f"{self._kind}:{self._module.current_device()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Returns the context of a device."""
+        """Returns a context in which the device with this index is current."""
         return nullcontext() if self._is_host else self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
-        """Selects the device of this type that later calls use."""
+        """Makes the device with this index current, as ``torch.cuda.set_device`` does."""
         if not self._is_host:
             self._module.set_device(device_index)
 
@@ -49,15 +51,15 @@ class Accelerator:
         return 1 if self._is_host else int(self._module.device_count())
 
     def is_available(self) -> bool:
-        """Returns True: every process has a device."""
+        """Returns True, because every process has a device."""
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Returns True if operations are complete when their calls return."""
+        """Returns True on the CPU, where operations are complete when their calls return."""
         return self._is_host
 
     def communication_backend_name(self) -> str:
-        """Returns the torch.distributed backend of the device."""
+        """Returns the torch.distributed backend of the device, such as "nccl"."""
         return default_backend(self._kind)
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -66,7 +68,7 @@ class Accelerator:
             self._module.synchronize(device_index)
 
     def empty_cache(self) -> None:
-        """Releases unused memory of torch's caching allocator."""
+        """Frees unused memory of torch's caching allocator."""
         if not self._is_host:
             self._module.empty_cache()
 
@@ -84,24 +86,24 @@ class Accelerator:
             self._module.reset_peak_memory_stats(device_index)
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds the device's generator."""
+        """Seeds the random generator of the device."""
         torch.manual_seed(seed) if self._is_host else self._module.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
-        """Returns the seed of the device's generator."""
+        """Returns the seed of the device's random generator."""
         return torch.initial_seed() if self._is_host else int(self._module.initial_seed())
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Returns the state of the device's generator."""
+        """Returns the state of the device's random generator."""
         if self._is_host:
             return torch.get_rng_state()
         state: torch.Tensor = self._module.get_rng_state(*(() if device_index is None else (device_index,)))
         return state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Sets the state of the device's generator."""
+        """Sets the state of the device's random generator."""
         if self._is_host:
             torch.set_rng_state(new_state)
         else:
@@ -112,27 +114,27 @@ class Accelerator:
         return torch.random
 
     def is_bf16_supported(self) -> bool:
-        """Returns True: torch computes in fp32 if the device has no bf16."""
+        """Returns True, because torch computes in fp32 if the device has no bf16."""
         return True
 
     def is_fp16_supported(self) -> bool:
-        """Returns True if the device computes in fp16."""
+        """Returns True on GPUs, False on the CPU."""
         return not self._is_host
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Returns the floating-point dtypes for training."""
+        """Returns the floating-point dtypes in which models can be trained."""
         half = [] if self._is_host else [torch.float16]
         return [torch.float32, torch.bfloat16, *half]
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Returns True if the tensor is on the device."""
+        """Returns True if the tensor is on the type of device of this process."""
         return tensor.device.type in (self._kind,)
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Returns a page-locked copy on an accelerator, the tensor itself on the host."""
+        """Returns a page-locked copy of a tensor; on the CPU, the tensor itself."""
         return tensor if self._is_host else tensor.pin_memory()
 
 
 def get_accelerator() -> Accelerator:
-    """Returns the accelerator object of this process."""
+    """Returns DeepSpeed's accelerator object for this process."""
     return Accelerator()

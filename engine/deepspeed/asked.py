@@ -1,4 +1,4 @@
-"""Configuration members of DeepSpeed's engine object, and the helper objects that scripts find on it."""
+"""Methods of DeepSpeed's engine object that return configuration values, and its helper objects."""
 
 from typing import Any
 
@@ -10,49 +10,49 @@ from engine.precision.dtypes import NAMED_DTYPES
 
 
 class Throughput:
-    """``tput_timer``: measures nothing, because the step report has the figures."""
+    """DeepSpeed's ``tput_timer``; measures nothing, because the step report has the throughput."""
 
     def __init__(self) -> None:
         self.epoch_count = 0
 
     def update_epoch_count(self) -> None:
-        """Counts an epoch."""
+        """Adds one to ``epoch_count``."""
         self.epoch_count += 1
 
     def start(self) -> None:
-        """Does nothing."""
+        """Does nothing; the step report has the throughput."""
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Does nothing."""
+        """Does nothing; the step report has the throughput."""
 
 
 class Timers:
-    """``timers``: returns a timer that measures nothing, for any name."""
+    """DeepSpeed's ``timers``; returns a timer that measures nothing for any name."""
 
     def __call__(self, name: str) -> Throughput:
         """Returns a timer."""
         return Throughput()
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Does nothing."""
+        """Does nothing; the step report has the times."""
 
 
 class DeepSpeedMonitor:
-    """``monitor``: does nothing, because section ``monitor`` of the configuration writes the figures."""
+    """DeepSpeed's ``monitor``; does nothing, because section ``monitor`` configures logs."""
 
     enabled = False
 
     def write_events(self, events: list[Any], flush: bool = True) -> None:
-        """Does nothing."""
+        """Does nothing; section ``monitor`` configures logs."""
 
 
 class AskedSettings:
-    """Values of the configuration as methods with DeepSpeed's names."""
+    """Configuration values as methods with DeepSpeed's names."""
 
     engine: Engine
 
     def steps_per_print(self) -> int:
-        """Returns the steps between two reports."""
+        """Returns the number of steps between two logged reports."""
         return self.engine.config.monitor.every
 
     def optimizer_name(self) -> str | None:
@@ -61,17 +61,17 @@ class AskedSettings:
         return section.type.lower() if section is not None else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Returns the options of the configured optimizer."""
+        """Returns the params of the configured optimizer."""
         section = self.engine.config.optimizer
         return dict(section.params) if section is not None else None
 
     def scheduler_name(self) -> str | None:
-        """Returns the name of the configured schedule."""
+        """Returns the type of the configured learning-rate schedule."""
         section = self.engine.config.scheduler
         return section.type if section is not None else None
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Returns the options of the configured schedule."""
+        """Returns the params of the configured learning-rate schedule."""
         section = self.engine.config.scheduler
         return dict(section.params) if section is not None else None
 
@@ -84,7 +84,7 @@ class AskedSettings:
         return float(2**self.engine.config.fp16.initial_scale_power)
 
     def managed_gradient_accumulation(self) -> bool:
-        """Returns True if a step is due after ``gradient_accumulation_steps`` microbatches."""
+        """Returns True if ``step`` updates only every ``gradient_accumulation_steps`` calls."""
         return self.engine.config.managed_gradient_accumulation
 
     def torch_autocast_enabled(self) -> bool:
@@ -96,11 +96,11 @@ class AskedSettings:
         return torch.bfloat16 if self.torch_autocast_enabled() else None
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Returns True if gradients are sharded."""
+        """Returns True if gradients are sharded over data ranks (ZeRO 2 and 3)."""
         return self.engine.config.zero_optimization.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Returns True if parameters are sharded."""
+        """Returns True if parameters are sharded over data ranks (ZeRO 3)."""
         return self.engine.config.zero_optimization.stage >= 3
 
     @property
@@ -108,19 +108,19 @@ class AskedSettings:
         return self.engine.config.zero_optimization
 
     def zero_reduce_scatter(self) -> bool:
-        """Returns True: sharded gradients are reduce-scattered."""
+        """Returns True, because sharded gradients are reduce-scattered."""
         return True
 
     def zero_allgather_partitions(self) -> bool:
-        """Returns True: updated shards are all-gathered, not broadcast."""
+        """Returns True, because updated shards are all-gathered, not broadcast."""
         return True
 
     def zero_overlap_comm(self) -> bool:
-        """Returns True: buckets are reduced while backward runs."""
+        """Returns True, because gradients are reduced during the backward."""
         return True
 
     def zero_contiguous_gradients(self) -> bool:
-        """Returns True: the gradients of a bucket share one buffer."""
+        """Returns True, because the gradients of a bucket share one buffer."""
         return True
 
     def zero_reduce_bucket_size(self) -> int:
@@ -130,13 +130,13 @@ class AskedSettings:
     zero_allgather_bucket_size = zero_reduce_bucket_size  # buckets are gathered as they are reduced
 
     def zero_param_persistence_threshold(self) -> int:
-        """Returns 0: stage 3 shards parameters of every size."""
+        """Returns 0, because ZeRO 3 shards parameters of every size."""
         return 0
 
     zero_model_persistence_threshold = zero_param_persistence_threshold
 
     def zero_hpz_partition_size(self) -> int | str:
-        """Returns the number of data ranks of a node that share a secondary shard; 1: there is no secondary shard."""
+        """Returns the number of data ranks over which secondary shards (hpZ) are divided; 1: there are none."""
         return self._zero.zero_hpz_partition_size
 
     def mics_shard_size(self) -> int:
@@ -144,59 +144,59 @@ class AskedSettings:
         return self._zero.shard_size or -1
 
     def zero_quantized_weights(self) -> bool:
-        """Returns True if parameters are all-gathered in fewer bits."""
+        """Returns True if parameter all-gathers are quantized."""
         return self._zero.zero_quantized_weights
 
     def zero_quantized_gradients(self) -> bool:
-        """Returns True if gradients are reduced in fewer bits."""
+        """Returns True if gradient reductions are quantized."""
         return self._zero.zero_quantized_gradients
 
     def zero_quantized_nontrainable_weights(self) -> bool:
-        """Returns True if frozen weights are stored in fewer bits."""
+        """Returns True if frozen weights are quantized."""
         return self.engine.config.quantize_frozen is not None
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Returns True: ``save_16bit_model`` writes full weights at every stage."""
+        """Returns True, because ``save_16bit_model`` writes full weights at every ZeRO stage."""
         return True
 
     def zero_ignore_unused_parameters(self) -> bool:
-        """Returns True: a parameter without a gradient is not an error."""
+        """Returns True, because a parameter without a gradient is not an error."""
         return True
 
     def zero_elastic_checkpoint(self) -> bool:
-        """Returns True: a checkpoint loads on any number of data ranks."""
+        """Returns True, because a checkpoint loads on any number of data ranks."""
         return True
 
     def zero_load_from_fp32_weights(self) -> bool:
-        """Returns True: masters are read from the fp32 weights of a checkpoint."""
+        """Returns True, because masters are loaded from the fp32 weights of a checkpoint."""
         return True
 
     def zero_legacy_stage1(self) -> bool:
-        """Returns False."""
+        """Returns False; there is no legacy implementation of ZeRO 1."""
         return False
 
     def zero_allow_untested_optimizer(self) -> bool:
-        """Returns True: any optimizer whose update can be sharded is accepted, any other raises."""
+        """Returns True, because every optimizer with a shardable update is accepted; others raise."""
         return True
 
     def zero_offload_optimizer(self) -> Any:
-        """Returns the section for offloaded optimizer state; None: it stays on the device."""
+        """Returns the section ``offload_optimizer``; None if optimizer state is on the GPU."""
         return self._zero.offload_optimizer if self._zero.offload_optimizer.device != "none" else None
 
     def zero_offload_param(self) -> Any:
-        """Returns the section for offloaded parameters; None: they stay on the device."""
+        """Returns the section ``offload_param``; None if parameters are on the GPU."""
         return self._zero.offload_param if self._zero.offload_param.device != "none" else None
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """Returns True if the host runs the update, with moments in its memory or on a disk."""
+        """Returns True if the CPU runs the optimizer update."""
         return self._zero.offload_optimizer.device != "none"
 
     def zero_cpu_offload(self) -> bool:
-        """Returns True if the optimizer state is in host memory."""
+        """Returns True if optimizer state is in host memory."""
         return self._zero.offload_optimizer.device == "cpu"
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Returns True if the moments are on a disk."""
+        """Returns True if optimizer moments are on disk."""
         return self._zero.offload_optimizer.device == "nvme"
 
     def zero_partial_offload(self) -> float | str:
@@ -204,7 +204,7 @@ class AskedSettings:
         return self._zero.offload_optimizer.ratio
 
     def bf16_master_weights_and_gradients(self) -> bool:
-        """Returns True if a bf16 run has no fp32 masters."""
+        """Returns True if a bf16 run stores no fp32 masters."""
         return self.engine.config.bf16.bf16_master_weights_and_grads
 
     def bf16_optimizer_states(self) -> bool:
@@ -212,20 +212,20 @@ class AskedSettings:
         return self.engine.config.bf16.bf16_optimizer_states
 
     def fp16_master_weights_and_gradients(self) -> bool:
-        """Returns False: an fp16 run has fp32 masters."""
+        """Returns False, because an fp16 run always has fp32 masters."""
         return False
 
     def fp16_auto_cast(self) -> bool:
-        """Returns True if floating inputs are cast to the dtype of the model."""
+        """Returns True if floating inputs are cast to the model's dtype."""
         return self.engine.config.cast_forward_inputs
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
-        """dtype of reduced gradients; None: the dtype of their accumulation."""
+        """Dtype of gradients in reductions; None: the dtype of accumulation."""
         return NAMED_DTYPES[self.engine.config.communication_data_type]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Returns (dtype of the model, dtype of its accumulated gradients)."""
+        """Returns (dtype of parameters in forward, dtype of accumulated gradients)."""
         config = self.engine.config
         if config.bf16.enabled:
             held = config.bf16.bf16_master_weights_and_grads
@@ -233,28 +233,28 @@ class AskedSettings:
         return torch.float16 if config.fp16.enabled else torch.float32, torch.float32
 
     def amp_enabled(self) -> bool:
-        """Returns False: ``amp`` is read as ``torch_autocast``."""
+        """Returns False, because ``amp`` is converted to ``torch_autocast``."""
         return False
 
     def sparse_gradients_enabled(self) -> bool:
-        """Returns False: gradients are dense."""
+        """Returns False, because gradients are dense."""
         return False
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Modules with sparse gradients: always empty."""
+        """Names of modules with sparse gradients: always empty."""
         return set()
 
     def flops_profiler_enabled(self) -> bool:
-        """Returns False: the step report has the figures."""
+        """Returns False, because the step report has the FLOP/s."""
         return False
 
     def use_node_local_storage(self) -> bool:
-        """Returns False: a checkpoint is one folder, which all nodes share."""
+        """Returns False, because all nodes share one checkpoint folder."""
         return False
 
     def load_universal_checkpoint(self) -> bool:
-        """Returns True: every checkpoint loads on any grid."""
+        """Returns True, because every checkpoint loads on any grid."""
         return True
 
     def autotp_size(self) -> int:
@@ -262,41 +262,41 @@ class AskedSettings:
         return self.engine.grid.tp
 
     def postscale_gradients(self) -> bool:
-        """Returns True: gradients are divided after the reduction."""
+        """Returns True, because gradients are divided after the reduction."""
         return True
 
     def gradient_predivide_factor(self) -> float:
-        """Returns 1: gradients are not divided before the reduction."""
+        """Returns 1, because gradients are not divided before the reduction."""
         return 1.0
 
     def wall_clock_breakdown(self) -> bool:
-        """Returns False: the step report has these figures."""
+        """Returns False, because the step report has the times."""
         return False
 
     def memory_breakdown(self) -> bool:
-        """Returns False: the step report has these figures."""
+        """Returns False, because the step report has the peak memory."""
         return False
 
     def dump_state(self) -> bool:
-        """Returns False."""
+        """Returns False; the engine's state is not printed."""
         return False
 
     def random_ltd_enabled(self) -> bool:
-        """Returns False: no token is dropped."""
+        """Returns False, because random layerwise token dropping is not supported."""
         return False
 
     def curriculum_learning_enabled(self) -> bool:
-        """Returns False: ``data_efficiency`` is an error."""
+        """Returns False, because ``data_efficiency`` is not supported."""
         return False
 
     def eigenvalue_enabled(self) -> bool:
-        """Returns False."""
+        """Returns False, because eigenvalues of blocks are not supported."""
         return False
 
     def autotuning_enabled(self) -> bool:
-        """Returns False."""
+        """Returns False, because DeepSpeed's autotuning is not supported."""
         return False
 
     def data_efficiency_enabled(self) -> bool:
-        """Returns False: the script provides the data."""
+        """Returns False, because ``data_efficiency`` is not supported."""
         return False

@@ -24,18 +24,18 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def configure(*_: Any, **__: Any) -> None:
-    """Does nothing: DeepSpeed's options choose where activations are stored, and change no value."""
+    """Does nothing, because DeepSpeed's options only choose where activations are stored."""
 
 
 def is_configured() -> bool:
-    """Returns True: ``checkpoint`` needs no configuration."""
+    """Returns True, because ``checkpoint`` needs no configuration."""
     return True
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the device. In training, the engine gives each tensor rank its own random numbers for sharded tensors."""
+    """Seeds the device. During training, tensor ranks draw different random numbers for sharded tensors in any case."""
     get_accelerator().manual_seed(seed)
 
 
 def reset() -> None:
-    """Does nothing: no state exists between calls."""
+    """Does nothing, because recomputation has no state between calls."""

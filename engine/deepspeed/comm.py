@@ -21,14 +21,15 @@ def init_distributed(
     verbose: bool = True, timeout: timedelta | None = None, init_method: str | None = None,
     dist_init_required: bool | None = None, config: Any = None, rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
-    """Starts the default process group of the launcher's ranks, unless there is one; ``initialize`` starts it too.
+    """Starts torch's default process group over the launcher's ranks, unless there is one; ``initialize`` does too.
+    Collective.
 
     The backend is NCCL on GPUs and gloo otherwise, with the timeout of ``TRINE_TIMEOUT_SECONDS``. Other arguments have
-    no effect. All ranks call it.
+    no effect.
 
     Args:
-        init_method: rendezvous URL of torch, in place of the launcher's.
-        rank: this process among ``world_size``; -1: the launcher's value.
+        init_method: torch's rendezvous URL, in place of the launcher's.
+        rank: rank of this process in ``world_size``; -1: the launcher's value.
     """
     if not dist.is_initialized() and (init_method is not None or rank >= 0):
         told = read_world()

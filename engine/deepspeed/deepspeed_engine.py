@@ -1,4 +1,4 @@
-"""Members of DeepSpeed's engine object, implemented by Trine's engine."""
+"""DeepSpeed's engine object, implemented over Trine's engine."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ _COUNTED = {"micro_steps", "client_state"}
 
 
 class DeepSpeedEngine(ScheduledMembers, AskedSettings):
-    """Engine object that ``deepspeed.initialize`` returns first; other attributes come from the model."""
+    """DeepSpeed's engine object, the first value of ``deepspeed.initialize``; other attributes come from the model."""
 
     def __init__(
         self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None, scheduled: Scheduled,
@@ -72,9 +72,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     forward = __call__
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Runs backward; returns the loss divided by the accumulation, this microbatch's part of the step's mean.
+        """Runs the backward of a microbatch; returns the loss divided by ``gradient_accumulation_steps``.
 
-        With ``scale_wrt_gas=False`` nothing is divided: the gradient is summed over the microbatches of a step.
+        With ``scale_wrt_gas=False`` gradients are summed over the microbatches, not averaged.
         """
         steps = self.gradient_accumulation_steps()
         self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
@@ -82,17 +82,19 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Updates at the end of an accumulation; does nothing before."""
+        """Updates the weights at the end of an accumulation; otherwise only ends a microbatch."""
         self.micro_steps += 1
         self._counted.end_step()
         self._last.take(self.engine.step())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns the loss, scaled for ``loss.backward()``."""
+        """Returns the loss times the loss scale, for ``loss.backward()``."""
         return self.engine.scale(loss)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Trains on the microbatches of ``data_iter`` (default: the training data); returns the mean loss."""
+        """Runs one training step on microbatches of ``data_iter`` (default: the training data); returns the mean
+        loss.
+        """
         self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))
         self._last.take(report)
@@ -133,11 +135,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return items if self._batch_fn is None else map(self._batch_fn, items)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Sets the microbatches of later ``train_batch`` calls; the loader restarts at its end."""
+        """Sets the loader of microbatches for ``train_batch``; it restarts at its end."""
         self.training_dataloader, self._items = loader, iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Sets the microbatches of later ``train_batch`` calls."""
+        """Sets the iterator of microbatches for ``train_batch``."""
         self.training_dataloader, self._items = None, iterator
 
     def deepspeed_io(
@@ -149,8 +151,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 
         Args:
             route: "train" shuffles the rows; "eval" and "predict" keep their order.
-            data_sampler: rows of this rank, in place of the loader's own.
-            num_local_io_workers: processes that read; None: this process reads.
+            data_sampler: sampler of this rank's rows; None: a distributed sampler.
+            num_local_io_workers: number of reader processes; None: this process reads.
         """
         return loader_of_a_rank(
             dataset,
@@ -164,22 +166,22 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         )
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Sets a function that maps each microbatch of ``train_batch`` and ``eval_batch``."""
+        """Sets a function that is applied to each microbatch of ``train_batch`` and ``eval_batch``."""
         self._batch_fn = fn
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Raises unless the size equals the size of the run.
+        """Raises unless the batch size equals the configured one.
 
         Raises:
-            EngineError: another size; a plan is made for one size.
+            EngineError: the size differs, because a plan is made for one size.
         """
         self._refuse_size("train_batch_size", train_batch_size, self.train_batch_size())
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Raises unless the size equals the size of the run.
+        """Raises unless the microbatch size equals the configured one.
 
         Raises:
-            EngineError: another size; a plan is made for one size.
+            EngineError: the size differs, because a plan is made for one size.
         """
         self._refuse_size("train_micro_batch_size_per_gpu", micro_batch_size, self.train_micro_batch_size_per_gpu())
 
@@ -191,15 +193,15 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             )
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Returns an empty context: the engine reduces several backwards of a step together in any case."""
+        """Returns an empty context, because gradients of several backwards are reduced together in any case."""
         return nullcontext()
 
     def zero_grad(self) -> None:
-        """Drops the gradients of an unfinished step."""
+        """Drops the gradients of an unfinished accumulation."""
         self.engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which backwards reduce nothing."""
+        """Returns a context in which backwards do not reduce gradients."""
         return self.engine.no_sync()
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
@@ -212,15 +214,15 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return self.train(False)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns True if the next step updates."""
+        """Returns True if the next ``step`` updates the weights."""
         return self.engine.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Marks the next steps as updates, or as parts of an accumulation."""
+        """Makes later ``step`` calls update the weights (True), or only end a microbatch (False)."""
         self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:
-        """Returns True if the last step made an update."""
+        """Returns True if the last ``step`` updated the weights."""
         return self._last.applied
 
     # ------------------------------------------------------------------ checkpoints
@@ -247,9 +249,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Continues from a checkpoint, also one of DeepSpeed's; returns (its folder, client state). Collective.
+        """Loads a checkpoint of Trine or DeepSpeed; returns (folder, client state). Collective.
 
-        (None, None) if ``load_dir`` has no ``latest``.
+        Returns (None, None) if ``load_dir`` has no file ``latest``.
 
         Raises:
             EngineError: ``custom_load_fn`` is passed.
@@ -280,7 +282,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Writes the full weights into one safetensors file; the name's ending is replaced. Collective."""
+        """Writes the full weights into one safetensors file; the suffix of the name is replaced. Collective."""
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
@@ -313,7 +315,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, state_dict: Mapping[str, Tensor], strict: bool = True, custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:  # fmt: skip
-        """Writes the model's weights and buffers. Collective; every rank passes full values.
+        """Loads full weights and buffers into the model. Collective; every rank passes the same values.
 
         Raises:
             EngineError: names differ under ``strict``, or ``custom_load_fn`` is passed.
@@ -342,26 +344,28 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves state to host memory until ``reload_states``, at every stage; see :meth:`Engine.offload_states`."""
+        """Moves weights, gradients and optimizer state to host memory until ``reload_states``; see
+        :meth:`Engine.offload_states`.
+        """
         self.engine.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves state back that ``offload_states`` has moved."""
+        """Moves offloaded state back to the device."""
         self.engine.reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Does nothing: gathered parameters are freed after their use."""
+        """Does nothing, because gathered parameters are freed after each use."""
 
     @property
     def is_compiled(self) -> bool:
-        """True if blocks run under torch.compile."""
+        """True if the model's blocks run under torch.compile."""
         return self.engine.config.compile
 
     def compile(self, *_: Any, **__: Any) -> None:
         """Raises unless the configuration has compiled the model's blocks.
 
         Raises:
-            EngineError: blocks are not compiled; a placed model cannot be compiled.
+            EngineError: ``compile`` is not configured; a sharded model cannot be compiled later.
         """
         if not self.is_compiled:
             raise EngineError(

@@ -1,4 +1,4 @@
-"""Sizes, counters and learning rates of DeepSpeed's engine object."""
+"""Attributes of DeepSpeed's engine object: ranks, batch sizes, counters, learning rates."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from engine.parallel.comm.launcher import local_rank
 
 
 class MicrobatchCount:
-    """Count of microbatches over all steps, for steps of any number of microbatches."""
+    """Count of microbatches over all steps, which may have different numbers of them."""
 
     KEY = "microbatches"
 
@@ -35,17 +35,17 @@ class MicrobatchCount:
         self.waiting = 0
 
     def kept(self) -> dict[str, int]:
-        """Returns the entries of a checkpoint's client state."""
+        """Returns the count as entries of a checkpoint's client state."""
         return {} if self.taken is None else {self.KEY: self.taken}
 
     def restore(self, found: Mapping[str, Any], steps: int) -> None:
-        """Restores the count from a checkpoint, or from a number of steps of equal size."""
+        """Restores the count from client state, or from a number of steps of equal size."""
         if self.taken is not None:
             self.taken = int(found.get(self.KEY, steps * self._steps))
 
 
 class EngineState:
-    """Members of the engine object that scripts read."""
+    """Attributes and getters of DeepSpeed's engine object."""
 
     engine: Engine
     optimizer: Any
@@ -54,32 +54,32 @@ class EngineState:
 
     @property
     def module(self) -> nn.Module:
-        """The model."""
+        """User's model."""
         return self.engine.module
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
+        """Device of the parameters."""
         return self.engine.device
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration."""
+        """Configuration as JSON, with defaults filled in."""
         return dict(self.engine.config.to_json())
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process."""
+        """Rank of this process in the world."""
         return self.engine.grid.rank
 
     @property
     def local_rank(self) -> int:
-        """Rank on this node."""
+        """Rank of this process on its node."""
         return local_rank(os.environ, self.global_rank)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the world."""
         return self.engine.grid.world_size
 
     @property
@@ -93,34 +93,34 @@ class EngineState:
         return self.engine.grid.tp
 
     def get_data_parallel_rank(self) -> int:
-        """Returns the index of this rank among the data ranks."""
+        """Returns this rank's index on the data axis."""
         return self.engine.grid.row_rank
 
     def get_model_parallel_rank(self) -> int:
-        """Returns the index of this rank among the tensor ranks."""
+        """Returns this rank's index on the tensor axis."""
         return self.engine.grid.coord().tp
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def get_pipeline_parallel_rank(self) -> int:
-        """Returns the pipeline stage of this rank."""
+        """Returns this rank's index on the pipeline axis."""
         return self.engine.grid.coord().pp
 
     @property
     def global_steps(self) -> int:
-        """Number of steps, including skipped ones."""
+        """Number of training steps, including skipped ones."""
         return self.engine.step_count + self.engine.skipped_steps
 
     @property
     def global_samples(self) -> int:
-        """Rows of all steps."""
+        """Number of rows of all training steps."""
         if (taken := self._counted.taken) is None:
             return self.global_steps * self.train_batch_size()
         return taken * self.train_batch_size() // self.gradient_accumulation_steps()
 
     @property
     def skipped_steps(self) -> int:
-        """Steps without an update."""
+        """Number of steps skipped because of non-finite gradients."""
         return self.engine.skipped_steps
 
     @property
@@ -134,15 +134,15 @@ class EngineState:
         return self.cur_scale
 
     def train_batch_size(self) -> int:
-        """Returns the rows of a step over all data ranks."""
+        """Returns the global batch size in rows."""
         return self.engine.config.train_batch_size or 0
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Returns the rows of a microbatch."""
+        """Returns the number of rows of a microbatch on a data rank."""
         return self.engine.config.micro or 0
 
     def gradient_accumulation_steps(self) -> int:
-        """Returns the microbatches of a step."""
+        """Returns the number of microbatches per step."""
         return self.engine.config.accumulation or 0
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -154,39 +154,39 @@ class EngineState:
         return self.engine.config.zero_optimization.stage
 
     def zero_optimization(self) -> bool:
-        """Returns True if optimizer state is sharded."""
+        """Returns True if ZeRO is on (stage 1 to 3)."""
         return self.zero_optimization_stage() > 0
 
     def fp16_enabled(self) -> bool:
-        """Returns True if the run is fp16."""
+        """Returns True if parameters are in fp16."""
         return self.engine.config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        """Returns True if the run is bf16."""
+        """Returns True if parameters are in bf16."""
         return self.engine.config.bf16.enabled
 
     def gradient_clipping(self) -> float:
-        """Returns the largest gradient norm; 0: no clipping."""
+        """Returns the L2 norm to which gradients are clipped; 0: no clipping."""
         return self.engine.config.gradient_clipping
 
     def get_lr(self) -> list[float]:
-        """Returns the learning rate of each group."""
+        """Returns the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
-        """Returns the betas or the momentum of each group."""
+        """Returns the betas or the momentum of each parameter group."""
         return [group.get("betas", group.get("momentum")) for group in self._groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Returns the norm of the last update's gradients before clipping; None before the first update."""
+        """Returns the L2 norm of the last update's gradient before clipping; None before the first update."""
         return self._last.norm
 
     @property
     def data_parallel_group(self) -> Any:
-        """torch.distributed group of this rank's data ranks, if the grid has data ranks only; None in one process.
+        """torch.distributed group of all ranks, if all are data ranks; None in a single process.
 
         Raises:
-            EngineError: the grid has tensor or pipeline ranks; only the engine uses groups of one axis.
+            EngineError: the grid has tensor or pipeline ranks, whose groups are internal.
         """
         grid = self.engine.grid
         if grid.row_ranks != grid.world_size:
@@ -197,7 +197,7 @@ class EngineState:
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """Position of this rank in the grid, under DeepSpeed's names."""
+        """Grid of ranks, under DeepSpeed's names."""
         return PipelineParallelGrid(self.engine.grid)
 
     def is_first_stage(self) -> bool:
@@ -209,7 +209,7 @@ class EngineState:
         return self.engine.grid.coord().pp == self.engine.grid.pp - 1
 
     def get_type(self) -> list[Any]:
-        """Returns the ``type`` of each group; None for groups without one."""
+        """Returns the option ``type`` of each parameter group; None for groups without it."""
         return [group.get("type") for group in self._groups]
 
     @property

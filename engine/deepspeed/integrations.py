@@ -1,4 +1,4 @@
-"""``HfDeepSpeedConfig`` of ``transformers.integrations``, for scripts that hold one while they build a model."""
+"""``HfDeepSpeedConfig`` of ``transformers.integrations``, for scripts that need one while they build a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from engine.config import load_raw
 
 
 class HfDeepSpeedConfig:
-    """Configuration with queries of its ZeRO stage. Models are built in full, and ``initialize`` shards them.
+    """DeepSpeed configuration with getters. Models are built in full, and ``initialize`` shards them.
 
     transformers' own class needs the package deepspeed, and builds models under its ``zero.Init``.
     """
@@ -16,7 +16,7 @@ class HfDeepSpeedConfig:
         self.config: dict[str, Any] = dict(load_raw(config_file_or_dict))
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Returns the value at a dotted path."""
+        """Returns the configuration value at a dotted path."""
         found: Any = self.config
         for key in ds_key_long.split("."):
             if not isinstance(found, Mapping) or key not in found:
@@ -25,20 +25,20 @@ class HfDeepSpeedConfig:
         return found
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Returns True if the value exists and is true."""
+        """Returns True if the value at a dotted path is true."""
         return bool(self.get_value(ds_key_long, False))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Returns True if the value exists and is false."""
+        """Returns True if the value at a dotted path exists and is false."""
         found = self.get_value(ds_key_long)
         return found is not None and not found
 
     def is_zero2(self) -> bool:
-        """Returns True if the stage is 2."""
+        """Returns True if the ZeRO stage is 2."""
         return int(self.get_value("zero_optimization.stage", -1)) == 2
 
     def is_zero3(self) -> bool:
-        """Returns True if the stage is 3."""
+        """Returns True if the ZeRO stage is 3."""
         return int(self.get_value("zero_optimization.stage", -1)) == 3
 
     def is_offload(self) -> bool:

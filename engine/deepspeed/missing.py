@@ -1,4 +1,4 @@
-"""Modules of DeepSpeed that are not here: their import names the nearest thing, and the page about it."""
+"""Errors about DeepSpeed modules that Trine lacks: an import of one names the nearest equivalent and its page."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,15 +47,15 @@ _NEAREST: Mapping[str, str] = MappingProxyType({
 
 
 class MissingModules(MetaPathFinder):
-    """Answers imports below ``engine.deepspeed`` that no other finder has found."""
+    """Import finder that raises for missing modules below ``engine.deepspeed``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns None outside of ``engine.deepspeed``.
+        """Returns None for modules outside of ``engine.deepspeed``, and raises for others.
 
         Raises:
-            ModuleNotFoundError: the sentence.
+            ModuleNotFoundError: the module is missing; names the nearest equivalent.
         """
         if not fullname.startswith(_DOOR):
             return None
@@ -64,20 +64,20 @@ class MissingModules(MetaPathFinder):
 
 
 def missing_sentence(name: str) -> str:
-    """Words about a module of DeepSpeed that is not here."""
+    """Returns the error text about a DeepSpeed module that Trine lacks."""
     found = [about for about in _NEAREST if name == about or f"{name}.".startswith(f"{about.removesuffix('.')}.")]
     nearest = _NEAREST[max(found, key=len)] if found else "docs/reference/deepspeed.md lists the names that are there"
     return f"deepspeed.{name} is not among the names of engine.deepspeed: {nearest}."
 
 
 def install() -> None:
-    """Installs this finder as the last one."""
+    """Appends the finder to ``sys.meta_path``, once."""
     if not any(isinstance(each, MissingModules) for each in sys.meta_path):
         sys.meta_path.append(MissingModules())
 
 
 def missing_attribute(engine: object, model: Any, name: str) -> AttributeError:
-    """Returns the error about a member that neither the engine object nor the model has."""
+    """Returns the error about an attribute that neither the engine object nor the model has."""
     return AttributeError(
         f"{type(engine).__name__!r} object of engine.deepspeed has no attribute {name!r}, and the model "
         f"({type(model).__name__}) has none either; docs/reference/deepspeed.md lists the engine's members."

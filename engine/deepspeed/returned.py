@@ -1,4 +1,4 @@
-"""Optimizer and schedule that ``initialize`` returns, also before the first batch has built the engine."""
+"""Optimizer and scheduler that ``deepspeed.initialize`` returns, usable before the model is sharded."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
@@ -15,31 +15,31 @@ from engine.reporting.step_report import StepReport
 
 
 class LastStep:
-    """Record of the last call of ``step``, and of the norm of the last update."""
+    """Report of the last ``step`` call, and the gradient norm of the last update."""
 
     def __init__(self) -> None:
         self.norm: float | None = None
         self._report: StepReport | None = None
 
     def take(self, report: StepReport | None) -> None:
-        """Stores the report of a step; None: the step made no update."""
+        """Stores the report of a step; None if ``step`` did not update."""
         self._report = report
         if report is not None:
             self.norm = report.grad_norm
 
     @property
     def applied(self) -> bool:
-        """True if the step made an update."""
+        """True if the last ``step`` updated the weights."""
         return self._report is not None and not self._report.skipped
 
     @property
     def skipped(self) -> bool:
-        """True if the step was skipped, because a gradient was not finite."""
+        """True if the last step was skipped because of a non-finite gradient."""
         return self._report is not None and self._report.skipped
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """The engine's optimizer with DeepSpeed's members; its groups and state are the ones that the engine updates."""
+    """Optimizer object with DeepSpeed's attributes; groups and state are the engine's."""
 
     def __init__(self, engine: Engine, given: torch.optim.Optimizer | None, last: LastStep) -> None:
         # does not call the base constructor, which would create groups of its own
@@ -47,10 +47,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """torch optimizer inside.
+        """Wrapped torch optimizer.
 
         Raises:
-            EngineError: the engine is not built, so there is no optimizer.
+            EngineError: no batch was passed yet, so there is no optimizer.
         """
         if self._given is None and not self._engine.built:
             raise EngineError(
@@ -61,17 +61,17 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Groups of the optimizer inside."""
+        """Parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
-        """State of the optimizer inside."""
+        """State of the wrapped optimizer."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Options of the optimizer inside."""
+        """Default options of the wrapped optimizer."""
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -94,28 +94,28 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """True if the last step was skipped."""
+        """True if the last step was skipped because of a non-finite gradient."""
         return self._last.skipped
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Runs the engine's backward of a microbatch."""
+        """Runs the engine's backward for the loss of a microbatch."""
         self._engine.backward(loss, retain_graph)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raises always.
+        """Raises an error.
 
         Raises:
-            EngineError: always; the engine's step reduces, clips and updates.
+            EngineError: always, because the engine's ``step`` reduces, clips and updates.
         """
         raise EngineError("optimizer.step() was called on an engine's optimizer; call model_engine.step() instead.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of an unfinished step."""
+        """Drops the gradients of an unfinished accumulation."""
         self._engine.zero_grad()
 
 
 class LateSchedule:
-    """Schedule of an engine that the first batch builds."""
+    """Scheduler object of an engine whose model is not sharded before the first batch."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -125,7 +125,9 @@ class LateSchedule:
 
 
 def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
-    """Returns the user's own optimizer at stage 0 in fp32, as DeepSpeed does, else a wrapper; None without one."""
+    """Returns the script's optimizer at ZeRO 0 in fp32, as DeepSpeed does, else a wrapper; None without an
+    optimizer.
+    """
     config, own = engine.config, given if isinstance(given, torch.optim.Optimizer) else None
     if config.optimizer is None and given is None:
         return None
@@ -136,7 +138,7 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
 
 
 def returned_schedule(engine: Engine, given: Any) -> Any:
-    """Returns the torch scheduler that was passed, or that a callable or the configuration makes; None without one."""
+    """Returns the torch scheduler that the script passed, or that a callable or the configuration makes; or None."""
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given
     if given is None and engine.config.scheduler is None:
@@ -145,8 +147,7 @@ def returned_schedule(engine: Engine, given: Any) -> Any:
 
 
 def configured_schedule(config: Config, given: Any) -> Any:
-    """Returns the user's schedule, or the configured one as a scheduler with DeepSpeed's members if it has that
-    name."""
+    """Returns the script's schedule, or a scheduler with DeepSpeed's attributes for a configured DeepSpeed type."""
     section = config.scheduler
     if given is not None or section is None or section.type not in SCHEDULES:
         return given

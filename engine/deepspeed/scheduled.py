@@ -1,4 +1,4 @@
-"""Keyword arguments of forward that depend on the step: ``progressive_layer_drop`` and ``curriculum_learning``."""
+"""Keyword arguments of forward that depend on the step: progressive layer drop and curriculum learning."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,13 +13,15 @@ from engine.program.forward_inputs import ForwardSignature
 
 
 class CurriculumScheduler:
-    """``curriculum_scheduler_legacy``: the difficulty is a function of the step, so it has no state to save."""
+    """DeepSpeed's ``curriculum_scheduler_legacy``; the difficulty is a function of the step, so there is no state to
+    save.
+    """
 
     def __init__(self, curriculum: Curriculum, steps: Callable[[], int]) -> None:
         self._curriculum, self._steps = curriculum, steps
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Returns the difficulty of a step, counted from 1."""
+        """Returns the difficulty at a step, counted from 1."""
         return self._curriculum.difficulty(global_steps)
 
     update_difficulty = get_difficulty
@@ -30,7 +32,7 @@ class CurriculumScheduler:
 
 
 class Scheduled:
-    """Keyword arguments of a run; every rank computes them from the number of steps."""
+    """Step-dependent keyword arguments of forward, which every rank computes."""
 
     def __init__(self, model: nn.Module, raw: Mapping[str, Any], is_chain: bool) -> None:
         self.keywords = read_keywords(raw, Problems("the config"))
@@ -43,18 +45,17 @@ class Scheduled:
             )
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of a training forward; positional ones become keywords, because an example needs
-        names."""
+        """Returns the arguments of a training forward with the added keywords; positional ones become keywords too."""
         added = self.keywords.at(steps)
         if added and len(args) <= len(self._names) and not kwargs.keys() & set(self._names[: len(args)]):
             args, kwargs = (), dict(zip(self._names, args, strict=False)) | kwargs
         return args, kwargs | added
 
     def refuse_whole_steps(self) -> None:
-        """Raises for ``train_batch`` if forward takes keyword arguments that a batch lacks.
+        """Raises for ``train_batch`` if forward needs step-dependent keyword arguments.
 
         Raises:
-            EngineError: forward takes such keyword arguments.
+            EngineError: the configuration adds such keyword arguments.
         """
         if not self._is_chain and (names := sorted(self.keywords.at(0))):
             raise EngineError(
@@ -64,7 +65,7 @@ class Scheduled:
 
 
 class ScheduledMembers(EngineState):
-    """Members of the engine object about these keyword arguments."""
+    """Attributes of DeepSpeed's engine object about progressive layer drop and curriculum learning."""
 
     _scheduled: Scheduled
 
@@ -73,20 +74,20 @@ class ScheduledMembers(EngineState):
         return self._scheduled.keywords
 
     def pld_enabled(self) -> bool:
-        """Returns True if forward takes ``pld_theta``."""
+        """Returns True if ``progressive_layer_drop`` is on."""
         return self._keywords.layer_drop is not None
 
     def get_pld_theta(self) -> float | None:
-        """Returns the next forward's probability to keep a layer; None without ``progressive_layer_drop``."""
+        """Returns the probability that a layer runs in the next forward; None without ``progressive_layer_drop``."""
         drop = self._keywords.layer_drop
         return None if drop is None else drop.kept(self.global_steps)
 
     def curriculum_enabled_legacy(self) -> bool:
-        """Returns True if there is a curriculum."""
+        """Returns True if ``curriculum_learning`` is on."""
         return self._keywords.curriculum is not None
 
     @property
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
-        """Scheduler of the difficulty; None without ``curriculum_learning``."""
+        """Scheduler of the curriculum's difficulty; None without ``curriculum_learning``."""
         curriculum = self._keywords.curriculum
         return None if curriculum is None else CurriculumScheduler(curriculum, lambda: self.global_steps)

@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``: translates DeepSpeed's arguments into those of ``engine.initialize``."""
+"""``deepspeed.initialize``: converts DeepSpeed's arguments to those of ``engine.initialize``."""
 
 import argparse
 import glob
@@ -31,7 +31,7 @@ _BY_GROUP = frozenset({"params", "lr", "weight_decay", "name"})
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds ``--deepspeed`` and ``--deepspeed_config``."""
+    """Adds the options ``--deepspeed`` and ``--deepspeed_config`` to a parser; returns it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="accepted; the script decides")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
@@ -47,13 +47,13 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
     """Returns (engine, optimizer, loader of ``training_data``, scheduler), as DeepSpeed's ``initialize`` does.
 
-    All ranks begin with the weights of rank 0. Trainable parameters outside both ``model_parameters`` and ``optimizer``
-    are not updated; without an optimizer the engine only evaluates, and the second value is None. Values "auto" are
-    filled from ``args``. ``distributed_port`` and ``dist_init_required`` have no effect. Collective.
+    Weights are broadcast from rank 0. Trainable parameters outside both ``model_parameters`` and ``optimizer`` are not
+    updated; without an optimizer the engine only evaluates, and the second value is None. Values "auto" are filled from
+    ``args``. ``distributed_port`` and ``dist_init_required`` have no effect. Collective.
 
     Raises:
-        ConfigError: an error of ``engine.initialize``; no model or configuration, or two; groups with options other
-            than lr and weight_decay; an ``mpu`` or ``mesh_param`` of another grid.
+        ConfigError: ``engine.initialize`` raises; the model or configuration is missing or passed twice; groups have
+            options other than lr and weight_decay; ``mpu`` or ``mesh_param`` is of another grid.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
@@ -152,7 +152,7 @@ def _given(source: Any, args: Any) -> Mapping[str, Any]:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None
 ) -> nn.Module:
-    """Stores the number of tensor ranks for ``initialize``, which shards the model; returns the model in ``dtype``.
+    """Returns the model cast to ``dtype``, with the number of tensor ranks stored for ``initialize``, which shards it.
 
     ``config`` has no effect here; ``initialize`` reads it.
 

@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: construction and full parameters under ZeRO 3."""
+"""``deepspeed.zero``: ``Init`` and ``GatheredParameters`` of ZeRO 3."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,10 +11,10 @@ from engine.deepspeed.utils.tensor_fragment import engine_of
 
 
 class Init:
-    """Context in which a model is built. Its weights are full until ``initialize`` shards them.
+    """Context in which a model is built; it has no effect, because ``initialize`` shards the weights.
 
-    A model that does not fit in the memory of a process is built under ``torch.device("meta")``. DeepSpeed's arguments
-    are accepted and have no effect.
+    Build a model that exceeds the memory of a process under ``torch.device("meta")``. DeepSpeed's arguments have no
+    effect.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -32,10 +32,10 @@ def GatheredParameters(  # noqa: N802, DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Makes the parameters full inside the context; before an engine has them, they always are. Collective.
+    """All-gathers ZeRO 3 parameters over dp inside the context. Collective.
 
     Args:
-        modifier_rank: the rank that broadcasts its writes; None: nothing is written.
+        modifier_rank: rank whose changes are broadcast at the end; None: nothing is written.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()

@@ -1,1 +1,1 @@
-"""Dry run of a plan's ranks on shapes: nothing is computed or sent, and live bytes are counted."""
+"""Dry run of a plan's ranks on shapes: nothing is computed or communicated, and live bytes are counted."""

@@ -1,17 +1,11 @@
-"""Dry run of one rank of a plan: a rank of shapes plays a short step, and the memory of each action is recorded.
+"""Dry run of one rank of a plan: a short step runs on FakeTensors, and the bytes of each pipeline action are recorded.
 
-The runtime is that of training: sharded layers, operators, recomputation, gathers, reducers. So what is counted is
-what the run holds. Per stage, the first, a middle and the last microbatch are played, in the order F .. F B .. B of one
-microbatch after another; :mod:`engine.planning.activation_memory` puts them in the order of the schedule.
-Where every microbatch reduces its gradients, the second one is played besides: a buffer is given back when another
-bucket needs it, so that two microbatches pass until each gives back as much as it takes.
+The runtime is the one of training, on a copy of the model. Per stage, the first, a middle and the last microbatch run;
+:mod:`engine.planning.activation_memory` puts their bytes in the order of the schedule. If every microbatch reduces its
+gradients, the second one runs too, because buffers are reused only from then on.
 
-Messages of a rank whose neighbours do not exist: what would arrive has shapes alone, and what is sent is held.
-
-A copy of a model whose parameters have shapes and no content, and the backend of a rank that is alone.
-
-Parameters are FakeTensors that claim the CPU, so that torch and the model take the code paths of the run (autocast,
-fused attention). Other tensors, such as masks and positions, are real: their content may choose a path.
+Parameters and messages are FakeTensors that claim the CPU, so that torch and the model take the code paths of the run.
+Other tensors, such as masks and positions, are real: their content may choose a path.
 """
 
 import gc
@@ -53,12 +47,12 @@ CPU = torch.device("cpu")
 
 
 def shape_mode() -> FakeTensorMode:
-    """Returns the mode of one dry run; real tensors may be mixed with tensors without content."""
+    """Returns the FakeTensorMode of a dry run, which accepts real tensors too."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def take_content(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replaces parameters, and buffers on the meta device, by shapes; ties stay."""
+    """Replaces parameters, and buffers on the meta device, by FakeTensors; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -80,7 +74,7 @@ def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shapes of operators that run on the CPU but that torch's FakeTensor rules refuse."""
+    """Dispatch mode with shape rules for operators that torch's FakeTensors do not support on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,10 +100,10 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class EqualRanksBackend(RecordingBackend):
-    """Backend that moves nothing: every other rank seems to have and do the same as this one.
+    """Communication backend of a single process: collectives act as if all ranks had this rank's tensors.
 
     Args:
-        exchanges: reduce-scatters allocate a second tensor until they are waited for, as gloo's do.
+        exchanges: True if reduce-scatters allocate a temporary tensor, as in gloo.
     """
 
     def __init__(self, grid: Grid, exchanges: bool) -> None:
@@ -117,7 +111,7 @@ class EqualRanksBackend(RecordingBackend):
         self._exchanges = exchanges
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Stores this rank's slice of ``full`` in ``shard``."""
+        """Copies this rank's slice of ``full`` to ``shard``."""
         if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
         received, ranks = torch.empty_like(full), self._grid.size(axis)
@@ -151,10 +145,9 @@ class EqualRanksBackend(RecordingBackend):
 
 
 class DryRunTransport:
-    """Transport that passes messages between stages of this rank, and notes all others, outside of ``live``.
+    """Transport of a dry run: delivers messages between stages of this rank, and records messages to other ranks.
 
-    The walk over the schedule counts the buffers, since several microbatches use them, and the sent tensors, since the
-    schedule determines when a send completes.
+    Message buffers and sent tensors are not counted here: their lifetime depends on the schedule.
     """
 
     def __init__(
@@ -169,7 +162,7 @@ class DryRunTransport:
         self.kept: list[MessageBuffer] = []
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Retains a tensor sent to another rank until :meth:`complete`, or until its gradient arrives."""
+        """Stores a tensor sent to another rank until :meth:`complete`, or until its gradient arrives."""
         if self._is_own(message):
             self._own.send(message, tensor)
         elif abs(message.target - message.source) == 1:
@@ -178,7 +171,7 @@ class DryRunTransport:
             self._far[message] = tensor.detach().contiguous()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Returns a tensor of this shape."""
+        """Returns a FakeTensor of this shape, or the message of another stage of this rank."""
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)
         with self._shapes():
@@ -188,14 +181,14 @@ class DryRunTransport:
         return tensor.detach
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Does nothing, since :meth:`complete` releases sends."""
+        """Does nothing, because :meth:`complete` releases sends."""
 
     def delivered(self, message: Message) -> None:
-        """Releases a send past a neighbouring stage."""
+        """Releases the tensor of a send whose gradient has arrived."""
         self._far.pop(message, None)
 
     def recycle(self, tensor: Tensor) -> None:
-        """Notes whether the buffer can be reused, or is still referenced."""
+        """Records that a message buffer is free, or still referenced."""
         if not self._buffers.lent(tensor):
             return
         buffer = _buffer(tensor)
@@ -206,12 +199,12 @@ class DryRunTransport:
             self._live.take_in(tensor)
 
     def complete(self) -> None:
-        """Completes all sends to neighbours, and begins new notes."""
+        """Releases tensors of completed sends, and starts the record of the next action."""
         self._near.clear()
         self.taken, self.given_back, self.kept = [], [], []
 
     def finish(self) -> None:
-        """Ends the step."""
+        """Releases all sent tensors at the end of the step."""
         self.complete()
         self._far.clear()
 
@@ -228,33 +221,33 @@ FIRST, SECOND, MIDDLE, LAST = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunStep:
-    """Memory of the actions of a rank in a steady step."""
+    """Live bytes of each pipeline action of a rank in a steady step."""
 
     actions: dict[tuple[Op, int, int], ActionMemory]
-    """Memory by operation, stage and place of the microbatch: FIRST, SECOND, MIDDLE or LAST."""
+    """Bytes by operation, stage and microbatch: FIRST, SECOND, MIDDLE or LAST."""
     base: int
-    """Live bytes between steps."""
+    """Live bytes of the rank between steps."""
     end_rise: int
-    """Peak of live bytes while the last gradients are reduced, minus the live bytes between steps."""
+    """Peak bytes of the final gradient reduction minus live bytes between steps."""
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
-        """Returns the memory of the action that is the n-th of ``total`` of its stage and operation."""
+        """Returns the bytes of an action, the n-th of ``total`` of its stage and operation."""
         place = LAST if number == total - 1 else min(number, MIDDLE)
         return self.actions[action.op, action.stage, place]
 
     def on_stages(self, stages: Mapping[int, int]) -> "DryRunStep":
-        """Returns the same for a rank with other stages; ``stages`` maps this rank's stages to that rank's."""
+        """Returns the same bytes for another rank; ``stages`` maps this rank's stages to that rank's."""
         actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
         return replace(self, actions=actions)
 
 
 class DryRunRank:
-    """Runtime of one rank over shapes.
+    """Runtime of one rank on FakeTensors.
 
     Args:
-        model: as it was passed to the plan; a copy is used.
-        example: one microbatch; on the meta device it stands for zeros.
-        kernels: choices for an absent device; None: those of the CPU.
+        model: model of the plan; a copy is used.
+        example: one microbatch; tensors on the meta device become zeros.
+        kernels: kernel choices for an absent device; None: choices of the CPU.
     """
 
     def __init__(
@@ -284,13 +277,13 @@ class DryRunRank:
         self._runtime.on_host.observer = self.live.leave_out
 
     def trace_like(self, other: "DryRunRank") -> None:
-        """Copies the traces of ``other``, a rank of the same plan that has made its step, instead of tracing."""
+        """Copies the traces of ``other``, a finished dry run of the same plan, instead of tracing."""
         own, others = self._runtime.pipeline, other._runtime.pipeline
         if own is not None and others is not None:
             own.traces.take(others.traces)
 
     def step(self) -> DryRunStep:
-        """Runs a warm-up step on shapes, then a measured one for each kind of backward: full, or in two halves."""
+        """Runs a warm-up step and a measured step for each kind of backward (full or split); returns the bytes."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
         with self._dry_running():
@@ -306,7 +299,7 @@ class DryRunRank:
         return DryRunStep(actions=found, base=base, end_rise=end_rise)
 
     def watch(self, modules: Sequence[str]) -> list[int]:
-        """Returns a list that receives the live bytes as each of ``modules`` returns in a forward."""
+        """Returns a list to which each return of ``modules`` in a forward appends the live bytes."""
         levels = list[int]()
 
         def note(*_: Any) -> None:
@@ -319,7 +312,7 @@ class DryRunRank:
         return levels
 
     def play(self) -> None:
-        """Plays a step with its update, for a caller that records launches instead of memory."""
+        """Runs one step with its update, for a caller that records kernel launches instead of bytes."""
         row = self.plan.schedule.per_rank[self._pp]
         splits = any(action.op is Op.BACKWARD_INPUT for action in row)
         with self._dry_running():
@@ -410,9 +403,9 @@ def _cycles_end_with_actions() -> Iterator[None]:
 
 
 def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
-    """Returns a row of the same stages for a few microbatches in sequence; ``splits``: split backwards as ``row`` does.
+    """Returns actions of the stages of ``row`` for fewer microbatches; ``splits``: with split backwards.
 
-    Forwards are in the order of stages, backwards in the opposite order.
+    Forwards run in the order of stages, backwards in reverse.
     """
     stages = sorted({action.stage for action in row})
     found: list[Action] = []

@@ -1,4 +1,4 @@
-"""GPU attention for shapes that claim the CPU, whose kernels write all scores in cases where a GPU's do not."""
+"""Attention in a dry run: FakeTensors that claim the CPU store the tensors that GPU kernels store, not all scores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,23 +12,21 @@ from torch.nn import functional
 from engine.parallel.model.placeholders import is_plain
 
 MOST_WIDTH = 256
-"""Largest width of a head in kernels of a GPU."""
+"""Largest head width of GPU attention kernels."""
 WIDTHS = 8
-"""Divisor of the width of a head in kernels of a GPU."""
+"""Head widths of GPU attention kernels are multiples of this."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @contextmanager
 def attention_of_gpu() -> Iterator[None]:
-    """Makes ``scaled_dot_product_attention`` retain the tensors of a GPU's kernel: inputs, output, and a sum per row.
+    """Makes ``scaled_dot_product_attention`` save the tensors of a GPU kernel for backward: inputs, output, row sums.
 
-        dropout                     the flash kernel of the CPU, which refuses dropout, represents the kernels of a GPU;
-                                    they retain only a seed of the mask
-        values of another width     the memory-efficient kernel of the GPU (DeepSeek: keys of 192, values of 128)
+        dropout                     the CPU's flash kernel represents GPU kernels, which save only a seed of the mask
+        values of another width     the GPU's memory-efficient kernel (DeepSeek: keys of 192, values of 128)
         all else                    torch's choice on a CPU: flash attention, or all scores
 
-    A model that writes its scores in its own code ("eager") never calls it. The function replaces torch's, since a
-    dispatch mode would change the code paths of products and heads, which check for active modes.
+    Models that compute scores in their own code ("eager") are not affected.
     """
     own, module = functional.scaled_dot_product_attention, cast(Any, functional)
 

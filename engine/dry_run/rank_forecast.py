@@ -1,8 +1,6 @@
-"""Peak of live storages of a rank: its actions from a rehearsal, in the order of its schedule; on any device.
+"""Peak of live bytes of every pipeline rank of a plan, from dry runs of its actions, in the order of the schedule.
 
-Which pipeline ranks of a plan do the same to memory, so that one of them is rehearsed for all.
-
-All pipeline ranks of a plan, with no more of it rehearsed than differs: alike ranks and blocks count once.
+Equal ranks and equal blocks are run once.
 """
 
 from collections.abc import Hashable, Iterator
@@ -25,7 +23,7 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """Live bytes of a rank in a steady step, in addition to its state (parameters, gradients and optimizer)."""
+    """Live bytes of a rank in a steady step, in addition to parameters, gradients and optimizer state."""
 
     rank: int
     peak: LivePeak
@@ -33,17 +31,17 @@ class RankForecast:
 
 
 def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
-    """Returns the peak of ``rank`` from the memory of its actions in ``step``."""
+    """Returns the peak of ``rank`` from the bytes of its actions in ``step``."""
     row = rank_schedule(plan.schedule, plan.grid(rank).coord().pp)
     peak = peak_of_row(row.actions, row.releases, step.memory_of, step.base, step.end_rise)
     return RankForecast(rank=rank, peak=peak, step=step)
 
 
 class PlannedKernels(Kernels):
-    """Kernels of an absent GPU, as :class:`Kernels` chooses them there; only shapes reach the operators.
+    """Kernel choices of an absent GPU; operators run on shapes only.
 
     Args:
-        card: name of the GPU, as rows of ``tuned.json`` have it.
+        card: name of the GPU in ``tuned.json``.
     """
 
     def __init__(self, mode: Mode, card: str) -> None:
@@ -51,7 +49,7 @@ class PlannedKernels(Kernels):
         self.card = card
 
     def replaces(self, device: torch.device) -> bool:
-        """Returns True: modules get our operators, as on any GPU."""
+        """Returns True: modules run engine operators, as on any GPU."""
         return True
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
@@ -63,14 +61,14 @@ class PlannedKernels(Kernels):
 
 
 NEAR = 2
-"""Cap of distances, in stages or in calls before a stage: 0 none, 1 the next one, 2 farther."""
+"""Largest distance between stages or calls that is distinguished: 0, 1, or 2 for more."""
 
 
 class RankLikeness:
-    """Descriptions of pipeline ranks: ranks with equal descriptions have equal live bytes, action by action.
+    """Descriptions of pipeline ranks; ranks with equal descriptions have equal live bytes in each action.
 
-    A description contains the calls, messages and shapes of each stage with the kinds of its blocks, the layout of its
-    parameters in buckets, and the split of its backwards. The walk over the schedule applies the order of the row.
+    A description contains calls, messages and shapes of each stage, its kinds of blocks, its buckets, and split
+    backwards.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -134,22 +132,22 @@ class RankLikeness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDryRun:
-    """Inputs of dry runs of the ranks of a plan; nothing is computed, sent, or changed in the model."""
+    """Dry runs of all pipeline ranks of a plan; nothing is computed or communicated, and the model is unchanged."""
 
     model: nn.Module
-    """As it was given to the plan."""
+    """Model of the plan."""
     plan: Plan
     request: Request
-    """Loss and rows of the run."""
+    """Arguments of ``initialize`` with loss and rows."""
     example: Batch
-    """One microbatch; on the meta device it stands for zeros."""
+    """One microbatch; tensors on the meta device become zeros."""
     kernels: Kernels | None = None
-    """Choices for a device that is not here; None: those of the CPU."""
+    """Kernel choices for an absent device; None: choices of the CPU."""
     plan_of: PlanOf | None = None
-    """Plans a model with fewer blocks; None: all blocks are dry."""
+    """Function that plans a model with fewer blocks; None: all blocks run."""
 
     def forecasts(self) -> Iterator[RankForecast]:
-        """Yields the forecast of the first data and tensor rank of each pipeline rank, in order."""
+        """Yields the live bytes of each pipeline rank (its first data and tensor rank), in order."""
         likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], DryRunStep]]()
         before = list[DryRunRank]()
         for pp in range(self.plan.config.pp):

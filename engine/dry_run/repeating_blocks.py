@@ -1,4 +1,4 @@
-"""Repeating blocks of module lists: equal modules, shapes and settings, except for the position that a block stores."""
+"""Repeating blocks of module lists: equal modules, shapes and settings, except for stored layer numbers."""
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,24 +7,24 @@ import torch
 from torch import Tensor, nn
 
 MOST_PERIOD = 6
-"""Longest period of a pattern of kinds, in blocks, such as alternating windowed and full attention."""
+"""Longest period of a pattern in blocks, such as alternating windowed and full attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlikeRun:
-    """Blocks at the end of a list with a repeating pattern of kinds."""
+    """Repeating pattern of blocks at the end of a module list."""
 
     blocks: str
-    """Name of the list."""
+    """Name of the module list."""
     start: int
-    """Index of the first block of the run."""
+    """Index of the first block of the pattern."""
     period: int
-    """Number of blocks after which the kinds repeat."""
+    """Number of blocks after which the pattern repeats."""
     periods: int
 
 
 def longest_run(model: nn.Module, called: Container[int] | None = None) -> AlikeRun | None:
-    """Returns the longest repeating pattern at the end of any list; None if no list ends with two periods.
+    """Returns the longest repeating pattern at the end of any module list; None if no list ends with two periods.
 
     ``called``: ids of the modules that a forward calls; lists without a called module are left out.
     """
@@ -37,13 +37,13 @@ def longest_run(model: nn.Module, called: Container[int] | None = None) -> Alike
 
 
 def outer_runs(model: nn.Module) -> list[AlikeRun]:
-    """Returns a run of each list that is not inside a block of another list."""
+    """Returns the pattern of each module list that is not inside a block of another list."""
     outer = [(name, kinds) for name, kinds in _lists(model) if not any(part.isdecimal() for part in name.split("."))]
     return [run for name, kinds in outer if (run := _run(name, kinds)) is not None]
 
 
 def is_called(model: nn.Module, blocks: str, called: Container[int]) -> bool:
-    """Returns True if a forward calls some block of a list."""
+    """Returns True if a forward calls some block of the list ``blocks``; ``called``: ids of called modules."""
     return any(id(module) in called for module in model.get_submodule(blocks).modules())
 
 
@@ -66,7 +66,7 @@ def _blocks(run: AlikeRun) -> int:
 
 
 class KindNames:
-    """Names of modules and parameters with the number of a block replaced by its kind."""
+    """Names of modules and parameters with block numbers replaced by the number of their kind."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kinds: Mapping[str, int] = {
@@ -76,7 +76,7 @@ class KindNames:
         }
 
     def of(self, name: str) -> str:
-        """Returns the name that blocks of one kind share: ``layers.7.down.weight`` -> ``layers.#0.down.weight``."""
+        """Returns the name shared by blocks of one kind: ``layers.7.down.weight`` -> ``layers.#0.down.weight``."""
         parts = name.split(".")
         for index, part in enumerate(parts):
             kind = self._kinds.get(".".join(name.split(".")[: index + 1])) if part.isdecimal() else None

@@ -1,16 +1,13 @@
 """Live bytes of a long model from short ones: each further period of equal blocks adds the same bytes.
 
-    blocks    | first | A A | last      run dry with 2, 3 and 4 periods
+    blocks    | first | A A | last      dry run with 2, 3 and 4 periods
               | first | A A A | last
               | first | A A A A | last
     model     | first | A A A A A A .. A | last      extrapolated, if the three are on a line
 
-An action changes the level of live bytes by a constant plus a part for each period, so the bytes that it leaves are
-linear in the number of periods. Its peak is reached in the first or the last period, or outside of them: the maximum of
-a constant and a line with the slope of the bytes left. Once the peak grows by that slope (or stays, where bytes are
-freed), it does so for any number of periods, and the extrapolation is exact. The peak after the last action is that of
-reductions at the end of the step; only its line is known. Buckets have to repeat as blocks do, up to the buckets of the
-whole model. Nothing else is extrapolated.
+Live bytes after an action are linear in the number of periods. Its peak is the maximum of a constant and a line with
+the same slope, so the extrapolation is exact once the peak grows by that slope or is constant. Buckets have to repeat
+as blocks do.
 """
 
 from collections import Counter
@@ -29,17 +26,18 @@ from engine.planning.activation_memory import ActionMemory
 from engine.planning.plan import Plan
 
 PERIODS = (2, 3, 4)
-"""Periods of the short models."""
+"""Numbers of periods in the short models."""
 
 PlanOf = Callable[[nn.Module], Plan]
-"""Plans a model with fewer blocks, under the same configuration."""
+"""Function that plans a model with fewer blocks under the same configuration."""
 
 
 def shortened_step(
     model: nn.Module, plan: Plan, run_dry: Callable[[nn.Module, Plan], DryRunStep], plan_of: PlanOf
 ) -> DryRunStep | None:
-    """Returns the step of a rank without a pipeline, from dry runs of short models; None if the whole model is
-    needed."""
+    """Returns the bytes of a rank without a pipeline, extrapolated from dry runs of short models; None if the whole
+    model has to run.
+    """
     run = longest_run(model)
     if run is None or run.periods <= sum(PERIODS) or not _is_even(plan):
         return None
@@ -60,7 +58,7 @@ def shortened_step(
 
 
 def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
-    """Returns a copy with ``periods`` periods of the run; blocks before the run stay."""
+    """Returns a copy of the model with ``periods`` periods of the pattern; blocks before it stay."""
     short = deepcopy(model)
     blocks = short.get_submodule(run.blocks)
     if isinstance(blocks, nn.ModuleList | nn.Sequential):
@@ -107,7 +105,7 @@ def _repeats(layouts: Sequence[Counter[Hashable]], whole: Counter[Hashable], per
 
 
 def continued(steps: Sequence[DryRunStep], periods: int) -> DryRunStep | None:
-    """Extrapolates the step of a model with ``periods`` from the steps with PERIODS; None if they are not on a line."""
+    """Returns the bytes extrapolated to ``periods`` from the steps with PERIODS; None if they are not linear."""
     last, times = steps[-1], periods - PERIODS[-1]
     base, end = (_slope([getattr(step, name) for step in steps]) for name in ("base", "end_rise"))
     if base is None or end is None or end < 0 or len({*map(_keys, steps)}) > 1:

@@ -1,10 +1,10 @@
-"""Parts that the integrations of other training loops share: huggingface, lightning, deepspeed.
+"""Code shared by the integrations of other training loops: huggingface, lightning, deepspeed.
 
-arguments       settings of the Hugging Face Trainer and of TRL with the engine's configuration, and refused ones
-loop_settings   settings of a user's own loop with it: accelerate's, Lightning's
-hosted_model    the module that a loop calls
+arguments       arguments of the Hugging Face Trainer and of TRL, merged with the engine's configuration
+loop_settings   settings of accelerate and Lightning, merged with it
+hosted_model    the module that another library's loop calls
 
-This file has the library versions in whose loops the engine is tested. Nothing here imports the libraries.
+This file lists the tested versions of the libraries. Nothing here imports them.
 """
 
 import logging
@@ -27,11 +27,11 @@ TESTED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "trl": ("1.16", "1.16"),
     }
 )
-"""Library -> first and last minor version in which all calls of its loop are tested."""
+"""Library -> first and last minor version with which the integration is tested."""
 
 
 def check_versions(*libraries: str) -> None:
-    """Warns of libraries with an untested version; raises for libraries that lack calls which the engine overrides.
+    """Warns of libraries with an untested version; raises if a library is too old or missing.
 
     Raises:
         ConfigError: a library is not installed, or has an earlier major version; the message names the first one.

@@ -1,7 +1,7 @@
-"""Arguments of the Hugging Face Trainer and of TRL, with the engine's configuration: each value has one owner.
+"""Arguments of the Hugging Face Trainer and of TRL, merged with the engine's configuration.
 
-The arguments own their values: sizes, clipping, optimizer, schedule, precision. The configuration omits them, sets
-"auto", or repeats them; any other value raises before the host acts on it, and before communication.
+Batch sizes, clipping, optimizer, schedule and precision come from the arguments. The configuration omits them, sets
+"auto", or repeats them; another value raises before communication.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "g
 
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
-    """Returns a copy of a configuration, with each "auto" replaced if ``args`` has a value for it."""
+    """Returns a copy of a configuration with each "auto" replaced by the value in ``args``, if there is one."""
     if not at and "distributed_type" in raw and "deepspeed_config" in raw:
         raw = {"train_micro_batch_size_per_gpu": "auto", **raw}  # as accelerate converts its own file
     filled: dict[str, Any] = {}
@@ -109,10 +109,10 @@ _ALIKE = (
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raises for arguments that place the model in another way.
+    """Raises for Trainer arguments that would shard or move the model themselves (FSDP, DeepSpeed).
 
     Raises:
-        ConfigError: such an argument, or a best model without checkpoints of the engine's state.
+        ConfigError: such an argument is set, or a best model is wanted without full checkpoints.
     """
     for name, remedy in _REFUSED.items():
         if getattr(args, name, None):
@@ -133,7 +133,7 @@ def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """Returns the engine's configuration with the values of ``TrainingArguments``, without optimizer and schedule.
 
     Raises:
-        ConfigError: a value differs from that of the arguments.
+        ConfigError: a value contradicts the arguments.
     """
     config = fill_auto({"initial_weights": "rank0"} | dict(raw), args)
     for key in _OF_STEPS:
@@ -197,7 +197,7 @@ def _equal(given: Any, value: Any) -> bool:
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
-    """Returns the error for a value of the configuration that its ``owner`` contradicts."""
+    """Returns the error about a configuration value that contradicts a value of ``owner``."""
     return ConfigError(
         f"{key} is {given} in engine_config and {name} is {value} in {owner}, but a run has one; set the same value, "
         f'or "auto" in engine_config.'
@@ -205,10 +205,10 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
 
 
 def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device: torch.device) -> None:
-    """Raises for arguments and numbers of rows that differ between ranks. One all-reduce over the world.
+    """Raises if arguments or dataset lengths differ between ranks. One all-reduce over the world.
 
     Raises:
-        ConfigError: names the first one, on all ranks.
+        ConfigError: names the first difference, on all ranks.
     """
     given = {f"{name} of {type(args).__name__}": repr(getattr(args, name, None)) for name in _ALIKE}
     given |= {f"the number of rows of {name}": repr(count) for name, count in rows.items()}
@@ -220,10 +220,10 @@ def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device:
 
 
 def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the user's ``compute_metrics``; its result must be a mapping, or None before the last batch.
+    """Returns ``compute_metrics`` with a check of its result: a mapping, or None before the last batch.
 
     Raises:
-        ConfigError: in a call that returns something else.
+        ConfigError: raised by a call that returns another type.
     """
 
     @wraps(compute)
@@ -240,7 +240,7 @@ def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
-    """Raises for a metric of the best model that cannot be compared.
+    """Raises if ``metric_for_best_model`` has no comparable value.
 
     Raises:
         ConfigError: the metric is not a number.
@@ -272,12 +272,12 @@ _REFUSED_PARTS_OF_TRL = ("tools", "environment_factory", "rollout_func")
 
 
 def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
-    """Raises for settings that no TRL trainer supports over an engine, before TRL acts on them.
+    """Raises for TRL trainers and settings that the engine does not support.
 
-    ``kind``: name of the trainer; ``given``: its keyword arguments; ``args``: its settings.
+    ``kind``: name of the trainer; ``given``: its keyword arguments; ``args``: its ``TrainingArguments``.
 
     Raises:
-        ConfigError: an unsupported trainer, argument or size, or an untested version.
+        ConfigError: the trainer, an argument, a batch size or the version is not supported.
     """
     if kind is None:
         return
@@ -313,7 +313,7 @@ def refuse_rewards(name: str, rewards: Any, count: int) -> None:
     """Raises for an invalid result of a TRL reward function for ``count`` completions.
 
     Raises:
-        EngineError: the result is no list, has another length, or contains something else than numbers.
+        EngineError: the result is not a list of ``count`` numbers.
     """
     listed = hasattr(rewards, "__len__") and hasattr(rewards, "__iter__") and not isinstance(rewards, str | Mapping)
     if not listed or len(rewards) != count:
@@ -328,10 +328,10 @@ def refuse_rewards(name: str, rewards: Any, count: int) -> None:
 
 
 def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
-    """Raises for a grid on which a TRL trainer would compute something else.
+    """Raises for a grid on which a TRL trainer would compute wrong results.
 
     Raises:
-        ConfigError: stages, tensor ranks or sharded parameters that the trainer cannot use.
+        ConfigError: the trainer does not support its pipeline, tensor ranks or sharded parameters.
     """
     if config.pp > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Engine as the module that the training loop of another library calls."""
+"""Module that the training loop of another library calls in place of the model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 
 
 class HostedModel(nn.Module):
-    """Module with the engine's forward, used like DistributedDataParallel.
+    """Module whose forward is the engine's, used like DistributedDataParallel.
 
-    Other attributes come from the model. Over a pipeline a forward runs all stages, and every rank gets its output. If
-    steps run as one call, a forward only predicts, because the stages train in one schedule.
+    Other attributes come from the model. On a pipeline, forward runs all stages and returns the output on every rank.
+    If steps run by ``train_batch``, forward only predicts.
     """
 
     def __init__(self, trained: Engine, rows: int | None = None, whole_steps: bool = False) -> None:
@@ -34,8 +34,7 @@ class HostedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for this data rank's rows, on every stage; plain tensors if no gradient is
-        needed."""
+        """Returns the model's output for this data rank's rows, on every pipeline rank."""
         if torch.is_inference_mode_enabled():  # tensors that the engine creates lazily would never have gradients
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
@@ -52,7 +51,7 @@ class HostedModel(nn.Module):
         return with_one_loss(self.trained.predict(with_share(batch, count, micro), micro), batch, count, micro)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients since the last update."""
+        """Drops the gradients accumulated since the last update."""
         self.trained.zero_grad()
 
 
@@ -61,8 +60,7 @@ _NO_LABEL = -100
 
 
 def with_share(batch: Any, rows: int, micro: int) -> Any:
-    """Returns ``batch`` with the number of items split over its rows, so that a microbatch gets the part of its
-    rows."""
+    """Returns ``batch`` with its number of items distributed over rows, so that it can be split into microbatches."""
     if not isinstance(batch, Mapping) or batch.get(_COUNT) is None:
         return batch
     shares = _row_shares(batch, rows, micro)
@@ -72,7 +70,7 @@ def with_share(batch: Any, rows: int, micro: int) -> Any:
 def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
     """Returns ``output`` with one loss of the batch: the mean of its microbatches' losses, weighted by labels or rows.
 
-    It is exact for means over labels or rows, and for sums that are divided by the microbatch's share of the items.
+    Exact for means over labels or rows, and for sums divided by the microbatch's share of items.
     """
     losses = output.get("loss") if isinstance(output, Mapping) else None
     if losses is None or not losses.ndim:

@@ -1,7 +1,7 @@
-"""Configuration of the engine under a user's own loop, for accelerate or Lightning: each value has one owner.
+"""Configuration of the engine in a loop of accelerate or Lightning.
 
-The loop owns optimizer, schedule, accumulation and precision. The configuration omits them, sets "auto", or repeats
-them; it owns the grid, ZeRO and all settings that the loop lacks.
+Optimizer, schedule, accumulation and precision come from the loop. The configuration omits them, sets "auto", or
+repeats them; the grid, ZeRO and all other settings come from it.
 """
 
 from collections.abc import Mapping
@@ -23,25 +23,27 @@ _AUTOMATIC = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Settings that a loop owns."""
+    """Settings that come from the loop of another library."""
 
     owner: str
-    """Name of the owning object, for errors."""
+    """Name of the object with these settings, for errors."""
     accumulation: tuple[str, int]
-    """Microbatches of a step: their name in the loop, and the number."""
+    """Name of the setting in the loop, and number of microbatches per step."""
     clipping: tuple[str, float] | None = None
-    """Norm to which gradients are clipped; None: the loop passes it at each step, or does not clip."""
+    """Name of the setting, and L2 norm to which gradients are clipped; None if the loop passes it in each step, or does
+    not clip.
+    """
     precision: str = "no"
     """"bf16" or "fp16" if the loop sets it; "no" leaves precision to the configuration."""
     micro: int | None = None
-    """Rows of a data rank in a microbatch; None: unknown yet."""
+    """Rows of a microbatch on a data rank; None: unknown."""
 
     def configuration(self, raw: Mapping[str, Any], world_size: int) -> Config:
         """Returns the engine's configuration for ``world_size`` ranks.
 
         Raises:
-            ConfigError: a value contradicts the loop; an optimizer or a schedule is configured; any mistake of the
-                configuration itself.
+            ConfigError: a value contradicts the loop; an optimizer or a schedule is configured; the configuration has
+                mistakes.
         """
         for section in ("optimizer", "scheduler"):
             if raw.get(section) is not None:
@@ -89,7 +91,7 @@ class LoopSettings:
 
 
 def part_rows(raw: Mapping[str, Any]) -> int | None:
-    """Returns the rows of the parts in which a batch passes a pipeline; None if the configuration has no such size."""
+    """Returns the rows of a pipeline microbatch in the configuration; None if it has no such number."""
     rows = raw.get("train_micro_batch_size_per_gpu")
     return rows if isinstance(rows, int) and rows > 0 else None
 
@@ -109,10 +111,11 @@ _SWITCHES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 
 def of_accelerator(given: Mapping[str, Any], environ: Mapping[str, str]) -> LoopSettings:
-    """Returns the settings of ``accelerate.Accelerator``'s arguments and of the variables of ``accelerate launch``.
+    """Returns the settings from arguments of ``accelerate.Accelerator`` and environment variables of ``accelerate
+    launch``.
 
     Raises:
-        ConfigError: one of them places the model in another way, or asks for fp8.
+        ConfigError: one of them shards the model itself (FSDP, DeepSpeed), or selects fp8.
     """
     for name, remedy in _PLACING.items():
         if given.get(name) is not None:
@@ -144,7 +147,7 @@ def of_lightning(trainer: Any) -> LoopSettings:
     """Returns the settings of Lightning's Trainer.
 
     Raises:
-        ConfigError: it clips elements, or has a precision that its plugins apply to the weights.
+        ConfigError: it clips by value, or its precision plugin casts the weights.
     """
     precision, clipping = str(trainer.precision), trainer.gradient_clip_val
     if precision not in _OF_LIGHTNING:
@@ -163,7 +166,7 @@ def of_lightning(trainer: Any) -> LoopSettings:
 
 
 def trained_child(module: nn.Module, name: str | None) -> str:
-    """Returns the name of the child on the grid: ``name``, or the only one with trained parameters.
+    """Returns the name of the submodule that the engine shards: ``name``, or the only child with trained parameters.
 
     Raises:
         ConfigError: there are several, or parameters outside it are trained.
@@ -192,13 +195,13 @@ def trained_child(module: nn.Module, name: str | None) -> str:
 
 
 def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Sets ``child`` at the path ``name``."""
+    """Replaces the submodule at path ``name`` by ``child``."""
     parent, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(parent), leaf, child)
 
 
 def move_others(module: nn.Module, name: str, device: torch.device) -> None:
-    """Moves the children of ``module`` that are not on the grid to the device."""
+    """Moves all children of ``module`` except ``name`` to the device."""
     top = name.partition(".")[0]
     for each, child in module.named_children():
         if each != top:

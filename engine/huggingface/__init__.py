@@ -1,10 +1,10 @@
 """Hugging Face's loops over the engine: ``from engine.huggingface import Trainer``, or ``Accelerator``.
 
-trainer        Trainer: the host's loop, data, logs, callbacks, optimizer and schedule; the engine's model and files
-trl_loop       hooks that TRL's trainers need in addition
-own_loop       Accelerator: a user's own loop, written for accelerate, and its state on disk
+trainer        Trainer: transformers' loop over the engine's model and checkpoints
+trl_loop       overrides that TRL's trainers need in addition
+own_loop       Accelerator: a user's own loop, written for accelerate
 accelerator    methods of accelerate that both loops call: data ranks, backward, step
-whole_steps    loss and microbatches of a step that runs as one call, for pipelines
+whole_steps    steps of a Trainer on a pipeline, which run as one ``train_batch``
 
 Imported on demand; ``import engine`` imports neither this package nor the libraries.
 """

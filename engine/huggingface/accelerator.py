@@ -31,19 +31,19 @@ from engine.reporting.step_report import StepReport
 
 
 class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` of a loop with a model on an engine's grid."""
+    """``accelerate.Accelerator`` for a loop whose model is on the engine."""
 
     grid: Grid
     hosted: HostedModel | None
-    """The module that the loop calls; None until the engine is made."""
+    """Module that the loop calls; None until the engine is made."""
     grad_norm: Tensor
-    """Norm of the gradients of the last step before clipping, 0-dim; NaN before the first step."""
+    """L2 norm of the last step's gradient before clipping, 0-dim; NaN before the first step."""
     skipped: bool
-    """The last step made no update."""
+    """True if the last step was skipped because of a non-finite gradient."""
     weighed: bool
-    """A backward of this step carries its weight."""
+    """True after the backward of this step that passes the loss weight."""
     whole_steps: bool
-    """Steps over a pipeline are ``eng.train_batch``, which makes the update itself."""
+    """True if steps on a pipeline run by ``eng.train_batch``."""
 
     @classmethod
     def around(cls, host: accelerate.Accelerator, grid: Grid) -> Self:
@@ -58,7 +58,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return made
 
     def begin(self, grid: Grid, owner: str, on_cpus: str) -> None:
-        """Binds the accelerator to a grid. ``owner`` and ``on_cpus`` name the setting of devices in errors.
+        """Binds the accelerator to a grid. ``owner`` and ``on_cpus``: names of the device settings, for errors.
 
         Raises:
             ConfigError: accelerate found another number of ranks or another kind of device than the launcher started.
@@ -80,7 +80,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def trained(self) -> Engine:
-        """The engine.
+        """Engine that trains the model.
 
         Raises:
             EngineError: neither training nor evaluation has begun.
@@ -100,11 +100,11 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def process_index(self) -> int:
-        """This process's data rank."""
+        """This process's index among the data ranks."""
         return self.grid.row_rank
 
     def gather(self, tensor: Any) -> Any:
-        """All-gathers over the world; returns the rows of all data ranks, in their order."""
+        """All-gathers a tensor over the world; returns the rows of all data ranks, in order."""
         return recursively_apply(self._of_replicas, super().gather(tensor))
 
     def _of_replicas(self, gathered: Tensor) -> Tensor:
@@ -114,14 +114,14 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return torch.cat([parts[rank] for rank in self.grid.peers(self.grid.rows, 0)])
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduces as accelerate does, but counts each data rank once, for any number of ranks in a replica."""
+        """Reduces like accelerate over the world, but counts each data rank once, not every rank of a replica."""
         reduced, copies = super().reduce(tensor, reduction, scale), self.grid.size("replica")
         if reduction != "sum" or copies == 1:
             return reduced
         return recursively_apply(lambda each: each / copies if each.is_floating_point() else each // copies, reduced)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers as accelerate does, over data ranks; also objects, which accelerate gathers over all ranks."""
+        """Gathers like accelerate, but from data ranks only; also objects."""
         if self.grid.size("replica") == 1 or not (use_gather_object or _has_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
         gathered = gather_object([input_data])
@@ -131,10 +131,10 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Splits inputs as accelerate does, if every rank is a data rank.
+        """Splits inputs like accelerate over ranks, if all are data ranks.
 
         Raises:
-            ConfigError: the ranks of a replica would get different inputs.
+            ConfigError: the grid has tensor or pipeline ranks, which need equal inputs.
         """
         if (copies := self.grid.size("replica")) > 1:
             raise ConfigError(
@@ -149,13 +149,12 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns the engine's model unchanged; moves a model for evaluation, such as a reference, to this device."""
+        """Returns the engine's model unchanged; moves another model (for evaluation) to this device."""
         placed = isinstance(model, HostedModel) or (self.hosted is not None and model is self.hosted.module)
         return model if placed or not evaluation_mode or device_placement is False else model.to(self.device)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns a loader of this data rank's batches; its workers draw equal random numbers on all ranks of a
-        replica."""
+        """Returns a loader of this data rank's batches; worker seeds are equal on all ranks of a replica."""
         start: Any = data_loader.worker_init_fn
         if isinstance(start, partial) and "rank" in start.keywords:
             ranked = start.keywords | {"rank": self.process_index}
@@ -165,7 +164,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
-        """Wraps an optimizer so that its step is the engine's."""
+        """Wraps an optimizer, so that its ``step`` is the engine's."""
         if not isinstance(optimizer, HostedOptimizer):
             optimizer = HostedOptimizer(optimizer, self.finish_step, self.drop_gradients)
         if not any(each is optimizer for each in self._optimizers):
@@ -173,13 +172,13 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return optimizer
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the user's model; its parameters are views of the engine's buffers."""
+        """Returns the user's model; its parameters are views of the engine's buckets."""
         return model.module if isinstance(model, HostedModel) else super().unwrap_model(model, *args, **kwargs)
 
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs backward of a microbatch: gradients are those of the sum of its losses, averaged over data ranks."""
+        """Runs the backward of a microbatch; gradients are averaged over data ranks."""
         last = bool(self.sync_gradients)
         self.trained.set_gradient_accumulation_boundary(last)
         weight, self.weighed = float(last and not self.weighed), self.weighed or last
@@ -188,34 +187,34 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.trained.step()
 
     def finish_step(self) -> bool:
-        """Clips and updates, unless ``train_batch`` already has; returns True if the step was skipped."""
+        """Clips and updates, unless ``train_batch`` has done so; returns True if the step was skipped."""
         self.weighed = False
         if not self.whole_steps and (report := self.trained.step()) is not None:
             self.record(report)
         return self.skipped
 
     def drop_gradients(self) -> None:
-        """Drops the gradients since the last update."""
+        """Drops the gradients accumulated since the last update."""
         self.weighed = False
         if self.hosted is not None:
             self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
-        """Stores the norm of a step and whether it was skipped, which the loop reads."""
+        """Stores gradient norm and skip flag of a step, for the loop."""
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
         self.trained.guard_gradients()  # callbacks read gradients until zero_grad
 
 
 class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """accelerate's optimizer wrapper: its groups are the engine's, and ``step`` is the engine's update."""
+    """accelerate's optimizer wrapper with the engine's parameter groups and update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._update, self._drop = update, drop
 
     def step(self, closure: Any = None) -> None:
-        """Updates at the end of an accumulation; does nothing before."""
+        """Updates the weights at the end of an accumulation; does nothing before."""
         if self.gradient_state.sync_gradients:
             self._is_overflow = self._update()
 
@@ -226,10 +225,10 @@ class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """accelerate's scheduler wrapper; one update makes a step for each data rank instead of each process."""
+    """accelerate's scheduler wrapper; an update makes one scheduler step per data rank, not per process."""
 
     data_ranks: int
-    """Scheduler steps of one update."""
+    """Number of scheduler steps per update."""
 
     def __init__(self, scheduler: Any, optimizers: Any, linked: bool, split_batches: bool, data_ranks: int) -> None:
         super().__init__(scheduler, optimizers, linked, split_batches)
@@ -238,10 +237,9 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Continues from a state saved with ``data_ranks`` steps an update, at the saved learning rate.
+        """Adapts restored scheduler state that was saved with ``data_ranks`` scheduler steps per update.
 
-        A schedule may count the steps of all ranks, or those of one. So it moves to the step of the same update, unless
-        only the same step has the saved rate.
+        It moves to the same update, unless only the same step number has the saved learning rate.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
@@ -266,7 +264,7 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
             schedule.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Makes one step for each data rank after an update, as accelerate does for each process."""
+        """Makes one scheduler step per data rank after an update, as accelerate does per process."""
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
         elif not any(each.step_was_skipped for each in self.optimizers):

@@ -38,18 +38,18 @@ _RANKS = "data_ranks"
 
 
 class SavedState(EngineAccelerator):
-    """Accelerator with a model and optimizer that the engine saves and loads."""
+    """Accelerator whose model and optimizer the engine saves and loads."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Returns the full state of the engine's model on rank 0, and an empty dict on other ranks. Collective."""
+        """Returns the full state dict of the engine's model on rank 0, and {} on other ranks. Collective."""
         if self.hosted is None or model not in (self.hosted, self.hosted.module):
             return super().get_state_dict(model, unwrap)
         return self.trained.full_state_dict()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Writes accelerate's files, and the engine's checkpoint with weights and optimizer inside. Collective.
+        """Writes accelerate's files, and a checkpoint of the engine with weights and optimizer. Collective.
 
-        Hooks get no weights, as under DeepSpeed.
+        Hooks receive no weights, as under DeepSpeed.
         """
         models, hooks = self._models, self._save_model_state_pre_hook
         with self._without_engine():
@@ -60,7 +60,7 @@ class SavedState(EngineAccelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Continues from ``save_state`` of any grid. Collective.
+        """Loads a folder of ``save_state``, saved on any grid. Collective.
 
         Raises:
             CheckpointError: the folder has no checkpoint of the engine.
@@ -106,14 +106,14 @@ def _newest(folder: Path) -> str:
 
 
 class Accelerator(SavedState):
-    """``accelerate.Accelerator`` with ``engine_config``, a dict or the path of a file; all else is accelerate's.
+    """``accelerate.Accelerator`` over the engine; ``engine_config`` is a dict or the path of a file.
 
-    The loop owns batch size, accumulation, clipping, optimizer and schedule; the configuration owns the grid, ZeRO and
-    all settings that the loop lacks. ``whole`` names tensors of a batch that have no rows. ``num_processes`` counts
-    data ranks, and ``process_index`` is this rank's index among them.
+    Batch size, accumulation, clipping, optimizer and schedule come from the loop; the grid, ZeRO and other settings
+    from the configuration. ``whole`` names tensors of a batch that have no rows. ``num_processes`` counts data ranks,
+    and ``process_index`` is this rank's index among them.
 
     Raises:
-        ConfigError: the configuration contradicts the loop, or a plugin places the model.
+        ConfigError: the configuration contradicts the loop, or a plugin shards the model.
     """
 
     def __init__(self, *, engine_config: ConfigSource, whole: Name | Sequence[Name] = (), **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ class Accelerator(SavedState):
 
     @property
     def trained(self) -> Engine:
-        """The engine.
+        """Engine that trains the model.
 
         Raises:
             EngineError: ``prepare`` has not been called.
@@ -139,18 +139,19 @@ class Accelerator(SavedState):
 
     @property
     def engine(self) -> Engine:
-        """Engine, as in :attr:`trained`."""
+        """Engine that trains the model, as in :attr:`trained`."""
         return self.trained
 
     # ------------------------------------------------------------------ prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares as accelerate does, for one trained model with its optimizer. Collective.
+        """Prepares objects like accelerate, with one trained model and its optimizer. Collective.
 
         A DataLoader in the same call sets the rows of a microbatch. Weights are broadcast from rank 0.
 
         Raises:
-            ConfigError: a model without its optimizer, several models, or another batch size than the configuration's.
+            ConfigError: a model is passed without its optimizer, several trained models are passed, or the batch size
+                differs from the configuration's.
         """
         models: list[Any] = [each for each in args if isinstance(each, nn.Module) and _is_trained(each)]
         if models and models != [self.hosted]:
@@ -193,7 +194,7 @@ class Accelerator(SavedState):
         return model.to(self.device) if moves else model
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Wraps a scheduler so that an update makes one step for each data rank, not for each process."""
+        """Wraps a scheduler, so that an update makes one scheduler step per data rank, not per process."""
         if isinstance(scheduler, AcceleratedScheduler):
             return super().prepare_scheduler(scheduler)
         own = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
@@ -203,12 +204,12 @@ class Accelerator(SavedState):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """Closes the engine, then frees memory as accelerate does."""
+        """Closes the engine, then frees memory like accelerate."""
         self._close()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Closes the engine, then ends as accelerate does."""
+        """Closes the engine, then ends training like accelerate."""
         self._close()
         super().end_training()
 
@@ -220,7 +221,7 @@ class Accelerator(SavedState):
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs backward of a microbatch; divides the loss by the number of microbatches, as accelerate does."""
+        """Runs the backward of a microbatch; divides the loss by the number of microbatches, as accelerate does."""
         super().backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def finish_step(self) -> bool:
@@ -234,16 +235,17 @@ class Accelerator(SavedState):
         return super().finish_step()
 
     def drop_gradients(self) -> None:
-        """Drops the gradients since the last update."""
+        """Drops the gradients accumulated since the last update."""
         self._clipped = False
         super().drop_gradients()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Returns the norm of the averaged gradient, 0-dim; ``optimizer.step()`` clips to ``max_norm``. Collective.
+        """Returns the L2 norm of the averaged gradient, 0-dim; ``optimizer.step()`` clips to ``max_norm``. Collective
+        over the world.
 
         Raises:
             ConfigError: the norm is not L2, or ``max_norm`` differs from the configuration's.
-            EngineError: the call is inside an accumulation, the second in a step, or not for all parameters.
+            EngineError: the call is inside an accumulation, is the second in a step, or omits parameters.
         """
         given = self.trained.config.gradient_clipping
         if float(norm_type) != 2:
@@ -281,13 +283,13 @@ class Accelerator(SavedState):
             )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Raises always: a step clips by the norm."""
+        """Raises ConfigError, because the engine clips only by norm."""
         raise ConfigError(
             "clip_grad_value_ clips each element, but the engine clips by the norm; call clip_grad_norm_."
         )
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Raises always: every data rank makes every step."""
+        """Raises ConfigError, because every data rank must take part in every step."""
         raise ConfigError(
             "join_uneven_inputs lets data ranks stop at different steps, but the engine needs the same number of steps "
             "on all of them; remove it, and keep even_batches."

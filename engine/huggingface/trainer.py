@@ -1,18 +1,16 @@
-"""``transformers.Trainer`` with a model on an engine's grid.
+"""``transformers.Trainer`` with a model on the engine.
 
-The host keeps its loop, data, logs, callbacks, optimizer and schedule. The engine overrides the accelerator, the
-wrapped model, the step and the checkpoints, which transformers leaves to subclasses.
+transformers provides loop, data, logs, callbacks, optimizer and schedule. The subclass overrides accelerator, wrapped
+model, step and checkpoints.
 
-    checkpoint-N/                  weights, configuration and tokenizer for from_pretrained, the host's own files
-    checkpoint-N/engine/step-N/    the engine's checkpoint, which a run continues from on any grid
+    checkpoint-N/                  weights, configuration and tokenizer for from_pretrained, transformers' files
+    checkpoint-N/engine/step-N/    the engine's checkpoint, which a run resumes from on any grid
 
-Steps that run as one, ``eng.train_batch``, since the stages of a pipeline have one schedule.
+On a pipeline, a step is one ``eng.train_batch`` over the stored microbatches. Its loss equals transformers', also for a
+model that receives the number of items:
 
-The Trainer passes its microbatches one by one, and they wait here until the step is complete. The step's loss equals
-the host's, also for a model that takes the number of items and does not divide by it:
-
-    host      sums microbatches, and multiplies each by the number of data ranks, over which it is averaged
-    engine    averages over microbatches and data ranks, so each loss is multiplied by both numbers
+    transformers    sums microbatches, and multiplies each by the number of data ranks, over which it is averaged
+    engine          averages over microbatches and data ranks, so each loss is multiplied by both numbers
 
     missing rows at the end of an epoch            are copies without labels, if the loss is a sum over labels
     missing microbatches at the end of an epoch    are copies with a loss multiplied by zero
@@ -66,11 +64,11 @@ _LACKS = "the host has no such microbatch"
 _NO_LABEL = -100
 
 OwnLoss = Callable[[Any, Tensor | None, Tensor | None], Tensor]
-"""``(output, labels, number of items) -> loss``, in place of the model's own."""
+"""Loss function ``(output, labels, number of items) -> loss`` that replaces the model's."""
 
 
 class WholeSteps:
-    """Unfinished step of a Trainer over a pipeline."""
+    """Unfinished step of a Trainer on a pipeline: the stored microbatches."""
 
     def __init__(
         self,
@@ -98,25 +96,26 @@ class WholeSteps:
 
     @property
     def scales(self) -> bool:
-        """True if the loss of a microbatch is not the model's unchanged, so the engine needs :meth:`loss`."""
+        """True if the engine must call :meth:`loss`, because the model's loss is not used unchanged."""
         return self._own_loss is not None or self._counts or bool(self._summed)
 
     def microbatch(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
-        """Returns the microbatch for the engine; ``count``: the number of items of the step, None if unknown."""
+        """Returns a microbatch for the engine; ``count``: number of items in the step, None if unknown."""
         if count is None or not self._counts or "labels" not in inputs:
             return dict(inputs)
         return {**inputs, _COUNT: torch.as_tensor(count, dtype=torch.float32, device=self._accelerator.device)}
 
     def inputs(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the inputs of the model: without labels if the loss is not its own."""
+        """Returns the model's inputs from a microbatch, without labels if the loss is not the model's."""
         if self._own_loss is not None:
             return {key: value for key, value in microbatch.items() if key not in ("labels", _COUNT, _LACKS)}
         given = {key: value for key, value in microbatch.items() if key != _LACKS}
         return given | {_COUNT: given[_COUNT].sum()} if _COUNT in given else given  # in evaluation by row
 
     def loss(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor:
-        """Returns the loss of a microbatch on the last stage, multiplied so that the engine's mean is the host's
-        loss."""
+        """Returns the loss of a microbatch on the last stage, scaled so that the engine's mean equals transformers'
+        loss.
+        """
         count, loss = microbatch.get(_COUNT), self._plain_loss(output, microbatch)
         if _LACKS in microbatch:
             return loss * 0
@@ -129,7 +128,7 @@ class WholeSteps:
         return self._own_loss(output, microbatch.get("labels"), microbatch.get(_COUNT))
 
     def add(self, inputs: Mapping[str, Any], count: Any) -> Tensor | None:
-        """Adds a microbatch; after the last one it runs the step, updates, and returns the step's loss.
+        """Stores a microbatch; after the last one runs the training step, and returns its loss.
 
         Raises:
             EngineError: the epoch ends without enough rows, and the loss is a mean over the present ones.
@@ -204,21 +203,21 @@ _SCHEDULE = "schedule"
 
 
 class Trainer(TrlLoop):
-    """``transformers.Trainer`` with ``engine_config``, a dict or the path of a file; all else is the host's.
+    """``transformers.Trainer`` over the engine; ``engine_config`` is a dict or the path of a file.
 
     ``whole`` names tensors of a batch that have no rows (image patches), as in :func:`engine.initialize`.
 
-    ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration owns the grid, ZeRO
-    and all settings that the arguments lack. ``per_device_train_batch_size`` counts rows of a data rank.
+    Batch sizes, precision, optimizer, schedule and clipping come from ``TrainingArguments``; the grid, ZeRO and other
+    settings from the configuration. ``per_device_train_batch_size`` counts rows of a data rank.
 
     A TRL class may follow it: ``class Tuner(Trainer, trl.GRPOTrainer)``, without a pipeline.
 
     With a pipeline a step is one call: ``on_pre_optimizer_step`` runs after the update, and the loss is the model's,
     ``compute_loss_func``'s or label smoothing's. A subclass that overrides ``compute_loss`` or ``training_step`` runs
-    the host's steps: each forward passes all stages and waits for its backward.
+    transformers' steps: each forward runs all stages and waits for its backward.
 
     Raises:
-        ConfigError: the configuration contradicts the arguments, or an argument places the model.
+        ConfigError: the configuration contradicts the arguments, or an argument shards the model.
     """
 
     def __init__(
@@ -244,13 +243,13 @@ class Trainer(TrlLoop):
 
     @property
     def engine(self) -> Engine:
-        """Engine; training or evaluation makes it when it begins."""
+        """Engine that trains the model; made when training or evaluation begins."""
         return self.accelerator.trained
 
     # ------------------------------------------------------------------ placing
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Creates accelerate's object over the engine's grid, in place of the host's."""
+        """Creates an accelerator over the engine's grid, in place of transformers'."""
         refuse_arguments(self.args)
         super().create_accelerator_and_postprocess()
         config = load_config(settled(self._raw, self.args), self.args.world_size)
@@ -319,11 +318,11 @@ class Trainer(TrlLoop):
         return dict(inputs) | ({"num_items_in_batch": count} if counted else {})
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Returns the rows of a step over all data ranks."""
+        """Returns the global batch size in rows."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Returns this rank's share of the floating-point operations of a forward and backward, as the host counts."""
+        """Returns this rank's share of the FLOPs of a forward and backward, as transformers counts."""
         name = getattr(self.model, "main_input_name", "input_ids")
         main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's prompts are a list
         if main is None:
@@ -333,7 +332,7 @@ class Trainer(TrlLoop):
     # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Runs forward and backward of a microbatch; with a pipeline the whole step, at its last microbatch."""
+        """Runs forward and backward of a microbatch; on a pipeline, runs the whole step at its last microbatch."""
         if self._steps is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()

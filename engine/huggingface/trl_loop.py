@@ -1,8 +1,8 @@
-"""Hooks for TRL's trainers, which call more than ``transformers.Trainer`` does.
+"""Overrides for TRL's trainers, which call more methods than ``transformers.Trainer``.
 
-generate             completions come from the engine's weights, ``eng.generate``, on all ranks together
+generate             completions come from ``eng.generate``, collectively
 log-probabilities    forwards without gradients, which TRL calls on the bare model, run through the engine
-fused head           tensor ranks compute on their own columns of the logits, which are never gathered
+fused head           tensor ranks compute on their shards of the logits, which are never gathered
 """
 
 import inspect
@@ -27,7 +27,7 @@ _IGNORED = -100
 
 
 class TrlLoop(transformers.Trainer):
-    """Overrides for TRL's trainers; without a TRL class among the bases, nothing calls them."""
+    """Overrides for TRL's trainers; without a TRL class among the bases, they have no effect."""
 
     accelerator: EngineAccelerator
     _sharded: bool
@@ -152,7 +152,7 @@ def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
 
 
 def plan_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the inputs of the model's own forward from a TRL microbatch, with labels; TRL's losses take the rest."""
+    """Returns the arguments of the model's forward from a TRL microbatch, with labels."""
     ids = inputs["input_ids"]
     return {"input_ids": ids, "attention_mask": inputs.get("attention_mask", torch.ones_like(ids)), "labels": ids}
 
@@ -173,7 +173,7 @@ def _generating(model: Any, accelerator: EngineAccelerator) -> Iterator[None]:
 
 
 def shard_fused_head(model: nn.Module) -> None:
-    """Replaces TRL's fused forward of ``model`` by one for tensor ranks; does nothing if the model has none."""
+    """Replaces TRL's fused forward of ``model`` by a tensor-parallel one, if the model has it."""
     base: Any = model
     whole = base.get_base_model() if hasattr(base, "get_base_model") else base
     fused = vars(whole).get("forward")

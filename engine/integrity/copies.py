@@ -1,19 +1,18 @@
-"""Comparisons of state by digests of bits: of one rank's state between two updates, and of copies between ranks.
+"""Comparisons of state by bit digests: of one rank's state between two updates, and of replicas between ranks.
 
-    update s -> take                         all state is at rest                          compare -> update s + 1
+    update s -> take                         no state may change                           compare -> update s + 1
                digests of all weights, masters and moments                      the first difference is stored
 
-One comparison every N steps would not suffice: a shard has no copy, and each update hides earlier differences. Copies
-with equal bits on several ranks are compared by short digests; a majority identifies the wrong one.
+State is compared in every step, because a shard has no replica. Replicas are compared by short digests; a majority
+identifies the wrong one.
 
     data ranks         tensors with ``StateTensor.equal``: everything at ZeRO 0, weights at ZeRO 1 and 2
-    shard groups       all other tensors, if there are several groups: the shards of one position in all of them
-    expert ranks       the same for the parameters of experts, over the data ranks that hold the same experts
+    shard groups       all other tensors, if there are several groups: equal shards of all groups
+    expert ranks       the same for parameters of experts, over the data ranks with equal experts
     replica's ranks    weights replicated over tensor ranks, and weights shared by pipeline ranks (ties)
 
-Tensor ranks lay their buckets out differently, so weights of a replica are compared by parameter; at ZeRO 3 the digests
-of the shards are first summed over the data ranks. The host does not wait for the device in a step: it reads only every
-``integrity.every`` steps whether there was a difference.
+Weights of a replica are compared by parameter; at ZeRO 3 digests of shards are first summed over dp. The host reads
+results only every ``integrity.every`` steps.
 """
 
 from collections import Counter
@@ -37,16 +36,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DataCopies:
-    """Comparison of copies on data ranks, over the axis along which each tensor is equal (``StateTensor.copies``)."""
+    """Comparison of replicated state between data ranks, over the axis on which each tensor is equal
+    (``StateTensor.copies``).
+    """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self.comm, self.device = comm, device
         self._compared: list[_AxisCopies] = []
 
     def compare(self, held: Sequence[StateTensor], digests: Sequence[Tensor]) -> Tensor:
-        """Returns whether copies differ, 0-dim on the device. All-gathers 16 bytes a tensor and rank, "integrity".
+        """Returns True, as a 0-dim device tensor, if replicas differ. All-gathers 16 bytes a tensor and rank, label
+        "integrity".
 
-        ``digests`` belong to ``held``.
+        ``digests``: one for each tensor of ``held``.
         """
         pairs = dict[Axis, list[tuple[StateTensor, Tensor]]]()
         for each, digest in zip(held, digests, strict=True):
@@ -58,7 +60,7 @@ class DataCopies:
         return torch.stack([each.differ for each in self._compared]).any()
 
     def findings(self, update: int) -> list[Finding]:
-        """Returns the differences, equal on all ranks of an axis; all-gathers the full digests of differing tensors."""
+        """Returns the differences, equal on all ranks; all-gathers the full digests of differing tensors."""
         return [finding for each in self._compared for finding in each.findings(update, self.device)]
 
 
@@ -93,7 +95,7 @@ class _AxisCopies:
 
 
 class ReplicaCopies:
-    """Comparison of copies on the tensor and pipeline ranks of one replica: weights only."""
+    """Comparison of replicated weights between the tensor and pipeline ranks of one replica."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._buckets = comm, buckets
@@ -105,10 +107,10 @@ class ReplicaCopies:
         self._found = torch.zeros(0)
 
     def compare(self, device: torch.device) -> Tensor:
-        """Returns whether copies differ, 0-dim on the device.
+        """Returns True, as a 0-dim device tensor, if replicated weights differ.
 
-        All-gathers 8 bytes a parameter and rank over the replica, label "integrity"; at ZeRO 3 it all-reduces them over
-        the shards before.
+        All-gathers 8 bytes a parameter and rank over the replica, label "integrity"; at ZeRO 3, all-reduces digests
+        over dp before.
         """
         if not self._rows or self._comm.grid.size("replica") == 1:
             return torch.zeros((), dtype=torch.bool, device=device)
@@ -161,7 +163,9 @@ class ReplicaCopies:
 
 
 def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
-    """Returns (indices of copies that differ from the majority, an index of the majority); all indices without one."""
+    """Returns (indices of values that differ from the majority, one index of the majority); all indices without a
+    majority.
+    """
     (value, count), *_ = Counter(values).most_common()
     most = values.index(value)
     if 2 * count <= len(values):
@@ -170,7 +174,7 @@ def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
 
 
 def copies_finding(one: Finding, odd: Sequence[int], ranks: Sequence[int]) -> Finding:
-    """Returns ``one`` as a difference between the copies of ``ranks``; ``odd`` are to blame."""
+    """Returns ``one`` as a finding about replicas on ``ranks``, of which ``odd`` are wrong."""
     values = one.to_json() | {"how": "copies", "ranks": odd, "others": [rank for rank in ranks if rank not in odd]}
     return Finding.from_json(values)
 
@@ -185,7 +189,7 @@ def _gathered(own: Tensor, comm: Comm, axis: Axis) -> Tensor:
 
 
 class Writes:
-    """Counter of the program's writes, which torch counts; a bit that flips by itself is no write.
+    """Record of intended writes to tensors, by torch's version counters; a flipped bit does not change them.
 
     A replaced tensor counts as written. torch does not count writes through ``parameter.data``.
     """
@@ -194,7 +198,7 @@ class Writes:
         self._seen = [(each.tensor, _versions(each)) for each in held]
 
     def since(self, held: Sequence[StateTensor]) -> list[bool] | None:
-        """Returns for each tensor whether the program has written it; None if the tensors are others now."""
+        """Returns True for each tensor that was written since; None if the list of tensors has changed."""
         if len(held) != len(self._seen):
             return None
         return [
@@ -209,7 +213,7 @@ def _versions(held: StateTensor) -> tuple[int, ...]:
 
 
 class AtRest:
-    """Digests of one rank's state."""
+    """Digests of one rank's state, to detect changes between two updates."""
 
     def __init__(self, inventory: StateInventory, device: torch.device) -> None:
         self._inventory, self._device = inventory, device
@@ -227,7 +231,7 @@ class AtRest:
         self._taken_after = 0
 
     def take(self, update: int) -> None:
-        """Computes the digests of all state, ``update`` updates after the start."""
+        """Computes the digests of all state after update number ``update``."""
         held = self._all()
         sizes = [digest_length(each.tensor) for each in held]
         if sizes != [digest_length(each.tensor) for each in self.held]:
@@ -242,7 +246,7 @@ class AtRest:
         return [*self._lasting, *self._inventory.moments()]
 
     def compare(self) -> None:
-        """Compares with the current state; skips tensors that the program has written since."""
+        """Compares the digests with the current state; skips tensors that were written since."""
         held = self._all()
         written = self._writes.since(held) if self._writes is not None else None
         if written is None:
@@ -257,22 +261,22 @@ class AtRest:
 
     @property
     def noticed(self) -> Tensor:
-        """True if there was a difference, a 0-dim tensor on the device."""
+        """True if there was a difference, as a 0-dim device tensor."""
         return (self._update >= 0) | bool(self._found)
 
     def findings(self, rank: int) -> list[Finding]:
-        """Returns the changes since the last call; waits for the device."""
+        """Returns the differences since the last call; synchronizes with the device."""
         self._keep_found()
         found, self._found = self._found, []
         return [finding.of(rank) for finding in found]
 
     def forget(self) -> None:
-        """Drops all digests and differences."""
+        """Drops all digests and recorded differences."""
         self.held, self._writes, self._found = [], None, []
         self._update.fill_(-1)
 
     def digests(self) -> list[Tensor]:
-        """Returns the latest digests, one for each tensor of ``held``."""
+        """Returns the stored digests, one for each tensor of ``held``."""
         return self._parts(self._taken)
 
     def _write(self, target: Tensor, wanted: Sequence[bool]) -> None:

@@ -1,16 +1,15 @@
-"""Digests of the bits of tensors, and findings of a check: one sentence, which all ranks raise.
+"""Bit digests of tensors, and findings of a check: one sentence, which all ranks raise.
 
-Digests are wrapping integer sums: no host synchronization, equal in any order of addition. The bytes of a tensor are
-64-bit words in runs of ``RUN``. Their digest is the sum of each column, modulo 2^64, and the digest of the sums of the
-runs, which are words again; a short tensor is its own digest:
+Digests are wrapping integer sums, without host synchronization. A tensor's bytes are 64-bit words in runs of ``RUN``.
+Its digest is the sum of each column, modulo 2^64, and the digest of the sums of the runs; a short tensor is its own:
 
-    w0  w1  .. w15 | s0          One changed word changes its column by its own change, which is not 0.
-    w16 w17 .. w31 | s1          Two changed words are in two columns, which both change, or in two runs, and their
-    ---------------              sums are two changed words of the next level.
-    c0  c1  .. c15               So any flipped bit is found, any two are, and any three words.
+    w0  w1  .. w15 | s0          One changed word changes its column.
+    w16 w17 .. w31 | s1          Two changed words are in two columns, or in two runs, whose sums are two changed
+    ---------------              words of the next level.
+    c0  c1  .. c15               So any one, two or three changed words are detected.
 
-Only four or more words that form the corners of a rectangle on all levels can cancel out and stay undetected. Columns
-and runs identify the word, and the difference of one flipped bit is a power of two that identifies the bit.
+Only four or more words at the corners of a rectangle on all levels can cancel out. Columns and runs identify the word,
+and the difference of one flipped bit is a power of two that identifies the bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from engine.parallel.comm.rendezvous import name_ranks
 from engine.zero.state_inventory import StateTensor
 
 RUN = 16
-"""Short enough to keep the sums of columns in registers: on a CPU both sums take little more time than one."""
+"""Words per run: few enough that column sums fit in CPU registers."""
 SHORT = 1024
 _AT_ONCE = 1 << 17  # words, on a CPU: 1 MiB, which stays in the cache for the second sum
 _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -33,14 +32,14 @@ _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 @dataclass(frozen=True, slots=True)
 class FlippedPlace:
-    """Changed place in a tensor's memory."""
+    """Position of changed bits in a tensor."""
 
     element: int
-    """Index in the flat tensor; the first one if more than one may have changed."""
+    """Index of the changed element in the flat tensor; of the first one if several may have changed."""
     stop: int
-    """End of the elements that may have changed, exclusive."""
+    """End (exclusive) of the range of elements that may have changed."""
     bit: int | None
-    """Index of the changed bit, 0 is the lowest; None: several."""
+    """Index of the changed bit, 0 is the lowest; None if several changed."""
 
 
 class _Change(NamedTuple):
@@ -53,7 +52,7 @@ class _Change(NamedTuple):
 
 
 def digest_length(tensor: Tensor) -> int:
-    """Returns the number of int64 values in the digest of ``tensor``."""
+    """Returns the number of int64 words in the digest of ``tensor``."""
     return _length(tensor.numel() // _elements_in_word(tensor))
 
 
@@ -71,22 +70,22 @@ def write_digest(tensor: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def short_digest(digest: Tensor) -> Tensor:
-    """Returns two sums of a digest, int64 [2], to compare between ranks: of its first ``RUN`` values, and of the rest.
+    """Returns two weighted sums of a digest, int64 [2], to compare between ranks: of its first ``RUN`` words, and of
+    the rest.
 
-    Each value has its own odd factor, so a difference in one never vanishes modulo 2^64. One changed word changes one
-    of the first values, a column, or one value of a tensor that is its own digest.
+    Each word has a different odd factor, so that one changed word always changes a sum modulo 2^64.
     """
     weighed = digest * odd_factors(0, len(digest), digest.device)
     return torch.stack([weighed[:RUN].sum(), weighed[RUN:].sum()])
 
 
 def odd_factors(start: int, stop: int, device: torch.device) -> Tensor:
-    """Returns different odd numbers, int64, one for each index from ``start`` to ``stop``."""
+    """Returns the odd number 2 i + 1 for each index from ``start`` to ``stop``, int64."""
     return torch.arange(start, stop, device=device).mul_(2).add_(1)
 
 
 def flipped_places(difference: Sequence[int], tensor: Tensor) -> list[FlippedPlace]:
-    """Returns the changed places from the difference of two digests of ``tensor``; none if it is all 0."""
+    """Returns the changed positions from the difference of two digests of ``tensor``; [] if it is 0."""
     return [_place(change, tensor) for change in _changes(difference, tensor.numel() // _elements_in_word(tensor))]
 
 
@@ -172,28 +171,28 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Detected corruption; equal on all ranks after the exchange."""
+    """Detected corruption of a tensor, equal on all ranks."""
 
     how: How
-    """rest: changed without a write; copies: differs between ranks; rerun: the second run computed something else."""
+    """Kind of check. rest: changed without a write; copies: differs between ranks; rerun: two runs of a step differ."""
     kind: str
     """Kind of the tensor: "weight", "master", the name of a moment, or "gradient"."""
     name: str
     """Name of the parameter."""
     update: int
-    """Number of updates when the state was last known to be right."""
+    """Number of updates at the last successful check."""
     ranks: tuple[int, ...] = ()
-    """Ranks to blame; all of them if copies differ without a majority."""
+    """Wrong ranks; all of them if replicas differ without a majority."""
     others: tuple[int, ...] = ()
-    """Ranks of the majority, with equal copies."""
+    """Ranks of the majority, with equal replicas."""
     element: int = -1
     """Index of the changed element in the rank's shard of the parameter; -1: unknown."""
     bit: int | None = None
-    """The flipped bit of that element; None: unknown or several."""
+    """Index of the flipped bit in that element; None: unknown or several."""
 
     @classmethod
     def at_rest(cls, held: StateTensor, place: FlippedPlace, update: int) -> "Finding":
-        """Returns the finding of a change between two updates."""
+        """Returns the finding about a change between two updates."""
         return cls(
             how="rest",
             kind=held.kind,
@@ -204,34 +203,34 @@ class Finding:
         )
 
     def of(self, *ranks: int) -> "Finding":
-        """Returns the finding with the ranks to blame."""
+        """Returns a copy of the finding with these wrong ranks."""
         return replace(self, ranks=ranks)
 
     @property
     def what(self) -> str:
-        """Tensor in words, such as "weight 'head.weight'"."""
+        """Words for the tensor, such as "weight 'head.weight'"."""
         where = f"{self.kind} {self.name!r}"
         if self.bit is not None:
             return f"bit {self.bit} of element {self.element} of {where}"
         return f"{where} around element {self.element}" if self.element >= 0 else where
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values, for the other ranks."""
+        """Returns the finding as a JSON object, for other ranks."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Finding":
-        """Returns the finding of another rank."""
+        """Returns the finding from the JSON of another rank."""
         return cls(**{**values, "ranks": tuple(values["ranks"]), "others": tuple(values["others"])})
 
 
 def sentence(findings: Sequence[Finding], hosts: Sequence[str], reruns: bool) -> str:
-    """Returns all findings in one sentence, the certain ones first.
+    """Returns one error sentence about all findings, the certain ones first.
 
     Args:
         findings: at least one.
-        hosts: the host of each rank.
-        reruns: True if the step was run again, and each rank compared its results.
+        hosts: name of each rank's host.
+        reruns: True if steps are run twice and compared.
     """
     order: Mapping[str, int] = {"rest": 0, "rerun": 1, "copies": 2}
     found = sorted(_merged(findings), key=lambda finding: (order[finding.how], finding.ranks))

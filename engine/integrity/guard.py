@@ -1,8 +1,8 @@
-"""Guard of a rank's state against silent corruption: the times of digests, comparisons and reads.
+"""Detection of silent corruption on a rank: the times of digests, comparisons and reads.
 
 every step             compare, just before the update         take, just after it
-every N steps          rerun (if asked), before the update     copies, and the host reads: raise or warn
-a save                 compare and copies before it            take after it
+every N steps          rerun (if on), before the update        replicas, and the host reads: raise or warn
+a save                 compare and replicas before it          take after it
 a load, a write        compare before it                       take after it
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("trine")
 
 
 class ComputedGradients:
-    """Sums of the bits of all gradients from this rank's backwards."""
+    """Comparison of two runs of a step, by bit sums of all gradients of this rank."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._places = {name: place for place, name in enumerate(names)}
@@ -36,11 +36,11 @@ class ComputedGradients:
         self._differs: Tensor | None = None
 
     def see(self, name: str, grad: Tensor) -> None:
-        """Adds a gradient as backward has computed it, before any reduction."""
+        """Adds a gradient of the backward, before any reduction."""
         self._sums[self._places[name]] += bit_sum(grad)
 
     def end(self, loss: Tensor) -> None:
-        """Ends one of the two runs; ``loss``: this rank's sum of losses."""
+        """Ends one of the two runs; ``loss``: sum of losses on this rank."""
         self._sums[-1] = bit_sum(loss)
         if self._before is None:
             self._before = self._sums.clone()
@@ -50,11 +50,11 @@ class ComputedGradients:
 
     @property
     def noticed(self) -> bool | Tensor:
-        """True if the second run computed something else, a 0-dim tensor on the device."""
+        """True if the two runs differ, as a 0-dim device tensor."""
         return self._differs is not None and self._differs.any()
 
     def findings(self, rank: int, update: int) -> list[Finding]:
-        """Returns the first differing gradient, or the loss; waits for the device."""
+        """Returns the first gradient (or the loss) that differs between the runs; synchronizes with the device."""
         differs, self._differs = self._differs, None
         if differs is None or not differs.any():
             return []
@@ -65,12 +65,12 @@ class ComputedGradients:
 
     @property
     def compared(self) -> bool:
-        """True if a step has been run twice since the last findings."""
+        """True if a step was run twice since the last findings."""
         return self._differs is not None
 
 
 class Integrity(StepPart):
-    """Guard of one engine on this rank; absent with ``integrity.every`` 0."""
+    """Step part that detects silent corruption on this rank; absent if ``integrity.every`` is 0."""
 
     order = PartOrder.INTEGRITY
 
@@ -93,16 +93,16 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ around an update
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Compares the state that the update will read. Communicates nothing and does not wait."""
+        """Compares the state that the update will read with its digests, without communication or synchronization."""
         self._at_rest.compare()
         return step.problem
 
     def rerun(self) -> ComputedGradients | None:
-        """Returns the comparison of two runs of the next step; None: it runs once."""
+        """Returns a comparison if the next step shall run twice; None if it runs once."""
         return self.computed if (self._steps + 1) % self._config.every == 0 else None
 
     def refuse_own_loop(self) -> None:
-        """Raises for reruns in a user's own loop.
+        """Raises if ``integrity.rerun`` is on, because only ``train_batch`` can run a step twice.
 
         Raises:
             EngineError: ``integrity.rerun`` is on.
@@ -114,9 +114,10 @@ class Integrity(StepPart):
             )
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Takes the digests after a step, also after a skipped one, and checks if it is due. Collective.
+        """Computes the digests after a step, and calls ``check`` every ``integrity.every`` steps and after a skipped
+        one. Collective.
 
-        A flipped bit may be the cause of a skipped step, so such a step is checked too.
+        A flipped bit may cause a skipped step.
 
         Raises:
             CorruptionError: see ``check``.
@@ -134,7 +135,7 @@ class Integrity(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Returns the context of a call that may write state."""
+        """Opens a call that may write state: compares digests before, and computes new ones after."""
         self._at_rest.compare()
         try:
             yield
@@ -142,7 +143,7 @@ class Integrity(StepPart):
             self._at_rest.take(self._update)
 
     def restarted(self, made: int) -> None:
-        """Restarts with initialized or loaded state, after ``made`` updates."""
+        """Drops all digests after weights were loaded or built; ``made`` is the number of updates so far."""
         self._at_rest.forget()
         self._failed = ""
         self._update = self._checked_after = made
@@ -150,7 +151,7 @@ class Integrity(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Returns the context of a save, which raises rather than save corrupted state. Collective.
+        """Opens a save; raises if state is corrupt. Collective.
 
         Raises:
             CorruptionError: this or the last check found corruption.
@@ -167,7 +168,7 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ the check
 
     def check(self) -> None:
-        """Reads the comparisons, and compares copies. Collective; all ranks call it at the same time.
+        """Reads the results of earlier comparisons, and compares replicas. Collective over the world.
 
         Raises:
             CorruptionError: corruption was found and ``integrity.on_failure`` is "raise"; equal on all ranks.

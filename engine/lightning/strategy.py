@@ -1,7 +1,7 @@
 """Strategy of Lightning's Trainer with a model on an engine's grid.
 
-Lightning keeps its loop, data, logs, callbacks, optimizer and schedule. The engine overrides ranks, backward, step and
-checkpoints, which Lightning leaves to strategies.
+Lightning provides loop, data, logs, callbacks, optimizer and schedule; the strategy overrides ranks, backward, step and
+checkpoints.
 
     FILE.ckpt/lightning.ckpt        Lightning's own: loops, callbacks, schedules, hyper-parameters
     FILE.ckpt/engine/step-N/        the engine's checkpoint, which a run continues from on any grid
@@ -32,23 +32,24 @@ from engine.parallel.grid import Grid
 from engine.program.batch_rows import Name
 
 _STATE, _HOST = "engine", "lightning.ckpt"
-"""Names of the parts of a checkpoint."""
+"""Names of the entries of a checkpoint folder."""
 
 
 class Strategy(DDPStrategy):  # type: ignore[misc]
-    """Strategy with ``engine_config``, a dict or the path of a file.
+    """Lightning strategy over the engine; ``engine_config`` is a dict or the path of a file.
 
-    Trainer owns accumulation, clipping and precision, the LightningModule optimizer and schedule; the configuration
-    owns the grid, ZeRO and all settings that both lack. A data loader yields the batches of one data rank.
+    Accumulation, clipping and precision come from Trainer, optimizer and schedule from the LightningModule; the grid,
+    ZeRO and other settings from the configuration. A data loader yields the batches of one data rank.
 
     Args:
         engine_config: the engine's configuration.
-        module: name of the LightningModule's module that is placed; None: its only child with parameters.
+        module: name of the submodule that the engine shards; None: the only child with trained parameters.
         whole: names of tensors of a batch that have no rows (image patches), as in ``initialize``.
         more: ``cluster_environment`` and ``checkpoint_io``, as in Lightning's strategies.
 
     Raises:
-        ConfigError: the configuration contradicts Trainer; manual optimization; trained parameters outside the module.
+        ConfigError: the configuration contradicts Trainer; optimization is manual; parameters outside the submodule are
+            trained.
     """
 
     precision_plugin: Any
@@ -70,7 +71,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """The engine.
+        """Engine that trains the model.
 
         Raises:
             EngineError: Trainer has not begun.
@@ -81,19 +82,19 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def grid(self) -> Grid:
-        """The grid, with this rank's position."""
+        """Grid of ranks, with this rank's coordinates."""
         assert self._config is not None, "Lightning sets up the environment first"
         return self._config.grid(self.global_rank)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Number and index of data ranks, which read different rows."""
+        """Number of data ranks and index of this one, for a distributed sampler."""
         return {"num_replicas": self.grid.row_ranks, "rank": self.grid.row_rank}
 
     # ------------------------------------------------------------------ setup
 
     def setup_environment(self) -> None:
-        """Reads the configuration, then joins the ranks."""
+        """Reads the configuration, then starts the process group."""
         module: Any = self.lightning_module
         if self._layer_sync is not None:
             raise ConfigError(
@@ -130,7 +131,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             )
 
     def setup(self, trainer: Any) -> None:
-        """Places the model on the grid, with the optimizer of the LightningModule. Collective."""
+        """Makes the engine: shards the model, with the LightningModule's optimizer. Collective."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module: Any = self.lightning_module
@@ -160,10 +161,10 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         self._placed = module
 
     def model_to_device(self) -> None:
-        """Does nothing: the engine moves each rank's shards."""
+        """Does nothing, because the engine moves this rank's shards."""
 
     def teardown(self) -> None:
-        """Tears down as Lightning does, but does not move the model, so ``test`` may follow ``fit``."""
+        """Tears down like Lightning, but does not move the model, so that ``test`` may follow ``fit``."""
         assert self.accelerator is not None and self.cluster_environment is not None
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -174,7 +175,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Marks backwards inside the context as not the last one of their step."""
+        """Opens a block whose backwards are not the last ones of a step, so that gradients are not reduced."""
         self._accumulating = True
         try:
             yield
@@ -182,7 +183,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             self._accumulating = False
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs backward of a microbatch, with a loss that Lightning has divided; the last one carries the weight."""
+        """Runs the backward of a microbatch; the last one of a step passes the loss weight."""
         module, last = self.lightning_module, not self._accumulating
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.engine.set_gradient_accumulation_boundary(last)
@@ -224,19 +225,19 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     # ------------------------------------------------------------------ values of all data ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces as Lightning does, but counts each data rank once, for any number of ranks in a replica."""
+        """Reduces like Lightning over the world, but counts each data rank once, not every rank of a replica."""
         reduced, copies = super().reduce(tensor, group, reduce_op), self.grid.size("replica")
         if not _is_world(group) or copies == 1 or not isinstance(tensor, Tensor) or not _is_sum(reduce_op):
             return reduced
         return reduced / copies if reduced.is_floating_point() else reduced // copies
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Reduces a decision over all ranks, as Lightning does."""
+        """Reduces a decision over all ranks, like Lightning."""
         count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
         return bool(count == self.world_size) if all else bool(count)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers as Lightning does, over data ranks: [data ranks, ...]."""
+        """All-gathers a tensor from data ranks, like Lightning: [data ranks, ...]."""
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
         if not _is_world(group) or self.grid.size("replica") == 1:
             return gathered
@@ -246,24 +247,24 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: the engine reads into the placed model."""
+        """True, because the engine loads checkpoints into the sharded model."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: the engine's checkpoint has the optimizer's state."""
+        """False, because the engine's checkpoint has the optimizer state."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns an empty dict: weights are gathered when a file of weights is written."""
+        """Returns {}, because weights are gathered only when a weights file is written."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns an empty dict: the engine's checkpoint has the optimizer's state."""
+        """Returns {}, because the engine's checkpoint has the optimizer state."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a folder to continue from, or a file of weights alone. Collective."""
+        """Writes a checkpoint folder to resume from, or a file with only weights. Collective."""
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint | {"state_dict": self._whole_state()}, filepath, storage_options)
             return
@@ -283,10 +284,10 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return others | {f"{self._name}.{key}": value for key, value in self.engine.full_state_dict().items()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Returns Lightning's part of a checkpoint; ``load_model_state_dict`` reads the engine's.
+        """Returns Lightning's state in a checkpoint; ``load_model_state_dict`` loads the engine's.
 
         Raises:
-            CheckpointError: the path is no folder that this strategy has written.
+            CheckpointError: the path is not a checkpoint folder of this strategy.
         """
         if not Path(checkpoint_path, _STATE).is_dir():
             raise CheckpointError(
@@ -299,7 +300,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return {**host, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Reads the engine's checkpoint: all of it to train, otherwise weights and buffers alone. Collective."""
+        """Loads the engine's checkpoint: everything for training, otherwise weights and buffers only. Collective."""
         module: Any = self.lightning_module
         assert self._restored is not None, "load_checkpoint comes first"
         alone = module.trainer.state.fn != TrainerFn.FITTING

@@ -62,7 +62,7 @@ class DecoderConfig:
 
 
 class Projection(nn.Linear):
-    """Linear that initializes itself: weights normal(0, ``std``), bias zero.
+    """Linear layer with its own initialization: weights normal(0, ``std``), bias zero.
 
     The standard deviation is stored here rather than in the model, so that every module can be initialized alone, in
     any order, and after materialization from the meta device.
@@ -79,7 +79,7 @@ class Projection(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Embedding that initializes itself as GPT-2 does: normal(0, 0.02)."""
+    """Embedding with GPT-2's initialization: normal(0, 0.02)."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INIT_STD)
@@ -114,7 +114,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, [B, L, D] -> [B, L, D]: attention, then an MLP of four times the width."""
+    """Transformer block, [B, L, D] -> [B, L, D]: attention, then an MLP of four times the width."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decoder from token ids to logits.
+    """GPT-2 style decoder from token ids [B, L] to logits [B, L, V].
 
     It may be built on the meta device: after ``to_empty``, every module's ``reset_parameters`` fills it, in any order.
     With ``tied``, ``to_empty`` separates the two weights, as in any torch model; tie them again.

@@ -1,4 +1,4 @@
-"""Models by their name on a command line: ``module:function``, or a Hugging Face folder."""
+"""Models by name on a command line: ``module:function``, or a Hugging Face folder."""
 
 import importlib
 import sys
@@ -14,10 +14,10 @@ _REMEDY = "pass one that builds, or a module:function that builds a small one"
 
 
 def find_function(name: str) -> Callable[[], Any]:
-    """Imports the function that a name denotes. Neither its module nor a call sees the arguments of this process.
+    """Returns the function that ``module:function`` names; it does not see the command-line arguments of this process.
 
     Raises:
-        PlanError: the module does not exist, has no such attribute, or ends or raises while it is imported.
+        PlanError: the module does not exist, lacks the attribute, or exits or raises on import.
     """
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
@@ -49,15 +49,15 @@ def _command_line(*words: str) -> Iterator[None]:
 
 
 def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: str = _REMEDY) -> Any:
-    """Returns the result of ``build``.
+    """Returns ``build()``, with its exceptions converted to PlanError.
 
     Args:
-        name: the user's name of the model.
-        where: place of the build for the error, such as " on the meta device".
-        remedy: end of the error.
+        name: name of the model on the command line.
+        where: words for the error, such as " on the meta device".
+        remedy: last clause of the error, which says what to do.
 
     Raises:
-        PlanError: ``build`` raises something else than an EngineError.
+        PlanError: ``build`` raises any exception except EngineError.
     """
     try:
         return build()
@@ -105,9 +105,9 @@ def import_transformers() -> Any:
 
 
 def huggingface_class(config: Any) -> Any:
-    """Returns the class that builds the model: the architecture in ``config``, else one with a head, else one without.
+    """Returns the transformers class for ``config``: its architecture, else one with a head, else one without.
 
-    For a configuration with several heads it is the masked one, unless ``is_decoder`` is set.
+    If several heads exist, the masked one is used, unless ``is_decoder`` is set.
     """
     transformers = import_transformers()
     for name in config.architectures or ():
@@ -117,7 +117,7 @@ def huggingface_class(config: Any) -> Any:
 
 
 def has_language_model_head(kind: Any, config: Any) -> bool:
-    """Returns True if models of this class compute a loss from token ids and labels alone."""
+    """Returns True if models of this class compute a loss from token ids and labels."""
     return any(kind is known for known in _language_models(config))
 
 

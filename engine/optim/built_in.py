@@ -1,6 +1,6 @@
-"""Optimizers that a configuration names: the engine's over flat tensors, and torch's, which they equal.
+"""Optimizers by name: the engine's, over flat buckets, and torch's equivalents for one process.
 
-Optimizers that update matrices as a whole divide them among owner ranks; any rank derives all routes from the plan.
+Optimizers of whole matrices divide them among owner ranks; every rank derives all routes from the plan.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,32 +35,34 @@ from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """Optimizer state for the parameters of a group."""
+    """Size and form of optimizer state for the parameters of a group."""
 
     values: int = 0
-    """Values of each element, in the dtype of moments."""
+    """Number of state values per element, in the dtype of moments."""
     codes: int = 0
-    """Values of each element in 8 bits."""
+    """Number of 8-bit state values per element."""
     block: int = 1
-    """Number of 8-bit values that share a scale."""
+    """Number of 8-bit values per scale."""
     factored: bool = False
-    """True: the state is means over rows and columns of matrices, and squares of vectors, whole on every rank."""
+    """True for Adafactor: row and column means of matrices, stored in full on every rank."""
     layerwise: bool = False
-    """True: steps depend on the norms of whole parameters."""
+    """True if updates depend on norms of whole parameters (LAMB, LARS)."""
     matrices: MatrixRule | None = None
-    """Rule of matrices that are updated as a whole; it defines the state that their owner stores."""
+    """Rule for matrices that are updated as a whole (Muon, SOAP, Shampoo); it defines their state."""
 
     def bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of state for a number of elements; ``itemsize`` is that of a moment."""
+        """Returns the bytes of optimizer state for ``elements``; ``itemsize``: bytes of a moment."""
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
-        """Returns the bytes of this state in a checkpoint, which stores 8-bit codes as decoded numbers."""
+        """Returns the bytes of state in a checkpoint, where 8-bit values are stored decoded."""
         return (self.values + self.codes) * elements * itemsize
 
 
 def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:
-    """Returns a factory of the optimizer over flat tensors; a list becomes one that updates each group by its rule."""
+    """Returns a factory of the configured optimizer over flat buckets; for a list, one that updates each group by its
+    rule.
+    """
     if not config.before:
         return _flat(config)
     kind = config.kind.replace("AdamW8bit", "AdamW")  # a checkpoint stores its moments as AdamW's
@@ -88,7 +90,7 @@ def _flat(config: OptimizerConfig) -> OptimizerFactory:
 
 
 def plain_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Builds the optimizer of one process, over whole parameters, that the engine's optimizer has to equal."""
+    """Returns the equivalent torch optimizer for one process."""
     if not config.before:
         return _plain(config, groups)
     return PlainComposite(groups, [partial(_plain, entry) for entry in config.entries])
@@ -120,22 +122,23 @@ def _plain(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
 
 
 def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
-    """Starts torch's Adam, which always corrects, at an update with a correction that divides by one."""
+    """Sets the step count of torch's Adam so high that its bias correction has no effect."""
     for weight in [weight for group in adam.param_groups for weight in group["params"]]:
         averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
         adam.state[weight] = {"step": torch.tensor(1e9), **averages}
 
 
 def kept_state(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> tuple[GroupState, ...] | None:
-    """Returns the optimizer state of each group; None if the optimizer is not configured."""
+    """Returns the optimizer state of each group; None if no optimizer is configured."""
     if config is None:
         return None
     return tuple(_kept(config.entries[group.entry or 0]) for group in groups)
 
 
 def block_of_codes(config: OptimizerConfig | None) -> int:
-    """Returns the alignment of parameters by which a block of 8-bit state is within one parameter; 1 without such
-    state."""
+    """Returns the alignment of parameters in buckets, in elements, so that no block of 8-bit state spans two; 1 without
+    8-bit state.
+    """
     entries = config.entries if config is not None else ()
     return max((entry.params["block_size"] for entry in entries if entry.type == "AdamW8bit"), default=1)
 
@@ -164,7 +167,7 @@ def _kept(config: OptimizerConfig) -> GroupState:
 
 
 def refuse_experts(rows: Iterable[ShardRow], rules: Mapping[int, MatrixRule]) -> None:
-    """Refuses rules that update whole matrices of experts, which have no owners among the ranks of an expert.
+    """Raises if a matrix optimizer (Muon, SOAP, Shampoo) would update experts that are divided among data ranks.
 
     Raises:
         PlanError: a rule updates a parameter of experts that data ranks share.
@@ -183,16 +186,16 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class MatrixOwners:
-    """Assignment of the matrices of each pipeline coordinate to owner ranks, by the cost of their updates."""
+    """Assignment of whole-matrix updates to owner ranks, balanced by cost, for each pipeline coordinate."""
 
     config: Config
     rows: Sequence[ShardRow]
-    """All rows of the table."""
+    """All rows of the shard table, one per parameter."""
     rules: Mapping[int, MatrixRule]
-    """Rules of the optimizer groups that update matrices as a whole."""
+    """Rules of optimizer groups that update whole matrices."""
     layouts: Mapping[ShardHolder, FlatLayout]
     ways: int = 2
-    """Exchanges of a round on each axis: there and back; 3 if weights travel to owners in addition to gradients."""
+    """Exchanges per update on each axis: 2 (gradients to owners, updates back); 3 if weights are sent to owners too."""
 
     @property
     def _shares(self) -> int:
@@ -201,12 +204,12 @@ class MatrixOwners:
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of axis dp that exchange matrices with each other, by group."""
+        """Groups of data ranks that exchange matrices with each other."""
         count = self._shares
         return tuple(tuple(range(first, first + count)) for first in range(0, self.config.row_ranks, count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
-        """Returns the routes of the matrices at a grid position; None if it has none."""
+        """Returns the exchanges of matrices at a grid position; None if it has no matrix."""
         rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
         rows = {name: row for name, row in rows.items() if coord.pp in row.owners}
         if not rows:
@@ -235,7 +238,7 @@ class MatrixOwners:
         )
 
     def traffic(self, coord: Coord) -> tuple[Traffic, ...]:
-        """Returns the traffic that a grid position sends in a step."""
+        """Returns the traffic per step that a grid position sends for its matrices."""
         routes = self.routes(coord)
         if routes is None:
             return ()
@@ -246,13 +249,13 @@ class MatrixOwners:
         return (*data, *tensor)
 
     def state_bytes(self, coord: Coord) -> int:
-        """Returns the bytes of state that a grid position stores for its own matrices."""
+        """Returns the bytes of state for the matrices that a grid position owns."""
         routes = self.routes(coord)
         made = routes.made if routes is not None else ()
         return sum(self._state(row) for row in self.rows if row.name in made)
 
     def stored_bytes(self) -> int:
-        """Returns the bytes of state of all matrices, each counted once."""
+        """Returns the bytes of state of all matrices, each once."""
         return sum(self._state(row) for row in self.rows if row.trainable and row.group in self.rules)
 
     def _state(self, row: ShardRow) -> int:
@@ -277,16 +280,18 @@ class MatrixOwners:
 
 
 def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> FactorRoutes | None:
-    """Builds the sums of the parameters of a pipeline coordinate that Adafactor updates; None if there are none.
+    """Returns the reductions for parameters that Adafactor updates on a pipeline rank; None if there are none.
 
-    ``groups``: optimizer groups that it updates.
+    ``groups``: optimizer groups with Adafactor.
     """
     own = tuple(row for row in rows if row.trainable and row.group in groups)
     return FactorRoutes(own, *_dividing(own, config), _dtype(own)) if own else None
 
 
 def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
-    """Builds the norms of the parameters of a pipeline coordinate that LAMB and LARS update; None if there are none."""
+    """Returns the norm reductions for parameters that LAMB and LARS update on a pipeline rank; None if there are
+    none.
+    """
     own = tuple(row for row in rows if row.trainable and row.group in groups)
     return LayerRoutes(own, *_dividing(own, config), _dtype(own)) if own else None
 

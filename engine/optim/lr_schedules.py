@@ -1,8 +1,7 @@
 """Learning rate schedules, as pure functions of the number of updates made so far.
 
-Update k (from 0) uses ``schedule(k)``. Five of the schedules that a JSON file can name are DeepSpeed's: they return,
-update for update, the rates that DeepSpeed's optimizer uses. DeepSpeed evaluates its warmups at k - 1 and starts from
-the lower end, hence the variable ``last`` below. The others are torch's own.
+Update k (from 0) uses ``schedule(k)``. Five schedules equal DeepSpeed's in every update; DeepSpeed evaluates warmups at
+k - 1, hence the variable ``last``. The others are torch's.
 """
 
 import logging
@@ -32,25 +31,27 @@ LrSchedule = Callable[[int, float], float]
 
 Momentum = Callable[[int], float]
 SchedulerArgument = Callable[[Any], Any] | LRScheduler
-"""User's schedule: update -> factor, optimizer -> LRScheduler, or an LRScheduler over the passed optimizer."""
+"""Schedule that a script passes: update -> factor, optimizer -> LRScheduler, or an LRScheduler over its optimizer."""
 
 
 def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Returns a rising rate, for finding the largest stable one (Smith 2017)."""
+    """Returns a rising learning rate, to find the largest stable one (Smith 2017)."""
     interval = update / p["lr_range_test_step_size"]
     interval = math.floor(interval) if p["lr_range_test_staircase"] else interval
     return float(p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * interval))
 
 
 def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rises from ``warmup_min_lr`` to ``warmup_max_lr`` (default: the optimizer's lr), then remains constant."""
+    """Returns a rate that rises from ``warmup_min_lr`` to ``warmup_max_lr`` (default: ``base``), and is then
+    constant.
+    """
     high = base if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     gamma = _warmup_progress(update - 1, p) if update else 0.0
     return float(p["warmup_min_lr"] + (high - p["warmup_min_lr"]) * gamma)
 
 
 def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rises as :func:`warmup` does, then falls linearly to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Returns the rate of :func:`warmup`, which then falls linearly to ``warmup_min_lr`` at ``total_num_steps``."""
     last, rise, total = update - 1, _warmup_steps(p), p["total_num_steps"]
     if last < rise:
         return warmup(update, base, p)
@@ -60,7 +61,9 @@ def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rises from ``warmup_min_ratio`` of the lr, then follows half a cosine down to ``cos_min_ratio`` of it."""
+    """Returns a rate that rises from ``warmup_min_ratio`` x ``base``, then falls along a cosine to ``cos_min_ratio`` x
+    ``base``.
+    """
     if update == 0:
         return 0.0
     last, rise = update - 1, _warmup_steps(p)
@@ -72,7 +75,9 @@ def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rises and falls once between ``cycle_min_lr`` and ``cycle_max_lr``, then decays (Smith 2018)."""
+    """Returns a rate that rises and falls once between ``cycle_min_lr`` and ``cycle_max_lr``, then decays (Smith
+    2018).
+    """
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]
     after = update - _cycle_length(p)
     if update - 1 < _cycle_length(p):
@@ -83,7 +88,7 @@ def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
-    """Returns the momentum of :func:`one_cycle`, which moves opposite to the rate."""
+    """Returns the momentum of :func:`one_cycle`, which moves opposite to the learning rate."""
     low, high = p["cycle_min_mom"], p["cycle_max_mom"]
     after = update - _cycle_length(p)
     if update - 1 < _cycle_length(p):
@@ -131,8 +136,9 @@ _SCHEDULES: Mapping[str, Callable[..., float]] = {
 
 
 class GuardedSteps:
-    """Steps of a user's scheduler: the engine makes one after each update. The user's own calls have no effect until
-    ``lift``, since each update would move the rate twice."""
+    """Replacement of ``step`` of a script's scheduler: the engine steps it after each update, and calls by the script
+    have no effect until ``lift``.
+    """
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self.scheduler, self._kind, self._told = scheduler, type(scheduler), False
@@ -140,11 +146,11 @@ class GuardedSteps:
         scheduler.__class__ = type(self._kind.__name__, (self._kind,), {"step": lambda *_, **__: self._leave_out()})
 
     def make(self) -> None:
-        """Makes the step after an update."""
+        """Steps the scheduler after an update."""
         self._kind.step(self.scheduler)
 
     def lift(self) -> None:
-        """Makes the user's own steps effective again."""
+        """Restores the effect of ``step`` calls by the script."""
         self.scheduler.__class__ = self._kind
 
     def _leave_out(self) -> None:
@@ -159,21 +165,21 @@ class GuardedSteps:
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """Learning rate of every group, set before each update. Use :func:`make_learning_rate` to build it."""
+    """Learning rate of every parameter group, set before each update. Use :func:`make_learning_rate` to make one."""
 
     optimizer: torch.optim.Optimizer
     base: tuple[float, ...]
-    """Configured rate of each group."""
+    """Configured learning rate of each parameter group."""
     schedules: tuple[LrSchedule, ...] = ()
-    """Schedule of each group; empty: the rates are constant, or set by the user or a torch scheduler."""
+    """Schedule of each group; () if rates are constant, or set by the user or a torch scheduler."""
     momenta: tuple[Momentum, ...] = ()
-    """Momentum of each group by update; empty: the betas are constant."""
+    """Momentum schedule of each group; () if momentum is constant."""
     scheduler: LRScheduler | None = None
-    """torch scheduler, with its own count of updates."""
+    """torch scheduler, which counts updates itself; None without one."""
     guarded: GuardedSteps | None = None
-    """Steps of ``scheduler``, if it is the user's."""
+    """Replaced ``step`` of ``scheduler``, if the script passed it."""
     remake: Callable[[], LRScheduler] | None = None
-    """Builds a new instance of a configured torch scheduler, at its first step."""
+    """Function that makes the configured torch scheduler again at its first step."""
     _set: dict[int, float] = field(default_factory=dict)
     """Last rate that the schedule set, by group."""
     _told: set[int] = field(default_factory=set)
@@ -181,18 +187,18 @@ class LearningRate:
 
     @property
     def governs(self) -> frozenset[str]:
-        """Group options that this object sets before an update, or a torch scheduler after it."""
+        """Names of group options that a schedule sets."""
         rates = {"lr"} if self.schedules or self.scheduler is not None else set[str]()
         return frozenset(rates | ({"betas"} if self.momenta else set()))
 
     def at(self, update: int) -> float:
-        """Returns the rate of the first group for an update, or the current one of a torch scheduler."""
+        """Returns the learning rate of the first group for an update, or the current rate of a torch scheduler."""
         if not self.schedules:
             return float(self.optimizer.param_groups[0]["lr"])
         return self.schedules[0](update, self.base[0])
 
     def prepare(self, update: int) -> None:
-        """Sets the rates (and betas) that update number ``update`` uses."""
+        """Sets the learning rates and momenta for update number ``update``."""
         self._tell_end(update)
         for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):
             if self.schedules:
@@ -203,7 +209,7 @@ class LearningRate:
                 group["betas"] = (self.momenta[index](update), 0.99)
 
     def begin_at(self, update: int) -> None:
-        """Puts a configured torch scheduler at an update, as if the run had used it from the start."""
+        """Sets a configured torch scheduler to an update, as if it had been used from the start."""
         assert self.remake is not None and self.scheduler is not None
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             group.update(lr=base, initial_lr=base)
@@ -242,7 +248,7 @@ class LearningRate:
             self._told.add(_END)
 
     def done(self) -> None:
-        """Steps a torch scheduler after an update; a scheduler at its end is not stepped."""
+        """Steps a torch scheduler after an update, unless it has ended."""
         if self._ended:
             return
         if self.guarded is not None:
@@ -254,7 +260,7 @@ class LearningRate:
 def make_learning_rate(
     optimizer: torch.optim.Optimizer, config: SchedulerConfig | None, given: SchedulerArgument | None
 ) -> LearningRate:
-    """Builds the schedule from ``given`` if there is one, else from the configuration; without both it is constant.
+    """Returns the schedule that the script passed (``given``), or the configured one, or a constant rate.
 
     A ``given`` LRScheduler is over the user's optimizer, which already exposes the groups of ``optimizer``.
 
@@ -298,10 +304,10 @@ def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str, Any]]:
-    """Returns the params of a schedule for each group of the optimizer: an entry of every list.
+    """Returns schedule params for each optimizer group; lists are indexed by group.
 
     Raises:
-        ConfigError: a list is not as long as there are groups.
+        ConfigError: a list does not have one entry per group.
     """
     for key, value in params.items():
         if isinstance(value, list | tuple) and len(value) != groups:
@@ -314,7 +320,7 @@ def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str,
 
 
 def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> None:
-    """Refuses a scheduler over another optimizer than the passed one, or a scheduler that needs a metric.
+    """Raises for a scheduler over another optimizer than the passed one, or one that needs a metric.
 
     Raises:
         ConfigError: it would change the rates of an optimizer that the engine does not use, or cannot be stepped.
@@ -359,10 +365,10 @@ def _from_callable(
 
 
 class UpdateScheduler(LRScheduler):
-    """Rates of the next update, set in the optimizer's groups from construction on.
+    """torch scheduler base class whose rates are set in the optimizer's groups from construction on.
 
     Args:
-        optimizer: its groups get the rates.
+        optimizer: optimizer whose parameter groups receive the rates.
         last_batch_iteration: number of the last update that was made, from 0. Above -1, the groups keep their rates
             until the next ``step``.
     """
@@ -377,7 +383,7 @@ class UpdateScheduler(LRScheduler):
 
     @abstractmethod
     def rates(self, update: int) -> list[float]:
-        """Returns the rate of each group in update number ``update``, from 0."""
+        """Returns the learning rate of each group for update number ``update``, from 0."""
 
     @property
     def last_batch_iteration(self) -> int:
@@ -385,23 +391,23 @@ class UpdateScheduler(LRScheduler):
         return self.last_epoch - 1
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Returns the rate of each group in the next update."""
+        """Returns the learning rate of each group for the next update."""
         return list(self.rates(self.last_epoch))
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Returns the rates that were set last; the next update uses them."""
+        """Returns the learning rates that were set last, which the next update uses."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Sets the rates that follow the next update, or update number ``last_batch_iteration``."""
+        """Sets the learning rates after one more update, or after update number ``last_batch_iteration``."""
         self._place(1 + (self.last_epoch if last_batch_iteration is None else last_batch_iteration))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns only the position; rates follow from this object's options."""
+        """Returns the number of the last update; rates follow from the options."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from a position, which torch's schedulers call ``last_epoch``."""
+        """Restores the number of the last update, also from a torch scheduler's ``last_epoch``."""
         # an engine that makes the steps has replaced ``step``
         self._place(state_dict.get("last_epoch", state_dict.get("last_batch_iteration", -1) + 1))
 

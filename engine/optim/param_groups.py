@@ -1,8 +1,7 @@
-"""Groups of an optimizer: the groups of a user's optimizer, or the groups that patterns of the configuration assign.
+"""Parameter groups of the optimizer: from the script's optimizer, or by name patterns of the configuration.
 
-The engine moves parameters into flat buckets, shards them, or leaves them to other stages, so the user's optimizer
-cannot be used itself: its class, groups and options rebuild it over flat tensors. While the engine lives, the user's
-optimizer exposes the groups and the state of the engine's, and rates set there, also by a scheduler, take effect.
+The script's optimizer is rebuilt over flat buckets from its class, groups and options. While the engine exists, it
+exposes the engine's groups and state, and rates set there, also by a scheduler, take effect.
 """
 
 import inspect
@@ -28,22 +27,22 @@ _OF_TORCH = ("params", "param_names")
 
 @dataclass(frozen=True, slots=True)
 class GivenOptimizer:
-    """User's optimizer, with the groups of its parameters."""
+    """Optimizer that the script passed, with the group of each parameter."""
 
     optimizer: torch.optim.Optimizer
     factory: OptimizerFactory
     assigned: Mapping[str, int]
-    """Group of every trainable parameter, by its first name."""
+    """Group index of every trainable parameter, by its first name."""
     groups: tuple[GroupOptions, ...]
 
 
 def read_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimizerConfig | None
 ) -> GivenOptimizer:
-    """Reads class, groups and options of an optimizer over the parameters of ``model``.
+    """Returns class, groups and options of an optimizer over the parameters of ``model``.
 
     Raises:
-        ConfigError: it has parameters that are not the model's, has made steps, cannot be rebuilt, or the
+        ConfigError: the optimizer has parameters outside the model, has made steps or cannot be rebuilt; or the
             configuration has groups too.
     """
     kind = type(optimizer).__name__
@@ -64,8 +63,8 @@ def read_optimizer(
 
 
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
-    """Returns the configuration, with ``notes`` and a note for each section that an optimizer or schedule from code
-    replaces.
+    """Returns the configuration with ``notes``, and a note for each section that an optimizer or schedule from the
+    script replaces.
 
     Groups of the section and its other keys apply to the passed optimizer too.
     """
@@ -87,11 +86,11 @@ def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, 
 
 
 def show_inner(given: torch.optim.Optimizer, inner: torch.optim.Optimizer, scheduled: bool) -> Callable[[], None]:
-    """Exposes groups and state of the inner optimizer on the user's optimizer, until the returned function is called.
+    """Makes ``param_groups`` and ``state`` of the script's optimizer the engine's, until the returned function is
+    called.
 
     Args:
-        scheduled: rates come from a schedule over the inner optimizer. If not, each group continues with the rate that
-            a scheduler over ``given`` has set.
+        scheduled: True if a schedule sets the engine's rates. If False, each group starts with the rate in ``given``.
     """
     before = given.param_groups, given.state
     for group, old in zip(inner.param_groups, given.param_groups, strict=True):
@@ -212,7 +211,7 @@ def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[s
 
 @contextmanager
 def as_trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Makes the parameters ``names`` require gradients inside, so that they are planned as trained ones.
+    """Sets ``requires_grad`` of the parameters ``names`` inside this context, so that they are planned as trained.
 
     Afterwards they are frozen again if they were: an update skips them until the user thaws them.
     """

@@ -1,21 +1,15 @@
-"""Peak of a rank's live bytes over a step, from the memory that each of its actions takes and frees. Pure arithmetic.
+"""Peak of a rank's live bytes over a step, from the bytes that each pipeline action allocates and frees.
 
     level    |            .-- rise --.
              |            |          |  left
              |  --- post -'          '-------- sent ... released
              +--------------------------------------------------> actions of the row
 
-A receive is offered one action ahead, into a buffer that is used again once it is given back; a sent tensor stays until
-the schedule says that its send has completed. Buffers stay from step to step, so the second of two steps counts.
+A receive is posted one action ahead, into a reusable buffer; a sent tensor stays until its send has completed. Buffers
+stay allocated between steps, so the second of two steps counts.
 
-Bytes of the storages that operators make, each storage once, while they live.
-
-    operator     its new storages are added; views share the storage of what they view
-    last holder  a storage is taken off when the last tensor, graph or list that holds it lets it go
-
-It counts real tensors and tensors without content (FakeTensors) alike. Storages that existed before are not counted,
-so parameters, buffers of the model and optimizer state are left out by being made before. Memory that a kernel takes
-and gives back inside one operator is not seen.
+``LiveStorages`` counts the bytes of storages that operators allocate, real or FakeTensors, until their last reference
+ends. Storages that existed before, and workspaces inside an operator, do not count.
 """
 
 import weakref
@@ -34,7 +28,7 @@ from engine.parallel.pipeline.schedule.simulate import RECEIVES_AHEAD
 
 
 class MessageBuffer(NamedTuple):
-    """Memory of a received message; buffers of equal shape and dtype serve each other's messages."""
+    """Buffer of a received message, reusable for messages of equal shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,32 +37,34 @@ class MessageBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionMemory:
-    """Change that one action makes to the live bytes of its rank."""
+    """Change of a rank's live bytes by one pipeline action."""
 
     rise: int
-    """Most bytes inside the action, above the bytes before it. Gathered parameters count as they stand."""
+    """Peak bytes during the action minus live bytes before it; gathered parameters are included."""
     left: int
-    """Bytes after the action, less the bytes before it, once its sends have completed; negative for most backwards."""
+    """Live bytes after the action and its sends minus bytes before it; negative for most backwards."""
     sent: int = 0
-    """Bytes that only its sends to other ranks hold."""
+    """Bytes of tensors that only wait to be sent to other ranks."""
     taken: tuple[MessageBuffer, ...] = ()
-    """Bytes that it receives from other ranks."""
+    """Buffers of messages that the action receives."""
     given_back: tuple[MessageBuffer, ...] = ()
-    """Buffers that later messages may use."""
+    """Buffers that the action frees for later messages."""
     kept: tuple[MessageBuffer, ...] = ()
-    """Buffers that something holds on to; ``left`` counts them from here on."""
+    """Buffers that are still referenced after the action; ``left`` includes them."""
 
 
 class LivePeak(NamedTuple):
-    """Most live bytes, and where."""
+    """Peak of live bytes and the action at which it occurs."""
 
     bytes: int
     action: str
-    """Token of the action; "end" after the last one."""
+    """Action such as "2F5"; "end" after the last one."""
 
 
 MemoryOf = Callable[[Action, int, int], ActionMemory]
-"""Memory of an action that is the n-th (from 0) of so many of its stage in the row; B and I count together, B and W."""
+"""Function (action, n, total) that returns the memory of the n-th (from 0) of ``total`` actions of its stage and kind;
+I counts as B.
+"""
 
 
 class _Level:
@@ -107,12 +103,12 @@ def peak_of_row(
     base: int = 0,
     end_rise: int = 0,
 ) -> LivePeak:
-    """Returns the peak of a step that plays ``actions``.
+    """Returns the peak of live bytes in a step that runs ``actions`` in order.
 
     Args:
-        releases: for each action, positions of earlier ones with sent tensors that are released just before it.
-        base: bytes that live between steps, without buffers of messages.
-        end_rise: most bytes after the last action, during the reduction of gradients, above the bytes after it.
+        releases: for each action, indices of earlier actions whose sent tensors are released before it.
+        base: live bytes between steps, without message buffers.
+        end_rise: peak bytes during the final gradient reduction minus live bytes after it.
     """
     memories = _memories(actions, memory_of)
     level = _Level(base)
@@ -151,11 +147,11 @@ def _kinds(action: Action) -> tuple[tuple[int, str], ...]:
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts live bytes inside a with statement, which may be entered again.
+    """Dispatch mode that counts the live bytes of tensors allocated inside it; it may be entered again.
 
     Args:
-        resized: bytes of older storages that change their size, such as parameters that are gathered (ZeRO 3); they
-            count for ``peak`` and not for ``bytes``.
+        resized: returns bytes of older storages that change their size, such as gathered parameters (ZeRO 3); they
+            count for ``peak``, not for ``bytes``.
     """
 
     def __init__(self, resized: Callable[[], int] = int) -> None:
@@ -168,7 +164,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By the number of the storage, which is its own while it lives."""
 
     def mark(self) -> int:
-        """Begins a new peak; returns the bytes that live now."""
+        """Resets the peak; returns the live bytes."""
         self.peak = self.bytes + self._resized()
         return self.bytes
 
@@ -177,7 +173,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes -= self._sizes.pop(_number(tensor), 0)
 
     def take_in(self, tensor: Tensor) -> None:
-        """Counts the storage of ``tensor``, which was left out, or allocated before."""
+        """Includes the storage of ``tensor``, which was excluded or allocated before."""
         number, storage = _number(tensor), tensor.untyped_storage()
         if number not in self._sizes:
             self._sizes[number] = storage.nbytes()

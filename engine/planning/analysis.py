@@ -1,8 +1,8 @@
-"""Analysis of an example batch: tensor plan, trace, partition, schedule, and the traffic of tensor ranks.
+"""Analysis of an example batch: tensor plan, trace, partition, schedule, and tensor-parallel traffic.
 
 The model is traced on shapes, in the dtypes of the run: first with full layers, to find the tensor plan, then with the
-layers of one tensor rank, for its values and its traffic over tp. The costs of the traced calls then decide where
-pipeline stages begin and, with ``parallel.schedule: "auto"``, which schedule runs them.
+layers of one tensor rank. The costs of the traced calls then determine the pipeline stages and, with
+``parallel.schedule: "auto"``, the schedule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,14 +33,17 @@ from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.tensor.layers.planned_traffic import (
+    CollectiveRecorder,
     LogitUse,
     TrafficRecorder,
     find_logit_use,
     loss_traffic,
     traffic_by_call,
+    traffic_over,
 )
 from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
+from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import shards_parameters, tensor_format
@@ -51,51 +54,51 @@ from engine.planning.profile_calls import Costs, flop_costs_only, needs_profilin
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import SearchedProgram
 from engine.program.batch import Batch
+from engine.program.context_program import ContextProgram, with_context
 from engine.program.program import Program
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Input of a plan, in addition to the configuration."""
+    """Input of a plan other than the configuration."""
 
     program: Program
     example: Batch = None
     own_optimizer: bool = False
-    """The user passes an optimizer, so the size of its state is unknown."""
+    """True if the script passes an optimizer, so that the size of its state is unknown."""
     own_rule: MatrixRule | None = None
-    """That optimizer, if it updates parameters as a whole."""
+    """Rule of the script's optimizer, if it updates whole matrices."""
     own_schedule: bool | None = None
-    """The user passes a schedule of rates; None: unknown."""
+    """True if the script passes a learning-rate schedule; None: unknown."""
     costs: Costs | None = None
-    """Measured costs of the calls; None: FLOPs are counted instead."""
+    """Measured seconds of the model's module calls; None: FLOPs are counted instead."""
     replacements: tuple[Replacement, ...] = ()
-    """Modules with operators of the engine in their forwards."""
+    """Modules whose forward is replaced by an engine operator."""
     given: GivenOptimizer | None = None
-    """The user's optimizer, with groups that replace the configured ones."""
+    """Script's optimizer, with parameter groups that replace the configured ones."""
     found: FoundStyles | None = None
-    """Result of the search for a tensor plan; None: it is searched here."""
+    """Found tensor-parallel styles; None: the plan searches them."""
     shared_experts: ExpertPlan | None = None
-    """Experts that data ranks share, of which every tensor rank holds whole ones."""
+    """Experts that are divided among data ranks, and not sharded over tensor ranks."""
     searched: SearchedProgram | None = None
-    """Traces of the program and a digest that other searches share; None: a search makes its own."""
+    """Traces and digest that several searches share; None: a search makes its own."""
 
 
 def needs_example(config: Config) -> bool:
-    """Returns True if planning needs a microbatch: for tensor and pipeline parallelism, not for data parallelism
-    alone."""
-    return config.tp > 1 or config.pp > 1
+    """Returns True if planning needs a microbatch: for tensor, pipeline and context parallelism."""
+    return config.tp > 1 or config.pp > 1 or config.cp > 1
 
 
 def needs_search(config: Config) -> bool:
-    """Returns True if a search finds the tensor plan, which runs on one rank of the job."""
+    """Returns True if rank 0 has to search a tensor plan (``tensor_plan: "auto"``)."""
     return config.tp > 1 and config.parallel.tensor_plan == "auto"
 
 
 def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
-    """Searches a tensor plan, or reads the one that an earlier start has found.
+    """Returns tensor-parallel styles for the model, from the cache or by a search.
 
     Raises:
-        PlanError: the model cannot be traced, or its widths cannot be divided.
+        PlanError: the model cannot be traced, or its widths are not divisible by the tensor ranks.
     """
     parallel = config.parallel
     searched = request.searched or SearchedProgram(request.program, request.example)
@@ -109,7 +112,7 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """Result of an analysis; empty where planning needs no example."""
+    """Trace, tensor plan, partition and schedule for an example batch; empty if none was needed."""
 
     trace: ModelTrace | None = None
     partition: Partition | None = None
@@ -117,19 +120,21 @@ class Analysis:
     notes: tuple[str, ...] = ()
     decision: ScheduleDecision | None = None
     tensor: TensorPlan | None = None
-    """Sharding of layers over tp; None without tensor parallelism."""
+    """Tensor-parallel plan of layers; None for one tensor rank."""
     measured: Cost | None = None
-    """Measured costs of the stages of a schedule that the configuration names; None if none were measured."""
+    """Measured costs of the stages for a schedule named in the configuration; None if none were measured."""
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
-    """Traces the example, if this run needs it, and derives tensor plan, partition and schedule.
+    """Traces the example batch, if needed, and returns tensor plan, partition and schedule.
 
     Raises:
-        PlanError: the model cannot be traced, or cannot be sharded or partitioned as the configuration asks.
+        PlanError: the model cannot be traced, or cannot be sharded or partitioned as configured.
     """
     if not needs_example(config):
         return _order_of_calls(config, request)
+    if config.cp > 1:
+        return _of_sequences(config, request)
     # The tensor plan comes first, because the trace below runs with sharded layers: its values must have the
     # shapes that a tensor rank sends. Without tensor parallelism the trace sees the full layers.
     tensor = _tensor_plan(config, request)
@@ -166,6 +171,20 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     use = find_logit_use(tensor, trace, config.tp)
     traffic = _by_stage(trace, partition, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
     return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
+
+
+def _of_sequences(config: Config, request: PlanRequest) -> Analysis:
+    """Traces the example as a context rank runs it, and counts the bytes that the rank sends over cp."""
+    axis, model = DryAxis(config.cp), request.program.model
+    watch = CollectiveRecorder(model, recomputed_blocks(model, config.activation_checkpointing), axis)
+    program = with_context(request.program, axis)
+    try:
+        trace = trace_example(program, request.example, 1, watch)
+    except PlanError as problem:
+        return Analysis(notes=(f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}",))
+    assert isinstance(program, ContextProgram)
+    notes = (*program.notes, *_ran_on_zeros(trace))
+    return Analysis(trace=trace, traffic={0: traffic_over("cp", watch.sent, config.cp)}, notes=notes)
 
 
 def _on_one_stage(error: Exception) -> str:
@@ -380,24 +399,24 @@ def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
 
 
 VIRTUAL_STAGES = (1, 2, 4)
-"""Numbers of stages per rank that "auto" tries where the configuration gives none."""
+"""Stages per rank that schedule "auto" tries if the configuration sets none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """Schedule and partition that ``parallel.schedule: "auto"`` chose."""
+    """Schedule and partition that ``parallel.schedule: "auto"`` has chosen."""
 
     decision: ScheduleDecision
     partition: Partition
-    """The partition into the stages of the chosen schedule."""
+    """Partition into the stages of that schedule."""
 
 
 def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Partition:
-    """Partitions the trace into ``stages``: balanced in the unit of ``parallel.balance``, or at the calls of
+    """Returns the partition of the trace into ``stages``: balanced by ``parallel.balance``, or at the modules of
     ``parallel.split``.
 
     Raises:
-        PlanError: the trace cannot be partitioned so, or the costs are of another model.
+        PlanError: there is no such partition, or the costs are of another model.
     """
     costs.check(trace)
     split = None if config.parallel.split == "auto" else config.parallel.split
@@ -408,13 +427,13 @@ def cut_by(config: Config, trace: ModelTrace, costs: Costs, stages: int) -> Part
 def choose_schedule(
     config: Config, trace: ModelTrace, costs: Costs, kinds: Sequence[str] = PLAIN_FIRST
 ) -> ScheduleChoice:
-    """Partitions for each number of stages per rank, simulates each kind of schedule, and chooses the best.
+    """Simulates each kind of schedule for each number of stages per rank, and returns the fastest.
 
     The choice is the same on every rank.
 
     Raises:
         PlanError: the model cannot be partitioned for any number of stages; names the reason for the smallest.
-        ScheduleError: no kind stays within ``parallel.activation_limit_bytes``.
+        ScheduleError: no schedule is within ``parallel.activation_limit_bytes``.
     """
     cuts: dict[int, Partition] = {}
     problems: dict[int, PlanError] = {}

@@ -1,4 +1,4 @@
-"""The budgets of a plan: formulas for the state and traffic of every rank, which the counters must equal exactly."""
+"""Budgets of a plan: formulas for state bytes and traffic of every rank, which measured counts must equal exactly."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,60 +35,58 @@ CONTROL_SCALARS = 9
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """State of one rank between steps, and its traffic in one step."""
+    """Planned bytes of one rank: state between steps, and traffic in a step."""
 
     coord: Coord
     parameters: int
-    """Elements of the parameters that take part in forward on this rank, without padding."""
+    """Number of parameter elements of forward on this rank, without padding."""
     state_bytes: Mapping[str, int]
-    """Bytes on the device for each kind of state: parameters, frozen parameters, gradients, master,
-    optimizer, error feedback."""
+    """Device bytes by kind: parameters, frozen parameters, gradients, master, optimizer, error feedback."""
     host_bytes: Mapping[str, int]
-    """Bytes in host memory for each kind of state: parameters, frozen parameters, master, gradients, optimizer; empty
-    without an offload."""
+    """Host bytes by kind: parameters, frozen parameters, master, gradients, optimizer; empty without offload."""
     disk_bytes: int
-    """Bytes on disk: two slots of moments, and the weights from before the last update."""
+    """Disk bytes: two slots of moments, and the weights before the last update."""
     traffic: tuple[Traffic, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Schedule of this rank's gathers of sharded parameters in a step (ZeRO 3)."""
+    """Order of a rank's all-gathers of sharded parameters in a step (ZeRO 3)."""
 
     order: GatherOrder
     passes: tuple[Action, ...]
     pinned: frozenset[int]
-    """Buckets that stay gathered over all passes."""
+    """Indices of buckets that stay gathered for the whole step."""
     sizes: tuple[int, ...]
-    """Bytes of each full bucket."""
+    """Full size of each bucket, in bytes."""
     wire: tuple[int, ...]
-    """Bytes of each full bucket as it is sent."""
+    """Bytes of each full bucket in its message format."""
     within: SecondaryLayout = NO_SHARDS
-    """Secondary shards that nodes retain of gathered buckets."""
+    """Layout of secondary shards inside a node (hpZ)."""
 
     @property
     def gathers(self) -> Gathers:
-        """Gathers of a step."""
+        """Number of all-gathers and buckets in a step."""
         return self.over(None)
 
     def over(self, axis: Axis | None) -> Gathers:
-        """Gathers of a step of the buckets that ``axis`` shards; None: of all buckets."""
+        """Returns the all-gathers of buckets that are sharded over ``axis``; None: of all buckets."""
         return count_gathers(self.order, self.passes, self.pinned, self.within.buckets, axis)
 
     @property
     def axes(self) -> Mapping[Axis, int]:
-        """The axes that shard buckets, and their ranks."""
+        """Number of ranks of each axis over which buckets are sharded."""
         return {each.spread.sharding: each.spread.ranks for each in self.order.buckets}
 
     @property
     def secondary_bytes(self) -> int:
-        """Bytes of the secondary shards of a rank."""
+        """Bytes of this rank's secondary shards (hpZ)."""
         return sum(self.sizes[index] // self.within.ranks for index in self.within.buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a rank's state between steps, by place and kind."""
+    """Bytes of a rank's state between steps, by memory and kind of state."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -102,10 +100,10 @@ def state_bytes(
     config: Config,
     kept: Callable[[Bucket], int],
 ) -> StateBytes:
-    """Returns bytes that a rank stores between steps.
+    """Returns the bytes of state that a rank stores between steps.
 
-    ``frozen``: bytes of this rank's frozen rows outside of all buckets. ``kept``: bytes of its optimizer state of a
-    bucket.
+    ``frozen``: bytes of frozen parameters outside of buckets. ``kept``: function from a bucket to its bytes of
+    optimizer state.
     """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     formats = wire_formats(config, precision)
@@ -148,7 +146,9 @@ def state_bytes(
 
 
 def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, config: Config, precision: Precision) -> int:
-    """Returns bytes of a data rank's optimizer state for the elements of a bucket; ``groups``: of each group."""
+    """Returns the bytes of optimizer state of a bucket on data rank ``dp``; ``groups``: state of each parameter
+    group.
+    """
     sharded = config.zero_optimization.stage > 0
     owned = bucket.shard(dp % bucket.spread.ranks) if sharded else slice(0, bucket.elements)
     size = precision.widths(bucket.dtype).moments.itemsize
@@ -156,7 +156,7 @@ def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, confi
 
 
 def factor_bytes(rows: Sequence[ShardRow], groups: Sequence[GroupState], precision: Precision) -> int:
-    """Returns bytes of Adafactor's statistics; every rank with a part of a parameter stores all of its statistics."""
+    """Returns the bytes of Adafactor's statistics; each rank with a shard of a parameter stores them in full."""
     return sum(
         mean_elements(row.shape) * _widths(row, precision).moments.itemsize
         for row in rows
@@ -182,9 +182,9 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
 
 
 def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
-    """Returns indices of the trained buckets that the host updates, as ``zero_optimization.offload_optimizer`` asks.
+    """Returns the indices of trained buckets that the CPU updates (``zero_optimization.offload_optimizer``).
 
-    Parameters on the host without a master are always updated there.
+    Parameters in host memory without a master are always updated by the CPU.
     """
     offload = config.zero_optimization.offload_optimizer
     ratio = 1.0 if offload.ratio == "auto" else offload.ratio  # a plan has a number
@@ -195,9 +195,9 @@ def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> 
 
 
 def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups: Sequence[GroupState]) -> int:
-    """Returns bytes of all weights, masters, moments and averages, each once: a checkpoint without its buffers.
+    """Returns the bytes of a checkpoint without buffers: weights, masters, moments and averages.
 
-    ``groups``: the optimizer's state of each group.
+    ``groups``: optimizer state of each parameter group.
     """
     total = factor_bytes(table.rows, groups, precision)
     for row in table:
@@ -214,22 +214,22 @@ def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups
 
 
 def reduces_each_microbatch(config: Config) -> bool:
-    """Returns True if gradients are reduced after every microbatch, and only their shards are stored."""
+    """Returns True if gradients are reduce-scattered after every microbatch, so that only shards are stored."""
     return config.zero_optimization.stage >= 2 and config.zero_optimization.reduce == "microbatch"
 
 
 def shards_parameters(config: Config) -> bool:
-    """Returns True if parameters are on the device only during their use, and only the rank's shard between uses."""
+    """Returns True if parameters are gathered for each use, and only shards are stored in between (ZeRO 3)."""
     return config.zero_optimization.stage == 3 and (config.shards > 1 or hosts_parameters(config))
 
 
 def hosts_parameters(config: Config) -> bool:
-    """Returns True if the shards of the parameters are in host memory between uses."""
+    """Returns True if parameter shards are in host memory between uses."""
     return config.zero_optimization.stage == 3 and config.zero_optimization.offload_param.device != "none"
 
 
 def wire_formats(config: Config, precision: Precision) -> WireFormats:
-    """Chooses the buckets and formats that data ranks send in fewer bits."""
+    """Returns the quantization formats of messages between data ranks, and the buckets to which they apply."""
     zero, ranks = config.zero_optimization, config.shards
     if ranks == 1:
         return WireFormats()
@@ -248,13 +248,13 @@ def wire_formats(config: Config, precision: Precision) -> WireFormats:
 
 
 def pipeline_format(config: Config) -> ActivationFormat | None:
-    """Chooses the format of messages between stages; None: they are sent as they are."""
+    """Returns the quantization format of messages between stages; None: they are sent unchanged."""
     wire = _number_format(config.wire.pipeline, config.wire.block_size)
     return ActivationFormat(wire) if wire is not None and config.pp > 1 else None
 
 
 def tensor_format(config: Config) -> ActivationFormat | None:
-    """Chooses the format of the sums and gathers of tensor ranks; None: they are sent as they are."""
+    """Returns the quantization format of tensor-parallel collectives; None: they are sent unchanged."""
     wire = _number_format(config.wire.tensor, config.wire.block_size)
     return ActivationFormat(wire, ACTIVATIONS) if wire is not None and config.tp > 1 else None
 
@@ -270,14 +270,13 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the data ranks on a node: all of them, unless ``parallel.gpus_per_node`` is given."""
+    """Returns the number of data ranks on a node; all of them without ``parallel.gpus_per_node``."""
     node = config.parallel.gpus_per_node
     return config.dp if node is None else min(config.dp, max(1, node // config.grid(0).stride("dp")))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:
-    """Returns the data ranks that share the secondary shards of a node; 1: there are none, or they would equal the
-    shards."""
+    """Returns the number of data ranks over which secondary shards (hpZ) are divided; 1: there are none."""
     asked = config.zero_optimization.zero_hpz_partition_size
     found = data_ranks_of_a_node(config) if asked == "auto" else max(1, asked)
     return found if shards_parameters(config) and found < config.shards and config.shards % found == 0 else 1
@@ -286,9 +285,10 @@ def ranks_with_secondary_shards(config: Config) -> int:
 def reduction_traffic(
     bucket: Bucket, grid: Grid, formats: WireFormats, itemsize: int, sharded: bool
 ) -> tuple[Traffic, ...]:
-    """Returns the traffic of one reduction of a bucket; ``sharded``: its state is sharded, so that shards are reduced.
+    """Returns the traffic over dp of one gradient reduction of a bucket: a reduce-scatter if ``sharded``, or else an
+    all-reduce.
 
-    ``itemsize``: bytes of an element that is not encoded.
+    ``itemsize``: bytes of an element without quantization.
     """
     if sharded:
         return tuple(formats.reduction(bucket, itemsize))
@@ -297,17 +297,17 @@ def reduction_traffic(
 
 
 def replica_traffic(bucket: Bucket, grid: Grid, itemsize: int) -> Traffic:
-    """Returns the traffic of the sum of a reduced shard over the shard groups, once a step."""
+    """Returns the traffic per step of the all-reduce of a gradient shard over the shard groups (axis dp_replicate)."""
     axis, shard = bucket.spread.groups, bucket.elements // bucket.spread.ranks * itemsize
     return Traffic(axis, "gradients", 1, sent_bytes("all_reduce", shard, grid.size(axis)))
 
 
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
-    """Gathers of sharded parameters: one batch per gather group and pass, of the buckets not yet gathered.
+    """Returns the traffic of all-gathers of sharded parameters: one batch per gather group and pass.
 
-    Buckets with a secondary shard on each node go over dp once, and then within the nodes, as they are. The hosts
-    exchange one byte before the first forward, and meet in one round at the end of each forward; data ranks that make
-    unequal calls meet more often than planned.
+    Buckets with secondary shards are gathered over dp once, then inside nodes without quantization. Hosts exchange one
+    byte before the first forward, and agree once at the end of each forward; data ranks with unequal calls agree more
+    often than planned.
     """
     ranks, axis, rows = config.shards, config.grid(0).sharding, list[Traffic]()
     if ranks == 1:
@@ -332,8 +332,9 @@ def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
-    """Returns the traffic of gradients and parameters over dp or its parts, partial gradients over tp, and tied ones
-    over pp."""
+    """Returns the traffic of gradients and parameters over dp, of partial gradients over tp, and of tied gradients over
+    pp.
+    """
     sharded, tally, grid = config.zero_optimization.stage > 0, Tally(), config.grid(0)
     formats = wire_formats(config, precision)
     for bucket in layout.buckets:
@@ -363,7 +364,7 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
 
 
 def message_bytes(value: Value, form: ActivationFormat | None) -> int:
-    """Returns bytes of a value, or of its gradient, as a message between stages."""
+    """Returns the bytes of a tensor, or of its gradient, in a message between stages."""
     elements = prod(value.shape)
     if form is None or not value.grad or not form.shortens(value.dtype, elements):
         return value.bytes
@@ -371,7 +372,7 @@ def message_bytes(value: Value, form: ActivationFormat | None) -> int:
 
 
 def feedback_bytes(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], config: Config) -> int:
-    """Returns bytes of the residuals of the gradients that a stage sends; 0 without error feedback."""
+    """Returns the bytes of error-feedback residuals for gradients that a stage sends; 0 without error feedback."""
     form, here = pipeline_format(config), ranks[stage.stage]
     if form is None or not config.wire.error_feedback:
         return 0
@@ -387,10 +388,11 @@ def stage_traffic(
     microbatches: int,
     form: ActivationFormat | None = None,
 ) -> Tally:
-    """Returns the traffic of a stage in a step: values to later stages, and gradients of the received values.
+    """Returns the traffic of a stage over pp in a step: activations to later stages, and gradients of received
+    activations.
 
-    ``ranks``: the pipeline rank of every stage; a value between two stages of one rank is not sent. ``form``: how
-    values are sent in fewer bits.
+    ``ranks``: pipeline rank of every stage; stages of one rank send nothing to each other. ``form``: quantization
+    format.
     """
     here = ranks[stage.stage]
     targets = [number for number, to in stage.sends.items() for other in to if ranks[other] != here]
@@ -405,9 +407,9 @@ def stage_traffic(
 
 
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
-    """Returns the traffic of the control sum over the world, and of batch checks over replicas and groups of experts.
+    """Returns the traffic of the control sum over the world, and of batch checks over replicas and expert groups.
 
-    ``experts``: experts of all layers with counted rows.
+    ``experts``: number of experts with counted tokens, over all layers.
     """
     tally, replica = Tally(), config.grid(0).size("replica")
     if world > 1:
@@ -423,7 +425,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
 
 
 def frozen_bytes(row: ShardRow, holder: ShardHolder, precision: Precision) -> int:
-    """Returns bytes of a frozen row that a rank stores outside of buckets."""
+    """Returns the bytes of a frozen parameter that a rank stores outside of buckets."""
     quantized = row.quantized_shape(row.part(holder))
     if quantized is not None:
         return quantized.bytes

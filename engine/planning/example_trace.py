@@ -1,7 +1,7 @@
-"""The trace of one example microbatch before the run starts: one forward on shapes, without memory or processes.
+"""Trace of an example microbatch before the run: one forward on shapes, without memory or processes.
 
-It tells which values cross stages and how many bytes sharded layers send. The model is traced as it will run: in the
-dtypes of the computation and with gradients recorded, but before its own parameters are sharded or partitioned.
+It records the tensors that cross stages and the bytes that sharded layers send. The model runs in its compute dtypes
+with autograd, before its parameters are sharded.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import placeholder
 from engine.parallel.pipeline.partition.partition import Split, units_for_split
-from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder
+from engine.parallel.tensor.layers.planned_traffic import CollectiveRecorder
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.precision.dtypes import Precision
@@ -27,17 +27,17 @@ def trace_example(
     program: Program,
     example: Batch,
     stages: int,
-    watch: TrafficRecorder | None = None,
+    watch: CollectiveRecorder | None = None,
     material: Material | None = None,
     split: Split = "auto",
 ) -> ModelTrace:
-    """Returns the trace of one training microbatch; ``watch`` records the traffic of sharded layers.
+    """Returns the trace of one training microbatch; ``watch`` records the tensor-parallel traffic.
 
-    ``material`` receives the arguments of every call, for measurements. ``split``: as ``parallel.split``;
-    the modules that it names are recorded as calls even inside a block.
+    ``material`` receives the arguments of every module call. ``split``: ``parallel.split``; its modules are recorded as
+    calls even inside a block.
 
     Raises:
-        PlanError: the model cannot be traced; names the operation and its place.
+        PlanError: the model cannot be traced; names the operation and its line.
     """
     microbatch = map_tensors(example, _real)
     there = program.on(torch.device("cpu"))
@@ -62,8 +62,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Gives tensors the dtypes of the run inside this context, with casts of ``keep_fp32`` modules. Parameters may be
-    placeholders."""
+    """Casts the model to the dtypes of the run inside this context, with the casts of ``keep_fp32`` modules. Parameters
+    may be placeholders.
+    """
     patches = ForwardPatches()
     put_casts(model, precision.kept, precision.compute, patches)
     data: list[tuple[Any, Tensor]] = []

@@ -23,6 +23,7 @@ from engine.parallel.experts.forms import (
 )
 from engine.parallel.experts.proof import Unproven, prove_adapted, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
+from engine.parallel.grid import expert_sizes
 from engine.parallel.model.parametrized_weights import adapter_chain, outermost_adapters
 from engine.parallel.model.rng_streams import HostState
 from engine.program.expert_load import find_experts
@@ -44,6 +45,11 @@ class ExpertPlan:
     def shared(self) -> tuple[RoutedExperts | ListedExperts, ...]:
         """All modules whose experts are shared."""
         return (*self.routed, *self.listed)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The different numbers of experts of its layers."""
+        return tuple(dict.fromkeys(each.experts for each in self.shared))
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -89,9 +95,10 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     shared: tuple[RoutedExperts | ListedExperts, ...] = (*routed, *listed)
     fewest = min(shared, key=lambda each: each.experts)
     if fewest.experts < ranks:
+        fitting = expert_sizes(config.dp, config.zero_optimization.shard_size)
         raise PlanError(
             f"parallel.expert is {ranks}, but {fewest.name} has {fewest.experts} experts, and every rank needs at "
-            f"least one; give a size from 1 to {fewest.experts}."
+            f"least one; give one of {', '.join(str(size) for size in fitting if size <= fewest.experts)}."
         )
     return ExpertPlan(ranks, routed, listed, _cuts(model, ranks, routed, listed), unproven)
 

@@ -1,4 +1,4 @@
-"""The flat layouts of a plan: the parameters that each rank lays out, and the buckets that they share.
+"""Flat layouts of a plan: the assignment of each rank's parameters to buckets.
 
 The parameters of one bucket are used by the same stages of a rank and, if they are sharded, in the same gather groups.
 """
@@ -27,24 +27,25 @@ from engine.zero.layout import FlatLayout, Item, Turn, build_layout
 
 @dataclass(frozen=True)
 class Users:
-    """Users of each parameter of a model: stages and gather groups."""
+    """Stages and gather groups that use each parameter."""
 
     stages_of_rank: tuple[tuple[int, ...], ...]
     partition: Partition | None
     trace: ModelTrace | None
     gathers: GatherGroups | None
-    """None where parameters are full on every data rank."""
+    """Gather groups; None if parameters are not sharded."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """Returns the stages of a rank that use a parameter; empty if the rank has only one stage."""
+        """Returns the stages of pipeline rank ``pp`` that use a parameter; () if the rank has one stage."""
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
             return ()
         return tuple(stage for stage in here if row.name in self.partition.stages[stage].parameters)
 
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
-        """Returns the turns (stage, gather group) in which a rank needs a full parameter; empty without sharded
-        parameters."""
+        """Returns the (stage, gather group) pairs that need the full parameter on a rank; () without sharded
+        parameters.
+        """
         if self.gathers is None:
             return ()
         groups = self.gathers.of_parameter[row.name]
@@ -77,10 +78,9 @@ class Users:
 
 
 class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
-    """Flat layout of every holder, each computed at its first use.
+    """Flat layout of every grid position, each computed at its first use.
 
-    A rank asks for its own, and a cost model for one of each pipeline rank: of thousands of parameters on hundreds of
-    positions all together take minutes.
+    A rank uses only its own; all layouts of a large grid would take minutes.
     """
 
     def __init__(self, table: ShardTable, config: Config, precision: Precision, users: Users) -> None:
@@ -165,4 +165,4 @@ def _holders(row: ShardRow) -> frozenset[int]:
 SHARDED_DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
 )  # fmt: skip
-"""Dtypes that every backend gathers; a frozen parameter of another dtype stays full on every rank."""
+"""Dtypes that every communication backend gathers; frozen parameters of other dtypes are not sharded."""

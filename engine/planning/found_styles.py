@@ -1,22 +1,16 @@
-"""The result of a search for a tensor plan, as data that one rank makes and all ranks of the job read.
+"""Result of a tensor-plan search, which rank 0 broadcasts and stores in a cache.
 
-Tensor plans that were found before, kept on disk: ``~/.cache/trine/tensor_plans``, or in the folder that the
-environment variable TRINE_CACHE names; ``TRINE_CACHE=0`` keeps nothing.
+The cache is ``~/.cache/trine/tensor_plans``, or the folder in the environment variable TRINE_CACHE; ``TRINE_CACHE=0``
+disables it. Each search has one file, named by a digest and written atomically. If the file is damaged or unreadable,
+the search runs again. The digest covers everything on which a search depends:
 
-One file for each search, named by its digest (``search_digest``). A file is whole or absent: it is written under
-another name and renamed. What is damaged, of another digest or cannot be read is searched anew.
-
-A digest of everything that a search for a tensor plan depends on, so that its result can be kept between starts.
-
-    engine      the sources of every package that plans, traces and shards
-    code        the sources of the classes and functions that the model holds, of all modules of the user, and the plain
-                values that these modules hold (``USE_BIAS = True``)
-    model       every attribute of every module, the shapes of parameters, the content of buffers
+    engine      sources of every package that plans, traces and shards
+    code        sources of the model's classes and functions and of the user's Python modules, with their plain values
+    model       attributes of every module, shapes of parameters, contents of buffers
     example     shapes and dtypes
     versions    Python, torch and the libraries that define the model's classes
 
-Equal digests mean an equal search. What differs without need costs a search, so anything unknown may differ. Content of
-batches is left out: a plan holds for all of them.
+The content of batches is left out, because a plan is valid for all.
 """
 
 import fnmatch
@@ -49,34 +43,35 @@ from engine.program.program import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStyles:
-    """Result of a search, as data: equal for every model of the same code and sizes."""
+    """Tensor-parallel styles found by a search, equal for every model of the same code and sizes."""
 
     patterns: Mapping[str, str]
-    """Styles, as ``parallel.tensor_plan`` would contain them."""
+    """Styles by name pattern, in the form of ``parallel.tensor_plan``."""
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...]
 
     def plan(self, model: nn.Module, tp: int, sequence: bool = False) -> TensorPlan:
-        """Returns the tensor plan of ``model`` with these styles."""
+        """Returns the tensor plan of ``model`` with these styles for ``tp`` ranks."""
         read = match_styles(model, self.patterns)
         plan = cut_model(model, read, tp, "found by zero patterns, proven", sequence)
         return replace(plan, patterns=self.patterns, reasons=self.reasons, notes=self.notes)
 
     def to_bytes(self) -> bytes:
-        """Serializes for other ranks."""
+        """Returns the result as JSON bytes for other ranks."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "FoundStyles":
-        """Restores the result of ``to_bytes``."""
+        """Returns the result from the bytes of ``to_bytes``."""
         read = json.loads(data)
         reasons = tuple(Reason(**reason) for reason in read["reasons"])
         return cls(patterns=read["patterns"], reasons=reasons, notes=tuple(read["notes"]))
 
 
 def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other
-    name."""
+    """Returns ``styles`` with one pattern in place of names that differ only in numbers, if it matches no other
+    name.
+    """
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
@@ -93,13 +88,13 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class StylesCache:
-    """Folder of kept plans."""
+    """Folder of cached tensor-plan searches."""
 
     folder: Path
 
     @classmethod
     def of_environment(cls) -> "StylesCache | None":
-        """Returns the cache that the environment names; None if the cache is off."""
+        """Returns the cache in TRINE_CACHE or its default folder; None if TRINE_CACHE is 0."""
         given = os.environ.get("TRINE_CACHE", "")
         if given == "0":
             return None
@@ -110,7 +105,7 @@ class StylesCache:
         return cls(root / "tensor_plans")
 
     def read(self, digest: str) -> FoundStyles | None:
-        """Reads the result of the search with this digest; None if the file is missing or damaged."""
+        """Returns the cached result for this digest; None if the file is missing or damaged."""
         try:
             kept = json.loads(self._file(digest).read_text(encoding="utf-8"))
             found: str = kept["found"]
@@ -121,7 +116,7 @@ class StylesCache:
             return None
 
     def write(self, digest: str, found: FoundStyles) -> None:
-        """Stores the result of a search; a folder that cannot be written is logged once and changes nothing."""
+        """Stores the result of a search; a folder that is not writable is logged once."""
         text = found.to_bytes().decode()
         record = json.dumps({"digest": digest, "sha256": _sha256(text), "found": text})
         try:
@@ -144,7 +139,7 @@ class StylesCache:
 
 
 def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
-    """Reads the styles stored for this digest; else calls ``find`` and stores its result."""
+    """Returns the cached styles for this digest, or else the result of ``find``, which is then stored."""
     cache = StylesCache.of_environment()
     key = digest() if cache is not None else None
     if cache is None or key is None:
@@ -173,9 +168,9 @@ _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch
 
 
 class ProgramDigest:
-    """Digest of a program and an example, which searches with other settings share.
+    """Digest of a program and an example batch, shared by searches with different settings.
 
-    ``known`` is false if code of the model is in no file, so that a change of it would not be noticed.
+    ``known`` is False if some of the model's code is in no file, so that its changes could not be detected.
     """
 
     def __init__(self, program: Program, example: Batch) -> None:
@@ -183,7 +178,7 @@ class ProgramDigest:
         self.known = _take_program(self._digest, program, example)
 
     def of(self, settings: Mapping[str, Any]) -> str | None:
-        """Returns the digest of a search with ``settings``; None if it is not known."""
+        """Returns the digest of a search with ``settings``; None if ``known`` is False."""
         return self._digest.with_text(repr(sorted(settings.items()))) if self.known else None
 
 

@@ -1,4 +1,4 @@
-"""Layers that communicate in kernels where the configuration leaves that open: of sizes that were measured to win."""
+"""Layers that run fused communication kernels under overlap "auto": only sizes that were measured to be faster."""
 
 import re
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from engine.planning.plan import Plan
 
 
 def measured_overlap(config: Config, device: torch.device, card: str | None = None) -> OverlapChoices | None:
-    """Returns the layers that "auto" runs in kernels on this GPU; None: no layer.
+    """Returns the cases in which overlap "auto" runs fused communication kernels on this GPU; None: no case.
 
     Args:
-        card: the GPU by which all ranks choose, "" if kernels do not run on all of them; None: the one of this rank.
+        card: GPU name by which all ranks choose, "" if kernels do not run on all ranks; None: this rank's GPU.
     """
     if config.parallel.overlap != "auto" or config.tp == 1 or card == "" or not runs_triton(device):
         return None
@@ -25,7 +25,9 @@ def measured_overlap(config: Config, device: torch.device, card: str | None = No
 
 
 def fused_layers(plan: Plan, measured: OverlapChoices | None) -> tuple[str, ...]:
-    """Returns layers, by pattern, each with the fewest rows of a microbatch from which its forward is fused."""
+    """Returns a text for each pattern of layers with fused kernels: the least rows of a microbatch for which its
+    forward is fused.
+    """
     if measured is None:
         return ()
     found: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""Notes of a plan on settings with another effect than their names suggest.
+"""Choice of the offloaded fraction of optimizer state, and notes about settings with surprising effects.
 
-Decides how much state is in host memory: the smallest part that makes the rest fit the device.
+The fraction is the smallest with which the rest fits the device.
 """
 
 import math
@@ -20,10 +20,9 @@ from engine.zero.wire_formats import WireFormats
 
 
 def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
-    """Returns the ratios at which one more bucket of some layout moves to the host, ascending; any other ratio acts as
-    the next.
+    """Returns, ascending, the offload ratios at which one more bucket of some layout moves to the host.
 
-    Each is the largest number for which no further bucket moves.
+    Any ratio in between acts as the next of them.
     """
     found = {0.0, 1.0}
     for layout in layouts:
@@ -40,14 +39,14 @@ def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
 
 
 def smallest_ratio(layouts: Iterable[FlatLayout], fits: Callable[[float], bool]) -> float | None:
-    """Returns the smallest possible ratio that fits, and with it all larger ones; None: not even all of the state."""
+    """Returns the smallest offload ratio for which ``fits`` is True; None if not even 1 fits."""
     ratios = possible_ratios(layouts)
     first = bisect_left(ratios, True, key=fits)
     return ratios[first] if first < len(ratios) else None
 
 
 def with_ratio(config: Config, ratio: float) -> Config:
-    """Returns ``config`` with a number as the host's part of the optimizer state."""
+    """Returns ``config`` with this number as ``offload_optimizer.ratio``."""
     zero = config.zero_optimization
     return replace(
         config, zero_optimization=replace(zero, offload_optimizer=replace(zero.offload_optimizer, ratio=ratio))
@@ -55,8 +54,9 @@ def with_ratio(config: Config, ratio: float) -> Config:
 
 
 def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError:
-    """Returns the error if no part of the state is enough; ``state``: bytes on the device of ``rank``, by kind, without
-    it."""
+    """Returns the error if even a full offload exceeds ``limit``; ``state``: remaining device bytes of ``rank`` by
+    kind.
+    """
     kinds = ", ".join(f"{kind} {count / 2**30:.3g}" for kind, count in state.items() if count)
     return PlanError(
         f"zero_optimization.offload_optimizer.memory_limit {limit:g} GiB: with all optimizer state on the host, rank "
@@ -66,7 +66,7 @@ def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError
 
 
 def refuse_unknown() -> PlanError:
-    """Returns the error about "auto" for a state that no plan can count."""
+    """Returns the error about ratio "auto" for an optimizer with state of unknown size."""
     return PlanError(
         'zero_optimization.offload_optimizer.ratio "auto" with an optimizer passed in code, whose state is not '
         "known before it is made; give a number from 0 to 1, or name the optimizer in the config."
@@ -74,7 +74,7 @@ def refuse_unknown() -> PlanError:
 
 
 def setting_notes(program: Program, config: Config, precision: Precision, formats: WireFormats) -> tuple[str, ...]:
-    """Returns all notes of a plan about its settings."""
+    """Returns all notes of a plan about its settings, one sentence each."""
     notes, model = list(config.notes), program.model
     if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
         notes.append(
@@ -112,7 +112,7 @@ def setting_notes(program: Program, config: Config, precision: Precision, format
 
 
 def unused_formats(config: Config, precision: Precision) -> list[str]:
-    """Notes about formats of activations by which nothing becomes shorter."""
+    """Returns notes about ``wire`` formats that shorten no message."""
     notes, computed = [], precision.compute or precision.autocast
     given = (("tensor", config.tp, config.wire.tensor), ("pipeline", config.pp, config.wire.pipeline))
     for axis, ranks, name in given:
@@ -127,7 +127,7 @@ def unused_formats(config: Config, precision: Precision) -> list[str]:
 
 
 def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) -> list[str]:
-    """Returns a note about weights that are sent exactly although fewer bits are configured."""
+    """Returns a note about weights that are sent unquantized although quantization is configured."""
     if formats.weights is None:
         return []
     left = [
@@ -148,7 +148,7 @@ def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) 
 
 
 def offload_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Notes the keys of ``offload_param`` that have another effect here."""
+    """Returns notes about ``offload_param`` keys that act differently from DeepSpeed."""
     zero = config.zero_optimization
     if zero.offload_param.device == "none":
         return []
@@ -171,7 +171,7 @@ def offload_notes(model: nn.Module, config: Config, precision: Precision) -> lis
 
 
 def rounding_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Notes about all tensors that bf16 or fp16 rounds, except parameters with a master."""
+    """Returns notes about tensors without fp32 master that bf16 or fp16 rounds."""
     keys = ["cast_forward_inputs"] * config.cast_forward_inputs + ["buffer_dtype"] * (config.buffer_dtype is not None)
     if precision.compute is None:
         words = f"precision: {' and '.join(keys)} cast nothing in a run without bf16.enabled or fp16.enabled"

@@ -1,7 +1,7 @@
-"""A block of a model in isolation: a copy with random content, in the dtypes of the run for timing.
+"""Block of a model in isolation: a copy with random weights, in the dtypes of the run, for timing.
 
-A copy has its own memory, on the device and in the dtypes of the run. A call that reads more than its unit's
-parameters and buffers and its own arguments cannot run on a copy; ``reads_elsewhere`` finds such calls.
+A call that reads anything except its unit's parameters, buffers and arguments cannot run on a copy; ``reads_elsewhere``
+finds such calls.
 """
 
 import copy
@@ -34,28 +34,28 @@ _PLAIN = bool | int | float | str | None
 
 
 class Seconds(NamedTuple):
-    """Duration of one forward and backward."""
+    """Measured seconds of one forward and backward."""
 
     forward: float
     inputs: float
-    """Seconds of the backward without the weight gradients that can be deferred."""
+    """Seconds of the backward without deferrable weight gradients."""
     weights: float
     """Seconds of the deferred weight gradients."""
 
 
 class BlockBytes(NamedTuple):
-    """Memory that a microbatch holds."""
+    """Activation bytes of a block for one microbatch."""
 
     kept: int
-    """Bytes held from forward to backward."""
+    """Bytes stored from forward to backward."""
     left: int
-    """Bytes held from backward until the deferred weight gradients are computed."""
+    """Bytes stored from backward until the deferred weight gradients are computed."""
 
 
 class IsolatedBlock:
-    """Copy of unit ``name``, ready to run with the arguments of its calls.
+    """Copy of module ``name``, ready to run with recorded arguments.
 
-    ``selective``: how the unit is recomputed, if the run recomputes it selectively.
+    ``selective``: its selective recomputation, if the run uses it.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.
@@ -81,13 +81,13 @@ class IsolatedBlock:
             patches.wrap_forward(self._module, PatchLayer.RECOMPUTE, forward, "is recomputed in backward")
 
     def time(self, arguments: Arguments) -> Seconds:
-        """Runs forward and backward once."""
+        """Runs forward and backward once; returns their seconds."""
         return self._run(_Given(arguments, self._device), nullcontext())[0]
 
     def weigh(self, arguments: Arguments) -> tuple[Seconds, BlockBytes]:
-        """Runs once; counts also the bytes that forward saves for backward, and bytes that backward leaves deferred.
+        """Runs forward and backward once; returns seconds and stored activation bytes.
 
-        Each storage counts once. Parameters, buffers and tensors that depend on the batch alone do not count, because
+        Each storage counts once. Parameters, buffers and tensors that depend only on the batch do not count, because
         all calls share them.
         """
         given = _Given(arguments, self._device)
@@ -123,7 +123,7 @@ class IsolatedBlock:
         return Seconds(forward, inputs, self._now() - begun), kept, left
 
     def close(self) -> None:
-        """Releases the copy at once: modules and patches form a cycle, which only the garbage collector would free."""
+        """Frees the copy at once; otherwise its reference cycle waits for the garbage collector."""
         self._patches.remove()
         vars(self._module).pop("forward", None)
 
@@ -174,20 +174,20 @@ class _Given:
 
 
 def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
-    """Returns True if the call reads parameters of other units, or values outside its arguments."""
+    """Returns True if the call reads parameters of other modules, or values outside its arguments."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
     return not known.issuperset(call.parameters) or reads_other_values(call, arguments)
 
 
 def reads_other_values(call: Call, arguments: Arguments) -> bool:
-    """Returns True if the call reads values outside its arguments, as hooks add them to the calls of inner modules."""
+    """Returns True if the call reads traced values outside its arguments, which hooks may add."""
     leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
     return not {leaf.source for leaf in leaves if isinstance(leaf, Sample)}.issuperset(call.inputs)
 
 
 def holds_objects(arguments: Arguments) -> bool:
-    """Returns True if an argument is an object that may contain values, such as a cache of keys with prefixes."""
+    """Returns True if an argument is an object that may contain tensors, such as a key-value cache."""
     plain = (Sample, Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
     return not all(isinstance(leaf, plain) for leaf in pytree.tree_leaves(arguments, is_leaf=is_sample))
 
@@ -196,8 +196,8 @@ def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Argum
     """Returns one signature per call; calls with equal signatures take equal time.
 
     A signature consists of the classes, tensor shapes and plain attributes of the unit, and of the shapes of its
-    arguments. Attributes that number the layers of a chain are left out: attributes with an equal distance to the last
-    number in the unit's name in all units of the class.
+    arguments. Attributes that number layers are left out: they differ from the last number in the unit's name by a
+    constant.
     """
     settings = {name: _settings(model.get_submodule(name)) for name in units}
     numbering = _numbering(model, settings)
@@ -247,14 +247,14 @@ def _shapes(arguments: Arguments) -> object:
 
 
 def is_sample(node: object) -> bool:
-    """Returns True if the node of a call's arguments stands for a traced value."""
+    """Returns True if a node of a call's arguments stands for a traced tensor."""
     return isinstance(node, Sample)
 
 
 def copy_block(
     model: nn.Module, name: str, precision: Precision, device: torch.device, left_out: Collection[str] = ()
 ) -> nn.Module:
-    """Returns a copy of unit ``name`` on ``device`` that shares nothing with the model; parameters have random content.
+    """Returns a copy of module ``name`` on ``device`` with random weights, which shares no memory with the model.
 
     ``left_out``: parameters, by name in the unit, that stay on the meta device.
 

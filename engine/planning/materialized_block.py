@@ -1,7 +1,7 @@
-"""A block with random content in float64, for the search and the proof of tensor plans.
+"""Float64 blocks with random weights, for the search and the proof of tensor plans.
 
-Matrices of at least LARGE entries become low-rank weights, so that time and memory grow with the widths of a block and
-not with its number of parameters; a weight that its code reads in another way is drawn whole.
+Matrices of at least LARGE entries become low-rank products, so that time and memory grow with the widths of a block,
+not with its parameters. A weight that code reads in another way is drawn in full.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,19 +23,21 @@ from engine.planning.isolated_block import copy_block, is_sample
 from engine.precision.dtypes import Precision
 
 LARGE = 2**18
-"""Entries from which on a matrix is low-rank."""
+"""Smallest number of entries of a low-rank matrix."""
 MOST_WHOLE = 2**27
-"""Entries of low-rank weights, 1 GiB, that are drawn whole for a block that does not run with them."""
+"""Most entries (1 GiB) of low-rank weights that are drawn in full, if a block does not run with factors."""
 Result = TypeVar("Result")
 
 
 class IsolatedRunError(Exception):
-    """Copy of a unit raises outside its model."""
+    """Error of a copied module that cannot run outside its model."""
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Turns every error of a copy of a unit into :class:`IsolatedRunError`, because its code may raise anything."""
+    """Converts every exception inside this context to :class:`IsolatedRunError`, because a copied module may raise
+    anything.
+    """
     try:
         yield
     except WholeWeightError:
@@ -48,41 +50,43 @@ def alone() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class MaterializedBlock:
-    """Float64 copy of a unit with random content."""
+    """Float64 copy of a module with random weights."""
 
     block: nn.Module
     givens: list[Given]
-    """The arguments of its calls."""
+    """Arguments of the module's calls."""
     refused: set[str]
-    """Low-rank weights that its code has read in a way that needs all numbers; see ``tensor.auto.low_rank_weight``."""
+    """Names of low-rank weights that code has read in a way that needs all entries; see
+    ``tensor.auto.low_rank_weight``.
+    """
     low_rank: frozenset[str]
     """Names of the low-rank weights."""
 
     @property
     def fits_whole(self) -> bool:
-        """True if there are low-rank weights, and all of them may be drawn whole."""
+        """True if low-rank weights exist and are small enough to be drawn in full."""
         sizes = [parameter.numel() for name, parameter in self.block.named_parameters() if name in self.low_rank]
         return 0 < sum(sizes) <= MOST_WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaterializedUnit:
-    """Unit that is drawn."""
+    """Module of the model, from which float64 blocks are made."""
 
     model: nn.Module
     name: str
     precision: Precision
     calls: Sequence[Arguments]
     low_rank: bool = True
-    """True if large matrices are low-rank; otherwise all numbers of all weights are drawn."""
+    """True if large matrices are low-rank; False: all entries are drawn."""
     other_values: bool = False
-    """True if calls read values of the model that are not arguments; a copy does not have them."""
+    """True if calls read values that are not arguments, which a copy does not have."""
 
     def run(self, body: Callable[[MaterializedBlock], Result]) -> Result:
-        """Runs ``body`` on a block that reads no low-rank weight in a way that its factors cannot answer; returns the
-        result.
+        """Returns ``body(block)`` for a float64 copy of the module.
 
-        Weights that it has read so are drawn whole, and ``body`` runs again; it may change nothing outside itself.
+        If ``body`` reads a low-rank weight in a way that needs all entries, that weight is drawn in full and ``body``
+        runs again; it must have no side effects.
 
         Raises:
             IsolatedRunError: the unit cannot be copied, or reads other values of the model.
@@ -144,7 +148,7 @@ def _draw_low_rank(block: nn.Module, names: Collection[str], generator: torch.Ge
 
 
 def in_float64(arguments: Arguments) -> Arguments:
-    """Returns the arguments for a copy: tensors that the run has in several dtypes are float64 in all of them."""
+    """Returns the arguments of a call with all floating tensors in float64."""
 
     def widen(leaf: Any) -> Any:
         drawn = isinstance(leaf, Sample) and leaf.dtype.is_floating_point

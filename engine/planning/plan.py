@@ -1,7 +1,6 @@
-"""The plan: state, actions and traffic of every rank. It is made without processes and executed as it is.
+"""Plan: state, actions and traffic of every rank, made without processes and executed unchanged.
 
-A plan is built from shapes alone, so the model may be on the meta device. The banner prints it, the engine takes its
-partition, schedule and layouts from it, and measured bytes are compared with it.
+It is built from shapes alone, so the model may be on the meta device. Measured bytes are compared with it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -75,69 +74,70 @@ class Plan:
     config: Config
     table: ShardTable
     layouts: Mapping[ShardHolder, FlatLayout]
-    """The flat layout of every holder."""
+    """Flat layout (buckets) of every grid position."""
     groups: tuple[GroupOptions, ...]
     precision: Precision
     schedule: Schedule
     moments: tuple[GroupState, ...] | None
-    """State of the optimizer by group; None for the user's own optimizer, because its state is unknown."""
+    """Optimizer state of each parameter group; None for an optimizer of the script, because its state is unknown."""
     notes: tuple[str, ...]
     tensor: TensorPlan | None = None
-    """Sharding of layers over tp; None without tensor parallelism."""
+    """Tensor-parallel plan of layers; None for one tensor rank."""
     trace: ModelTrace | None = None
-    """The trace of the example; None if no example was needed, or if a model cannot be traced and needs no
-    pipeline."""
+    """Trace of the example batch; None if none was needed, or if the model cannot be traced and needs no pipeline."""
     partition: Partition | None = None
-    """The partition into stages; None without a pipeline."""
+    """Partition into stages; None without a pipeline."""
     tensor_traffic: Mapping[int, Tally] = field(default_factory=dict)
     """Traffic of a tensor rank over tp for one microbatch, by stage."""
     gather_groups: GatherGroups | None = None
     """Modules that gather their parameters together; None if parameters are not sharded."""
     decision: ScheduleDecision | None = None
-    """Reasons for the schedule that "auto" chose; None if the configuration names it."""
+    """Comparison of schedules by which "auto" chose; None if the configuration names one."""
     replacements: tuple[Replacement, ...] = ()
-    """Modules with operators of the engine in their forwards."""
+    """Modules whose forward is replaced by an engine operator."""
     experts: tuple[ExpertStack, ...] = ()
-    """Modules of experts with counted rows; empty without ``monitor.expert_load``."""
+    """MoE modules with counted tokens; () without ``monitor.expert_load``."""
     own_rule: MatrixRule | None = None
-    """The user's optimizer, if it updates parameters as a whole."""
+    """Rule of the script's optimizer, if it updates whole matrices."""
     own_schedule: bool | None = None
-    """True: the user passes a schedule of rates; None: unknown, in a plan without a run."""
+    """True if the script passes a learning-rate schedule; None: unknown, in a plan without a run."""
     router_biases: tuple[RouterBias, ...] = ()
-    """Buffers of routers that each step moves towards an even load."""
+    """Bias buffers of routers that each step adjusts towards an even load."""
     shared_experts: ExpertPlan | None = None
-    """Experts that data ranks share; None: every data rank holds all of them."""
+    """Experts divided among data ranks; None: every data rank has all experts."""
 
     def grid(self, rank: int) -> Grid:
-        """Returns the grid from the view of ``rank``."""
+        """Returns the grid of ranks with the coordinates of ``rank``."""
         return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:
-        """Returns the flat layout of a position."""
+        """Returns the flat layout (buckets) of a grid position."""
         return self.layouts[self.grid(0).holder(coord)]
 
     def hosted(self, coord: Coord) -> frozenset[int]:
-        """Returns indices of the trained buckets of a position that the host updates."""
+        """Returns the indices of trained buckets that the CPU updates at a grid position."""
         return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
-        """Returns the pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
+        """Returns the pipeline rank with the current value of a module buffer: the last that writes it or runs its
+        module.
+        """
         if self.partition is None or self.trace is None:
             return 0
         return self.schedule.rank_of_stage[self.partition.stage_of_buffer(self.trace, name)]
 
     @cached_property
     def evaluation(self) -> Schedule:
-        """The schedule of an evaluation: forwards only."""
+        """Pipeline schedule of an evaluation: forwards only."""
         return self.forwards(self.config.accumulation)
 
     def forwards(self, microbatches: int) -> Schedule:
-        """Returns the schedule of forwards only, for any number of microbatches."""
+        """Returns a forward-only pipeline schedule for this number of microbatches."""
         return forward_only(self.schedule.stages_of_rank, microbatches)
 
     @cached_property
     def last_rank(self) -> int:
-        """The pipeline rank that runs the last stage, and so computes the loss."""
+        """Pipeline rank of the last stage, which computes the loss."""
         return self.schedule.rank_of_stage[-1]
 
     def is_last(self, parameter: str) -> bool:
@@ -150,17 +150,17 @@ class Plan:
 
     @property
     def places(self) -> str:
-        """Partition and stage placement as text; two plans have equal stages if and only if it is equal."""
+        """Text that is equal for two plans if and only if they have equal stages on equal ranks."""
         return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of pipeline ranks that own tied parameters, in the same order on all ranks."""
+        """Sets of pipeline ranks that share tied parameters, in the same order on all ranks."""
         return tuple(sorted({row.owners for row in self.table if len(row.owners) > 1}))
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """All point-to-point links: between stages that exchange values, and to pp rank 0, which gathers full state."""
+        """Point-to-point links: between stages that exchange tensors, and to pipeline rank 0 for full state dicts."""
         links = {state_link(rank, 0) for rank in range(1, self.config.pp)}
         for plan in self.partition.stages if self.partition is not None else ():
             for other in plan.receives.values():
@@ -171,7 +171,7 @@ class Plan:
         return tuple(sorted(links))
 
     def rank(self, rank: int) -> RankPlan:
-        """Returns state and traffic of ``rank``, by arithmetic alone."""
+        """Returns the planned state bytes and traffic of ``rank``."""
         coord = self.grid(rank).coord()
         holder = self.grid(0).holder(coord)
         held = sum(row.local_elements(row.part(holder)) for row in self.table.held_by(holder))
@@ -179,7 +179,7 @@ class Plan:
         return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 
     def state(self, coord: Coord) -> StateBytes:
-        """Counts the bytes of a position's state between steps, by place and kind."""
+        """Returns the bytes of state between steps at a grid position, by memory and kind."""
         holder = self.grid(0).holder(coord)
         rows = self.table.held_by(holder)
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
@@ -207,7 +207,7 @@ class Plan:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a checkpoint, all ranks together, without buffers and random states."""
+        """Bytes of a checkpoint over all ranks, without buffers and random states."""
         matrices = self.matrix_owners.stored_bytes() if self.matrix_owners is not None else 0
         return stored_bytes(self.table, self.precision, self.config, self._moments) + matrices
 
@@ -217,7 +217,7 @@ class Plan:
 
     @cached_property
     def matrix_owners(self) -> MatrixOwners | None:
-        """Owners of the parameters that are updated as a whole; None if none is."""
+        """Owner ranks of the matrices that optimizers such as Muon update as a whole; None if there are none."""
         if self.own_rule is not None:
             own: dict[int, MatrixRule] = dict.fromkeys(range(len(self.groups)), self.own_rule)
             refuse_experts(self.table, own)
@@ -227,12 +227,12 @@ class Plan:
         return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
     def factors(self, coord: Coord) -> FactorRoutes | None:
-        """Returns the sums of Adafactor at a position; None if it updates nothing there."""
+        """Returns the reductions of Adafactor at a grid position; None if it updates no parameter there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
         return factor_routes(self._summed(coord), groups, self.config)
 
     def layers(self, coord: Coord) -> LayerRoutes | None:
-        """Returns the norms of LAMB and LARS at a position; None if they update nothing there."""
+        """Returns the norm reductions of LAMB and LARS at a grid position; None if they update no parameter there."""
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.layerwise)
         return layer_routes(self._summed(coord), groups, self.config)
 
@@ -241,7 +241,7 @@ class Plan:
         return (row for row in self.table if coord.pp in row.owners)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
-        """Returns the gathers of sharded parameters at a position; None if parameters are not sharded."""
+        """Returns the all-gathers of sharded parameters at a grid position; None below ZeRO 3."""
         if self.gather_groups is None:
             return None
         zero, layout, stages = self.config.zero_optimization, self.layout(coord), self.stages(coord.pp)
@@ -287,17 +287,18 @@ class Plan:
 
 
 def stages_wanted(config: Config) -> int:
-    """Returns the number of stages to trace for; "auto", which chooses later, starts with one per pipeline rank."""
+    """Returns the number of stages for which the model is traced; schedule "auto" starts with one per rank."""
     return config.pp if config.parallel.schedule == "auto" else _schedule(config).stages
 
 
 def build_plan(config: Config, request: PlanRequest) -> Plan:
-    """Plans a run of ``request.program.model`` under a resolved configuration. Reads shapes, dtypes and names only.
+    """Returns the plan of a run of ``request.program.model``; reads only shapes, dtypes and names.
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no trainable parameter, an untrainable dtype, sizes that do not divide, or no partition into stages.
-        ScheduleError: the schedule does not exist or does not fit.
+        PlanError: no parameter is trainable, a dtype cannot be trained, sizes are not divisible, or no partition into
+            stages exists.
+        ScheduleError: the schedule is unknown, or does not suit the number of ranks or microbatches.
     """
     model, given = request.program.model, request.given
     assigned, groups = (given.assigned, given.groups) if given else assign_groups(model, config.optimizer)
@@ -410,7 +411,7 @@ def _division(
 
 
 def check_settings(model: nn.Module, config: Config) -> None:
-    """Refuses, before the first batch, the settings that ``build_plan`` would refuse for any batch."""
+    """Raises before the first batch for settings that ``build_plan`` would reject for any batch."""
     assign_groups(model, config.optimizer)
     make_precision(config, model)
     _schedule(config)

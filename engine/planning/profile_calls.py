@@ -1,13 +1,12 @@
-"""Profiling before the run: seconds of each distinct call of a model, in isolation, on the device of the run.
+"""Profiling before the run: seconds of each distinct module call, in isolation, on the device of the run.
 
-    trace     record the arguments of each call of a unit
-    group     calls of equal units with equal argument shapes share one measurement
-    isolate   copy the unit with random content; the copy is all the memory that a measurement takes
-    time      forward, backward without the weight gradients that can be deferred, and those weight gradients
+    trace     record the arguments of each module call
+    group     calls of equal modules with equal argument shapes share one measurement
+    isolate   copy the module with random weights
+    time      forward, backward without deferrable weight gradients, and those weight gradients
 
-Profiling takes about LIMIT_SECONDS: groups with the most FLOPs are measured first, and none starts after that time.
-Each group has a warm-up and up to 5 repeats within its share of the time that is left; the median counts. A call that
-was not measured costs its FLOPs times the mean seconds per FLOP of the measured calls.
+Profiling takes about LIMIT_SECONDS, groups with the most FLOPs first: a warm-up and the median of up to 5 repeats.
+Calls that were not measured cost their FLOPs times the mean seconds per FLOP.
 """
 
 import json
@@ -49,35 +48,35 @@ class _UnmeasuredError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of the calls of a model in a run; the same on every rank."""
+    """Costs of a model's module calls, in seconds or FLOPs; equal on every rank."""
 
     units: tuple[str, ...]
-    """Name of the unit of each call."""
+    """Module name of each call."""
     calls: tuple[MicrobatchCost, ...]
     measured: bool
-    """False: the costs are FLOPs, not seconds."""
+    """True if costs are seconds, False if they are FLOPs."""
     notes: tuple[str, ...] = ()
     device: str = ""
-    """Type of the device that was measured; empty if none was."""
+    """Type of the measured device; empty if none was measured."""
 
     def transfer_seconds(self, count: float) -> float:
-        """Estimates the seconds to send ``count`` bytes to the next rank; 0 if the costs are FLOPs."""
+        """Returns the estimated seconds to send ``count`` bytes to the next rank; 0 if the costs are FLOPs."""
         latency, bytes_a_second = expected_link(self.device)
         return latency + count / bytes_a_second if self.measured else 0.0
 
     def to_bytes(self) -> bytes:
-        """Serializes for other ranks; ``from_bytes`` restores every number exactly."""
+        """Returns the costs as JSON bytes for other ranks, without loss of precision."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Costs":
-        """Restores the result of ``to_bytes``."""
+        """Returns the costs from the bytes of ``to_bytes``."""
         read = json.loads(data)
         calls = tuple(MicrobatchCost(**call) for call in read["calls"])
         return cls(tuple(read["units"]), calls, read["measured"], tuple(read["notes"]), read["device"])
 
     def check(self, trace: ModelTrace) -> None:
-        """Refuses costs that were measured for other calls.
+        """Raises if the costs were measured for other module calls.
 
         Raises:
             PlanError: the calls of ``trace`` differ from the measured ones.
@@ -90,12 +89,12 @@ class Costs:
 
 
 def needs_profiling(config: Config) -> bool:
-    """Returns True if the plan depends on measured seconds."""
+    """Returns True if the plan needs measured seconds of module calls."""
     return config.pp > 1 and (config.parallel.balance == "time" or config.parallel.schedule == "auto")
 
 
 def flop_costs_only(trace: ModelTrace) -> Costs:
-    """Returns costs in FLOPs, without a measurement."""
+    """Returns the costs of a trace in FLOPs, without measurement."""
     note = "no call was measured, so that FLOPs stand for seconds"
     return Costs(tuple(call.unit for call in trace.calls), flop_costs(trace), measured=False, notes=(note,))
 
@@ -103,7 +102,7 @@ def flop_costs_only(trace: ModelTrace) -> Costs:
 def profile_run(program: Program, example: Batch, config: Config, stages: int, device: torch.device) -> Costs:
     """Measures the calls of one training microbatch on ``device``, without communication; the model is unchanged.
 
-    ``stages``: as in the plan, so that both trace the same calls.
+    ``stages``: number of stages, as in the plan.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -129,9 +128,9 @@ def measure_calls(
     run: tuple[Precision, torch.device],
     ways: Mapping[str, Selective] = MappingProxyType({}),
 ) -> Costs:
-    """Measures the calls of ``trace``, with its ``material``, in the precision and on the device of ``run``.
+    """Measures the module calls of ``trace`` with the arguments in ``material``; ``run``: precision and device.
 
-    ``ways``: units that are recomputed selectively; no other unit is recomputed here.
+    ``ways``: modules with selective recomputation; no other module is recomputed.
     """
     _, device = run
     units = tuple(call.unit for call in trace.calls)

@@ -1,10 +1,10 @@
-"""The proof of a tensor plan that the user has written: each kind of block alone, sharded, against the full block.
+"""Proof of a configured tensor plan: each kind of block, sharded, is compared with the full block.
 
     find     distinct blocks of the model, by their class, sizes and arguments
-    prove    a float64 copy of each with random content, once for each set of styles that the plan gives to its kind
-    note     each part that could not be proven: the run uses it as it is written
+    prove    a float64 copy of each with random weights, for each set of styles in the plan
+    note     each part that could not be proven; the run uses it unchanged
 
-Nothing is communicated. Every rank finds the same.
+Nothing is communicated; the result is equal on all ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,15 +35,15 @@ _Styles = Mapping[str, Style]
 
 
 def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
-    """Proves a plan that the user has written, block by block.
+    """Proves a configured tensor plan block by block.
 
-    ``low_rank``: large matrices are products of two thin random ones.
+    ``low_rank``: large matrices are low-rank random products.
 
     Returns:
-        One sentence for each part of the plan that is not proven.
+        One sentence for each part of the plan that cannot be proven.
 
     Raises:
-        PlanError: a block would compute something else; names it, the difference, and its styles.
+        PlanError: a sharded block differs from the full one; names it, the difference, and its styles.
     """
     with search_conditions(program.model):  # the simulated ranks draw random numbers too, which are the user's
         try:
@@ -131,9 +131,9 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Returns the layers outside blocks that cause the ``failure`` of the forward by their styles, or else all of them.
+    """Returns the layers outside blocks whose styles cause the ``failure`` of the forward, or else all of them.
 
-    Layers of one region have their styles together.
+    Layers of one parallel region are tried together.
     """
     styles, blocks = match_styles(model, plan.patterns), find_units(model).blocks
     outside = [name for name in styles if not any(is_inside(name, block) for block in blocks)]

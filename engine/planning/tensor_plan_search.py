@@ -1,12 +1,11 @@
-"""The automatic tensor plan of a model: each distinct block is isolated, sharded and proven on random content.
+"""Search of a tensor plan: each distinct block is isolated, sharded and proven with random weights.
 
     trace      record the arguments of each call of a unit, for a short example and for a shorter one
     group      calls of equal units with equal argument shapes need one search
     search     run ``engine.parallel.tensor.auto`` on a float64 copy of one unit
     spread     give the styles of that unit to all equal units, as patterns
 
-Nothing is communicated. Every rank would find the same plan, since all random content comes from fixed seeds; rank 0
-of a job searches, and the others receive what it has found.
+Nothing is communicated during the search. Rank 0 searches, and broadcasts its result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,42 +41,42 @@ from engine.program.program import Program
 
 ROWS = 2
 LENGTH = 16
-"""Rows and tokens of the example that are traced at most; zero patterns and proofs do not depend on size."""
+"""Most tokens per row of the traced example; results do not depend on size."""
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Sizes of the tensor axis that an error may propose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of a group of equal units, with the arguments of their calls and the names of all."""
+    """Module that represents a group of equal modules in a search."""
 
     name: str
     arguments: tuple[Arguments, ...]
-    """Arguments for the example, and for a shorter one if the model takes it."""
+    """Call arguments for the example, and for a shorter one if the model accepts it."""
     alike: tuple[str, ...]
     used: frozenset[int]
-    """Leaves of the output that other code reads, in any call of the group."""
+    """Indices of output leaves that other code reads, in any call of the group."""
     other_values: bool = False
-    """True if a call of one of them reads values that are not among its arguments."""
+    """True if some call of the group reads values that are not among its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalledModules:
-    """Ids of the modules that a forward calls."""
+    """Ids of modules that a forward has called."""
 
     all: set[int] = field(default_factory=set)
     counting: set[int] = field(default_factory=set)
-    """Ids of embeddings with consecutive positions as input."""
+    """Ids of embeddings whose input is consecutive positions."""
 
     def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Notes the call of ``module``, as its forward pre-hook."""
+        """Records the call of ``module``; used as forward pre-hook."""
         self.all.add(id(module))
         if isinstance(module, nn.Embedding) and args and _counts(args[0]):
             self.counting.add(id(module))
 
 
 class SearchedProgram:
-    """Program and an example; searches for several numbers of tensor ranks share their traces and digest."""
+    """Program and example batch, with traces and digest that searches for several tensor sizes share."""
 
     def __init__(self, program: Program, example: Batch) -> None:
         self.program, self.example = program, example
@@ -86,13 +85,13 @@ class SearchedProgram:
 
     @cached_property
     def digest(self) -> ProgramDigest:
-        """Digest of everything that a search depends on but its settings."""
+        """Digest of everything on which a search depends, except its settings."""
         return ProgramDigest(self.program, self.example)
 
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True) -> FoundStyles:
-        """Returns the styles for ``tp`` tensor ranks.
+        """Returns tensor-parallel styles of layers for ``tp`` tensor ranks.
 
-        ``low_rank``: large matrices are products of two thin random ones while blocks are searched and proven.
+        ``low_rank``: large matrices are low-rank random products during search and proof.
 
         Raises:
             PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
@@ -111,9 +110,9 @@ class SearchedProgram:
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 
     def trace(self, length: int) -> "tuple[_Followed, str]":
-        """Returns the trace of the first shortened example that the model accepts, and a note if it accepts none.
+        """Returns the trace of a shortened example that the model accepts, and a note if it accepts none.
 
-        A model may count on its own length (image tokens, windows), so the last one tried is the example as it is.
+        A model may need its full length (image tokens, windows), so the last one tried is the full example.
         """
         few = self.program.rows.take_rows(self.example, 0, ROWS)
         found, refused = self._tried(few, length)
@@ -127,7 +126,7 @@ class SearchedProgram:
         return whole, note if refused else ""
 
     def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
-        """Returns arguments of the units for a shorter text, or the reason why a text has no shorter one."""
+        """Returns call arguments for a shorter text, or None and the reason why there is none."""
         lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
         if not lengths:
             return None, ""
@@ -156,9 +155,9 @@ class SearchedProgram:
 
 
 def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Returns blocks with a layer of another block, and blocks that share a parameter with one of these.
+    """Returns blocks that share a layer with another block, and blocks that share a parameter with one of these.
 
-    Such a layer would be cut in one place for the sums of two.
+    Such blocks cannot be sharded independently.
     """
     modules = {name: model.get_submodule(name) for name in blocks}
     holders: dict[int, set[int]] = {}
@@ -187,7 +186,8 @@ class _InTheOpen:
 @contextmanager
 def search_conditions(model: nn.Module) -> Iterator[None]:
     """Restores weights and random states after a search: reading a weight may change it (spectral norm), and random
-    draws have to agree on all ranks."""
+    numbers must stay equal on all ranks.
+    """
     # a backward runs what it recomputes outside the arithmetic of a proof
     with (
         restoring_state(model, torch.device("cpu")),
@@ -199,28 +199,28 @@ def search_conditions(model: nn.Module) -> Iterator[None]:
 
 
 def local_name(unit: str, name: str) -> str:
-    """Returns the name inside ``unit`` of a module with the name ``name`` in the model; empty for the unit itself."""
+    """Returns the name of a module relative to ``unit``; "" for the unit itself."""
     return name[len(unit) + 1 :]
 
 
 @dataclass(frozen=True, slots=True)
 class DistinctUnits:
-    """Units that a search or a proof covers."""
+    """Modules that a search or a proof covers, one per group of equal modules."""
 
     units: tuple[Unit, ...]
     trace: ModelTrace
-    """Trace of the example."""
+    """Trace of the example batch."""
     notes: tuple[str, ...]
-    """One sentence if the units are known for one length of text only."""
+    """One sentence if the modules are known for one text length only."""
     choice: str = ""
-    """Words about the choice of other paths than the traced one: a part of a sentence; empty if there is no other."""
+    """Part of a sentence about untraced paths of the forward; "" if there are none."""
 
 
 def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
-    """Returns the distinct units of a model that have more than one layer.
+    """Returns the distinct modules of a model that have more than one layer.
 
     Raises:
-        PlanError: the model cannot be followed.
+        PlanError: the model cannot be traced.
     """
     program = searched.program
     followed, full_length = searched.trace(LENGTH - LENGTH % tp)
@@ -321,7 +321,7 @@ def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp
 
 @contextmanager
 def calls_of_modules(called: CalledModules) -> Iterator[None]:
-    """Collects the called modules in ``called`` inside this context."""
+    """Records the modules called inside this context in ``called``."""
     hook = register_module_forward_pre_hook(called.note)
     try:
         yield

@@ -1,16 +1,15 @@
-"""Dtypes of a run: computation, accumulation, master, moments, wire.
+"""Dtypes of a run: forward, gradient accumulation, masters, moments, messages.
 
-fp32            parameters as passed (fp32 or fp64), gradients and moments likewise, no second copy; a parameter that
-                was passed in 16 bits stays so in forward, and has fp32 sums, master and moments as below
+fp32            parameters as passed (fp32 or fp64), gradients and moments likewise, no masters; a parameter passed in
+                16 bits stays so in forward, with fp32 gradients, master and moments as below
 bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and moments (Kalamkar et al. 2019,
                 Micikevicius et al. 2018)
-bf16 alone      parameters are their own master, gradients are summed in bf16, moments in fp32 or bf16; updates are
-                computed in fp32 and rounded stochastically (Zamirai et al. 2020)
-keep_fp32       modules that stay in fp32 under any of these, in addition to tensors that the model marks as fp32
-torch_autocast  fp32 or bf16 as above, and every forward inside torch.autocast, which casts inputs of matrix products
-                and computes softmax, norms and losses in fp32
+bf16 alone      parameters without masters, gradients summed in bf16, moments in fp32 or bf16; updates are computed in
+                fp32 and rounded stochastically (Zamirai et al. 2020)
+keep_fp32       modules that stay in fp32, in addition to tensors that the model marks as fp32
+torch_autocast  fp32 or bf16 as above, with every forward inside torch.autocast
 
-Inputs and buffers keep their dtype in all of them, unless ``cast_forward_inputs`` or ``buffer_dtype`` is set.
+Inputs and buffers keep their dtype, unless ``cast_forward_inputs`` or ``buffer_dtype`` is set.
 """
 
 from collections.abc import Collection, Mapping
@@ -37,30 +36,30 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Widths(NamedTuple):
-    """Dtypes of one kind of parameter."""
+    """Dtypes for parameters of one forward dtype."""
 
     compute: torch.dtype
     sums: torch.dtype
-    """Dtype of accumulated gradients."""
+    """Dtype in which gradients are accumulated."""
     master: torch.dtype | None
-    """Dtype of the master, a second copy of the weights; None if there is no master."""
+    """Dtype of master weights; None if there are none."""
     moments: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of one run."""
+    """Dtypes of a run: parameters, gradients, masters, moments, inputs, buffers."""
 
     compute: torch.dtype | None
     """Dtype of parameters in forward; None leaves them unchanged."""
     wire: torch.dtype | None
-    """Dtype of gradients while they are reduced; None: the dtype of accumulation."""
+    """Dtype of gradients in reductions; None: the dtype of accumulation."""
     kept: KeptFp32 = field(default_factory=KeptFp32)
     """Modules and tensors that stay in fp32."""
     master: bool = True
-    """True: 16-bit parameters have an fp32 master, and gradients are summed in fp32."""
+    """True if 16-bit parameters have fp32 masters and fp32 gradient accumulation."""
     narrow_moments: bool = False
-    """True: without a master, moments have the dtype of the parameter."""
+    """True if moments have the dtype of the parameter, in runs without masters."""
     autocast: torch.dtype | None = None
     """Dtype of torch.autocast around every forward; None leaves the user's autocast unchanged."""
     inputs: torch.dtype | None = None
@@ -68,10 +67,12 @@ class Precision:
     buffers: torch.dtype | None = None
     """Dtype of floating buffers in a 16-bit run; None leaves all unchanged."""
     operands: OperandCasts | None = field(default=None, compare=False)
-    """Casts of operands in the model's own code; None adds no casts."""
+    """Casts of operands in the model's own code; None: no casts."""
 
     def forward(self, device: torch.device, whole: bool = True) -> AbstractContextManager[Any]:
-        """Returns the context of a forward on ``device``, of the ``whole`` model or of a stage."""
+        """Returns the context (autocast, casts) of a forward on ``device``; ``whole``: of the full model, not of a
+        stage.
+        """
         if self.operands is not None:
             return self.operands.forward(whole)
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
@@ -102,19 +103,19 @@ class Precision:
         return given
 
     def frozen(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype of a frozen parameter; types other than floating stay unchanged."""
+        """Returns the dtype of a frozen parameter; non-floating dtypes stay unchanged."""
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.compute
 
     def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Returns the dtype of a buffer."""
+        """Returns the dtype of the buffer ``name`` in forward."""
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.buffers or given
 
     def widths(self, dtype_name: str) -> Widths:
-        """Returns the dtypes that belong to a parameter with this name of its dtype in forward."""
+        """Returns the dtypes of gradients, masters and moments for parameters whose forward dtype is ``dtype_name``."""
         narrow: torch.dtype = getattr(torch, dtype_name)
         wide = torch.promote_types(narrow, torch.float32)
         if narrow == wide:
@@ -125,7 +126,7 @@ class Precision:
 
 
 def half_note(model: nn.Module, precision: Precision) -> str | None:
-    """Describes the treatment of parameters that an fp32 run received in 16 bits; None if there are none."""
+    """Returns a note about 16-bit parameters in an fp32 run; None if there are none."""
     if precision.compute is not None:
         return None
     found = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _HALF}
@@ -141,7 +142,7 @@ def half_note(model: nn.Module, precision: Precision) -> str | None:
 
 
 def make_precision(config: Config, model: nn.Module) -> Precision:
-    """Returns the dtypes that a configuration asks for.
+    """Returns the dtypes of a run by the configuration.
 
     Raises:
         ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
@@ -174,7 +175,7 @@ def place_rest(
     absent: Collection[str] = (),
     placed: Collection[str] = (),
 ) -> None:
-    """Moves buffers and frozen parameters outside of flat buckets to their device and dtype.
+    """Moves module buffers, and frozen parameters outside of buckets, to the device and their dtype of forward.
 
     ``absent`` parameters belong to other stages and become placeholders; ``placed`` parameters are in buckets.
     """

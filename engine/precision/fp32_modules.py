@@ -3,15 +3,11 @@
     bf16  --> | to fp32 -> the module's own forward, parameters in fp32 -> to bf16 | --> bf16
     999.3 --> the model's own code, in fp32 --> | to bf16 -> nn.Linear with bf16 parameters | --> bf16
 
-The modules that ``keep_fp32`` names, with their submodules, and BatchNorm stay in fp32. The casts are part of the
-module's ``forward``, so that code around the module (pipeline stages, recomputation, hooks) sees values in the dtype of
-the computation. Tensors that a model marks as fp32 itself (transformers: ``_keep_in_fp32_modules_strict``) get no such
-casts, since that model's code makes them.
+Modules that match ``keep_fp32``, with their submodules, and BatchNorm stay in fp32; their ``forward`` casts inputs and
+outputs. Tensors that a model marks as fp32 itself (transformers: ``_keep_in_fp32_modules_strict``) get no such casts.
 
-torch computes a linear layer, a convolution or a normalization in one dtype. A model that computes with fp32 inputs or
-buffers passes fp32 tensors to such layers, so these layers cast them (FSDP2: ``cast_forward_inputs`` of each wrapped
-module; torch.autocast: casts of each operator). Layers that the model marks as fp32 cast 16-bit inputs to fp32. Modules
-with a forward of the user's own receive their inputs unchanged.
+Linear layers, convolutions and norms cast their inputs to the dtype of their weights, because a model may compute with
+fp32 inputs or buffers in between. Modules with a forward of the user receive their inputs unchanged.
 """
 
 import re
@@ -32,17 +28,17 @@ from engine.parallel.tensor.deferred_linear import is_conv1d
 
 @dataclass(frozen=True, slots=True)
 class KeptFp32:
-    """Modules and tensors that stay in fp32."""
+    """Modules and tensors that stay in fp32 in a bf16 or fp16 run."""
 
     modules: tuple[str, ...] = ()
-    """Names of the outermost modules that the patterns match; each module object once."""
+    """Names of the outermost matching modules, each module once."""
     tensors: frozenset[str] = frozenset()
-    """Names of the parameters and buffers in these modules, and of the marked ones, including all aliases."""
+    """Names, with aliases, of parameters and buffers in these modules and of ``marked`` ones."""
     marked: frozenset[str] = frozenset()
     """Names of the parameters and buffers that the model marks as fp32 itself."""
 
     def within(self, module: str) -> "KeptFp32":
-        """Returns the part inside ``module``, with names relative to it."""
+        """Returns the modules and tensors inside ``module``, with names relative to it."""
 
         def inside(names: Iterable[str]) -> Iterator[str]:
             return (name[len(module) + 1 :] for name in names if is_inside(name, module))
@@ -51,10 +47,10 @@ class KeptFp32:
 
 
 def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
-    """Finds the modules and tensors that ``keep_fp32`` names.
+    """Returns the modules and tensors that match ``keep_fp32``.
 
     Raises:
-        ConfigError: a pattern matches no module, or a parameter is shared with a module that is not kept.
+        ConfigError: a pattern matches no module, or a parameter is shared with a module that does not match.
     """
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     refuse_unmatched([(f"keep_fp32[{i}]", pattern) for i, pattern in enumerate(patterns)], list(named), "module")
@@ -107,7 +103,7 @@ def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) 
 
 
 def keep_in_fp32(model: nn.Module, names: Collection[str], compute: torch.dtype, patches: ForwardPatches) -> None:
-    """Casts the inputs of these modules to fp32 and their outputs back to ``compute``."""
+    """Patches these modules to cast inputs to fp32, and outputs back to ``compute``."""
     note = f"runs in fp32: inputs are cast from {str(compute).removeprefix('torch.')}, and outputs back"
     for module in map(model.get_submodule, names):
         wrapped = _in_fp32(module, vars(module).get("forward"), compute)
@@ -137,7 +133,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def put_casts(model: nn.Module, kept: KeptFp32, compute: torch.dtype | None, patches: ForwardPatches) -> None:
-    """Puts every cast of a 16-bit run on the modules of ``model``; does nothing if ``compute`` is None."""
+    """Patches the modules of ``model`` with all casts of a 16-bit run; does nothing if ``compute`` is None."""
     if compute is None:
         return
     keep_in_fp32(model, kept.modules, compute, patches)

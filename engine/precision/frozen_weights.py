@@ -1,12 +1,8 @@
-"""Frozen weights in fewer bits: codes that a run makes (``quantize_frozen``), as QLoRA does (Dettmers et al. 2023), and
-codes that bitsandbytes made.
+"""Quantized frozen weights: by ``quantize_frozen``, as in QLoRA (Dettmers et al. 2023), or by bitsandbytes.
 
-``quantize_frozen`` quantizes the weights of linear layers and stacks of experts. It leaves out heads, whose logits a
-loss reads, embeddings and weights tied to one, and adapters, which may be frozen for a while and trained again.
-
-Only bitsandbytes' own layers can read the scales and the layout of its codes. On data ranks up to ZeRO 2 every rank
-stores them whole, and its layers compute as in one process. Elsewhere weights are sharded, or their memory is replaced
-between uses, which these layers do not support.
+``quantize_frozen`` quantizes linear layers and stacks of experts, but no heads, embeddings, weights tied to one, and
+adapters. Weights quantized by bitsandbytes can be read only by its layers, so they must be full on every rank: data
+parallelism up to ZeRO 2.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,11 +25,11 @@ _ADAPTERS = ("*.lora_*", "*.modules_to_save.*", "*.original_module.*")
 
 
 def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
-    """Finds the weights by first name, with their formats; reads only names, shapes and flags.
+    """Returns the weights to quantize by ``quantize_frozen``, by first name, with their formats.
 
     Raises:
         ConfigError: a pattern of ``skip`` matches no frozen parameter, or checkpoints would store frozen ones.
-        PlanError: there is no such weight.
+        PlanError: no weight can be quantized.
     """
     settings = config.quantize_frozen
     if settings is None:
@@ -63,7 +59,7 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
 
 
 def refuse_outside_reads(table: ShardTable) -> None:
-    """Refuses weights that code outside their layer reads, since only layers dequantize their codes.
+    """Raises if code outside of its layer reads a quantized weight, because only layers dequantize.
 
     Raises:
         PlanError: names the first such weight.
@@ -77,7 +73,7 @@ def refuse_outside_reads(table: ShardTable) -> None:
 
 
 def round_frozen(model: nn.Module, config: Config) -> None:
-    """Rounds the frozen weights of a model of one process to the values that their codes represent."""
+    """Rounds frozen weights of an unsharded model to the values that their quantization represents."""
     parameters = dict(model.named_parameters())
     for name, weight_format in find_quantized(model, config).items():
         values = parameters[name].data
@@ -86,7 +82,7 @@ def round_frozen(model: nn.Module, config: Config) -> None:
 
 
 def quantized_note(model: nn.Module, found: Mapping[str, WeightFormat], precision: Precision) -> list[str]:
-    """Returns a line of the plan about the quantized weights."""
+    """Returns a line of the banner about quantized weights."""
     if not found:
         return []
     named, form = dict(model.named_parameters()), next(iter(found.values()))
@@ -142,11 +138,11 @@ class _Held(NamedTuple):
 
 
 def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
-    """Refuses settings that would compute with codes of bitsandbytes as values, or store them without scales.
+    """Raises for settings that would shard, cast or save weights quantized by bitsandbytes.
 
     Raises:
         ConfigError: the configuration shards, gathers, quantizes or stores them.
-        PlanError: they have a dtype of values.
+        PlanError: quantized weights have a floating dtype.
     """
     weight = next(_found(model), None)
     if weight is None:

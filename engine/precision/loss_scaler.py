@@ -1,8 +1,8 @@
-"""Loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), pure Python; DeepSpeed's rules and names.
+"""Loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), with DeepSpeed's rules and names. Pure Python.
 
-Small gradients vanish in fp16, so backward runs on a loss times a scale, and the update divides by the scale. A dynamic
-scale doubles after a window of good steps and halves when gradients overflow, except that the first ``hysteresis`` - 1
-overflows are forgiven. A step with an overflow is skipped in both cases.
+Backward runs on the loss times a scale, because small gradients vanish in fp16, and the update divides by it. A dynamic
+scale doubles after a window of steps without overflow, and halves after ``hysteresis`` overflows. A step with an
+overflow is skipped.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from engine.config.sections import Fp16Config
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Loss scale of one step and the counters that decide the next; ``after`` returns the scale of the next step."""
+    """Loss scale of one step and its counters; ``after`` returns the scale of the next step."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -22,9 +22,9 @@ class LossScale:
     consecutive: bool = False
     """True: every good step resets ``forgiven``; False: only a full window of good steps does."""
     forgiven: int = 0
-    """Overflows forgiven since the scale last grew."""
+    """Number of overflows that did not halve the scale since it last changed."""
     good: int = 0
-    """Good steps since the last overflow or growth."""
+    """Number of steps without overflow since the last overflow or doubling."""
 
     @property
     def can_fall(self) -> bool:
@@ -32,7 +32,7 @@ class LossScale:
         return self.dynamic and self.value > self.smallest
 
     def after(self, overflow: bool) -> "LossScale":
-        """Returns the scale of the next step."""
+        """Returns the loss scale of the next step; ``overflow``: this step had non-finite gradients."""
         if not self.dynamic:
             return self
         if overflow:

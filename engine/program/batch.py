@@ -1,4 +1,4 @@
-"""Batches: a tensor, a tuple or list, or a mapping of batches; values of other types are left unchanged."""
+"""Batches: a tensor, tuple, list or mapping, nested; values of other types are left unchanged."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -13,11 +13,11 @@ Batch = Any
 
 
 BatchPath = tuple[str | int, ...]
-"""Keys and positions that lead to a tensor of a nested batch."""
+"""Keys and positions that lead to one tensor of a nested batch."""
 
 
 def map_tensors(tree: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Applies ``change`` to every tensor of a nested batch; mappings become plain dicts."""
+    """Returns a nested batch with ``change`` applied to every tensor; mappings become plain dicts."""
     return change_tensors(tree, lambda _, tensor: change(tensor))
 
 
@@ -27,7 +27,7 @@ def cast_floats(tree: Batch, dtype: torch.dtype | None) -> Batch:
 
 
 def change_tensors(tree: Batch, change: Callable[[BatchPath, Tensor], Tensor], path: BatchPath = ()) -> Batch:
-    """Applies ``change(path, tensor)`` to every tensor of a nested batch; mappings become plain dicts."""
+    """Returns a nested batch with ``change(path, tensor)`` applied to every tensor; mappings become plain dicts."""
     if isinstance(tree, Tensor):
         return change(path, tree)
     if isinstance(tree, Mapping):
@@ -56,7 +56,7 @@ def tensors_by_path(tree: Batch, path: BatchPath = ()) -> Iterator[tuple[BatchPa
 
 
 def named_tensors(tree: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a nested batch with the expression that reaches it."""
+    """Yields every tensor of a nested batch with its expression, such as ``batch['key'][0]``."""
     return ((expression(path), tensor) for path, tensor in tensors_by_path(tree))
 
 
@@ -66,19 +66,19 @@ def expression(path: BatchPath) -> str:
 
 
 def count_tokens(microbatch: Batch) -> int:
-    """Counts the elements of ``input_ids``, or the rows of a batch without ``input_ids``."""
+    """Returns the number of elements of ``input_ids``, or of rows without ``input_ids``."""
     if is_text(microbatch):
         return int(microbatch["input_ids"].numel())
     return next((tensor.shape[0] for _, tensor in named_tensors(microbatch) if tensor.ndim), 1)
 
 
 def is_text(microbatch: Batch) -> bool:
-    """Returns True if the batch has ``input_ids``, so that its tokens can be counted."""
+    """Returns True if the batch has ``input_ids``, so that tokens can be counted."""
     return isinstance(microbatch, Mapping) and isinstance(microbatch.get("input_ids"), Tensor)
 
 
 def call_model(model: nn.Module, microbatch: Batch) -> Any:
-    """Calls ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, by the type of the batch."""
+    """Returns ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, by the type of the batch."""
     if isinstance(microbatch, Mapping):
         return model(**microbatch)
     if isinstance(microbatch, tuple | list):
@@ -89,7 +89,7 @@ def call_model(model: nn.Module, microbatch: Batch) -> Any:
 def join_outputs(outputs: list[Any]) -> Any:
     """Joins the outputs of microbatches into one: tensors along dim 0, scalars stacked, sequences entry by entry.
 
-    Sequences of different lengths have an entry for each row or picture (SmolVLM's ``pooler_output``), and are chained.
+    Sequences of different lengths have an entry per row or image (SmolVLM's ``pooler_output``), and are concatenated.
     """
     first = outputs[0]
     if isinstance(first, Tensor):

@@ -1,8 +1,8 @@
-"""Rows of a batch: their division into microbatches, and the tensors without rows.
+"""Division of a batch into microbatches by rows, and its tensors without rows.
 
-rows       tensors with micro x accumulation rows on each data rank; every microbatch gets its own
-whole      tensors that every microbatch gets unchanged (one row of position ids, weights of classes): named by the
-           user, or recognized in the example, since they lack its number of rows; 0-dim tensors always
+rows       tensors with micro x accumulation rows on each data rank, split into microbatches
+whole      tensors that every microbatch receives unchanged (position ids, class weights): named by the user, or with
+           a leading dim other than the rows of the example; 0-dim tensors always
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,20 +15,20 @@ from engine.errors import EngineError
 from engine.program.batch import Batch, BatchPath, change_tensors, expression, tensors_by_path
 
 Name = str | int
-"""A key of a mapping, at any depth, or the position of an element of the batch."""
+"""Key of a mapping at any depth, or position of an element of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRows:
-    """Selection of the tensors that are split into microbatches. By default all tensors with a dim."""
+    """Rule that determines which tensors of a batch are split into microbatches; by default all with a dim."""
 
     whole: frozenset[Name] = frozenset()
     learnt: frozenset[BatchPath] = frozenset()
-    """Tensors of the example without its rows."""
+    """Paths of tensors in the example whose leading dim is not the number of rows."""
 
     @staticmethod
     def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":
-        """Builds the selection for batches like ``example``; the user names the tensors that stay ``whole``.
+        """Returns the rule for batches like ``example``; tensors named in ``whole`` are not split.
 
         An example without a tensor of ``micro`` rows adds nothing.
         """
@@ -38,17 +38,17 @@ class BatchRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence about the tensors that stay whole, if there are any."""
+        """One sentence about the tensors that are not split, if there are any."""
         whole = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
         return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(whole)))}",) if whole else ()
 
     def is_whole(self, path: BatchPath) -> bool:
-        """Returns True if every microbatch gets the tensor at ``path`` unchanged."""
+        """Returns True if every microbatch receives the tensor at ``path`` unchanged."""
         named = path[0] in self.whole if path else False
         return named or path in self.learnt or any(isinstance(key, str) and key in self.whole for key in path)
 
     def take_microbatches(self, batch: Batch | Iterator[Batch], micro: int, count: int) -> list[Batch]:
-        """Splits a batch into ``count`` microbatches of ``micro`` rows, or pulls them from an iterator.
+        """Returns ``count`` microbatches of ``micro`` rows, split from a batch or pulled from an iterator.
 
         Raises:
             EngineError: a wrong number of rows (names the tensor), a batch without tensors, an iterable that is not an
@@ -66,7 +66,7 @@ class BatchRows:
         return [self.take_rows(batch, index * micro, micro) for index in range(count)]
 
     def split(self, batch: Batch, micro: int) -> list[Batch]:
-        """Splits a batch of any number of rows into microbatches of ``micro`` rows; the last one may have fewer.
+        """Returns a batch of any number of rows split into microbatches of ``micro`` rows; the last one may have fewer.
 
         Raises:
             EngineError: the batch has no row, or its tensors have different numbers of rows.
@@ -80,12 +80,12 @@ class BatchRows:
         return [self.take_rows(batch, start, micro) for start in range(0, rows, micro)]
 
     def count(self, batch: Batch) -> int:
-        """Counts the rows of a batch: the leading dim of its first tensor that is split; 0 without such a tensor."""
+        """Returns the number of rows: the leading dim of the first split tensor; 0 without such a tensor."""
         cut = (tensor for path, tensor in tensors_by_path(batch) if tensor.ndim and not self.is_whole(path))
         return next((tensor.shape[0] for tensor in cut), 0)
 
     def whole_names(self, batch: Batch) -> list[str]:
-        """Lists the tensors of a batch that are not split, as expressions, without 0-dim tensors."""
+        """Returns the expressions of tensors that are not split, without 0-dim tensors."""
         return [expression(path) for path, tensor in tensors_by_path(batch) if tensor.ndim and self.is_whole(path)]
 
     def take_rows(self, batch: Batch, start: int, count: int) -> Batch:

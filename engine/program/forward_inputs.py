@@ -1,7 +1,7 @@
-"""Inputs of the model's forward: the part of a microbatch that forward receives.
+"""Arguments of the model's forward, selected from a microbatch.
 
-Without ``loss_fn`` it is everything, since the model computes the loss. With it, the user states the inputs with
-``inputs``, or they follow from the signature of forward; ambiguous batches are refused:
+Without ``loss_fn`` forward receives the whole microbatch. With it, ``inputs`` selects the arguments, or they follow
+from the signature of forward; an ambiguous batch raises:
 
     forward(x)                 (x, y) -> x                   {"x": x, "y": y} -> x=x
     forward(x, mask)           (x, mask, y) -> x, mask
@@ -26,12 +26,12 @@ from engine.program.batch_rows import Name
 from engine.program.loss import LossFunction
 
 Inputs = Name | Sequence[Name] | Callable[[Batch], Any]
-"""Names of the parts that forward receives, or a function from a microbatch to the inputs of forward."""
+"""Keys or positions of a microbatch that forward receives, or a function from a microbatch to forward's arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardSignature:
-    """Parameters of a forward."""
+    """Names of the parameters of a forward."""
 
     required: tuple[str, ...] = ()
     """Names of positional parameters without a default."""
@@ -42,7 +42,7 @@ class ForwardSignature:
 
     @staticmethod
     def of(model: nn.Module) -> "ForwardSignature":
-        """Reads the signature of forward; a signature that cannot be read accepts everything."""
+        """Returns the signature of the model's forward; one that cannot be read accepts everything."""
         try:
             parameters = list(inspect.signature(model.forward).parameters.values())
         except (TypeError, ValueError):
@@ -59,23 +59,25 @@ class ForwardSignature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInputs:
-    """Part of a microbatch that forward receives. By default everything."""
+    """Selection of the arguments of forward from a microbatch; by default all entries."""
 
     stated: Inputs | None = None
     signature: ForwardSignature = field(default_factory=ForwardSignature)
-    """Accepts everything unless a loss function computes the loss and the user has not stated the inputs."""
+    """Signature that selects arguments, if there is a loss function and the user passed no ``inputs``; otherwise it
+    accepts everything.
+    """
 
     @staticmethod
     def of(model: nn.Module, separate_loss: bool, stated: Inputs | None) -> "ForwardInputs":
-        """Builds the inputs of a run; with ``separate_loss``, a loss function also receives the microbatch."""
+        """Returns the selection for a run; ``separate_loss``: a loss function receives the microbatch too."""
         follows = separate_loss and stated is None
         return ForwardInputs(stated=stated, signature=ForwardSignature.of(model) if follows else ForwardSignature())
 
     def take(self, microbatch: Batch) -> Batch:
-        """Returns the part of a microbatch that forward receives.
+        """Returns the arguments of forward from a microbatch.
 
         Raises:
-            EngineError: the part does not follow from the signature of forward.
+            EngineError: the signature of forward does not determine them.
         """
         if self.stated is not None:
             return self._take_stated(microbatch)
@@ -86,7 +88,7 @@ class ForwardInputs:
         return microbatch
 
     def rest(self, microbatch: Batch) -> list[Any]:
-        """Lists the parts that forward does not receive; none if ``inputs`` is a function, which may use any part."""
+        """Returns the entries of a microbatch that forward does not receive; [] if ``inputs`` is a function."""
         if callable(self.stated):
             return []
         if isinstance(microbatch, Mapping):
@@ -101,7 +103,7 @@ class ForwardInputs:
         return list(microbatch[len(given) if isinstance(given, tuple | list) else 1 :])
 
     def note(self, microbatch: Batch) -> str:
-        """Returns one sentence about the parts that forward does not receive; empty if it receives everything."""
+        """Returns one sentence about entries that forward does not receive; "" if it receives all."""
         given = self.take(microbatch)
         if not isinstance(microbatch, Mapping | tuple | list) or given is microbatch:
             return ""
@@ -167,7 +169,9 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchLoss:
-    """Loss of ``torch.nn`` on the output and on the one tensor of the batch that forward does not receive."""
+    """Loss function around a ``torch.nn`` loss, called with the output and the one tensor that forward does not
+    receive.
+    """
 
     loss: Callable[..., Any]
     inputs: ForwardInputs
@@ -185,8 +189,7 @@ class TorchLoss:
 
 
 def with_targets(loss_fn: LossFunction | None, inputs: ForwardInputs) -> LossFunction | None:
-    """Returns ``loss_fn`` as the engine calls it; a loss module or function of torch gets targets instead of the
-    batch."""
+    """Returns ``loss_fn``; a torch loss is wrapped so that it receives the targets instead of the batch."""
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of_torch = isinstance(inner, _Loss) or getattr(inner, "__module__", None) == nn.functional.__name__
     return TorchLoss(loss_fn, inputs) if of_torch and loss_fn is not None else loss_fn

@@ -23,14 +23,14 @@ LossFunction = Callable[[Any, Batch], Any]
 
 
 class WeightedLoss(NamedTuple):
-    """Contribution of a microbatch to numerator and denominator of the global loss."""
+    """Sum and weight of a microbatch's loss; the global loss is total sum / total weight."""
 
     sum: Tensor
     """Sum of losses, a 0-dim floating tensor."""
     weight: Tensor | float
-    """Number of summed losses, for instance of tokens."""
+    """Number of summed losses, such as tokens."""
     metrics: tuple[Tensor | float, ...] = ()
-    """Sum and weight of each further value, alternating, in the order of ``monitor.metrics``."""
+    """Sum and weight of each metric: (sum, weight, sum, weight, ...), in the order of ``monitor.metrics``."""
 
 
 def find_loss(
@@ -114,7 +114,7 @@ def _number(value: Any, name: str, by: str) -> Tensor | float:
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
-    """Converts a 0-dim loss, or (sum, weight), to :class:`WeightedLoss`; raises EngineError for anything else."""
+    """Returns a 0-dim loss, or a pair (sum, weight), as :class:`WeightedLoss`; raises EngineError for anything else."""
     if isinstance(found, tuple) and len(found) == 2:
         return WeightedLoss(check_scalar(found[0], what.format("sum")), _check_weight(found[1], what.format("weight")))
     return WeightedLoss(check_scalar(found, what.format("loss")), 1.0)
@@ -146,7 +146,7 @@ def _check_weight(weight: Any, what: str) -> Tensor | float:
 
 
 def check_trainable(loss: Tensor) -> None:
-    """Refuses a loss from which no gradient can flow."""
+    """Raises EngineError for a loss without gradient."""
     if not loss.requires_grad:
         raise EngineError(
             "the loss does not depend on any trainable parameter; check requires_grad, torch.no_grad and detach in "
@@ -155,7 +155,7 @@ def check_trainable(loss: Tensor) -> None:
 
 
 def has_loss(output: Any) -> bool:
-    """Returns True if an output contains something that is meant as a loss, valid or invalid."""
+    """Returns True if a model output contains a loss, valid or not."""
     try:
         found = _loss_in(output)
     except EngineError:
@@ -188,14 +188,13 @@ _ARGUMENT = "gather_rows"
 
 
 class RowGather:
-    """Gather of rows over the ``ranks`` of axis dp; before ``open``, a plan computes only shapes.
+    """All-gather of rows over dp with gradients; before ``open`` it returns only shapes, for planning.
 
-    forward    rows [b, ...] of each data rank -> [N*b, ...] on all of them           all-gather over dp backward
-    every rank's gradient of all rows -> the sum for the own rows [b, ...]  reduce-scatter over dp
+    forward     rows [b, ...] of each data rank -> [N*b, ...] on all of them        all-gather over dp
+    backward    gradient of all rows -> its sum over ranks for the own rows         reduce-scatter over dp
 
-    The engine's gradient is that of the mean of all ranks' losses (of sum over weight, if a loss is a pair). The
-    reduce-scatter returns a row's share in the losses of other ranks, so every term counts exactly once, also if each
-    rank computes the loss of the whole batch.
+    The engine's gradient is that of the mean of all ranks' losses (of sum over weight, if a loss is a pair). Every term
+    counts exactly once, even if each rank computes the loss of the whole batch.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -203,7 +202,7 @@ class RowGather:
         self.comm: Comm | None = None
 
     def open(self, comm: Comm) -> None:
-        """Switches to communication over ``comm``."""
+        """Enables communication over ``comm``."""
         self.comm = comm
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -217,7 +216,7 @@ class RowGather:
         return gathered
 
     def given_to(self, loss_fn: LossFunction | None) -> LossFunction | None:
-        """Returns ``loss_fn`` with this object bound to its argument ``gather_rows``, if it has one."""
+        """Returns ``loss_fn`` with this object as its argument ``gather_rows``, if it has one."""
         try:
             named = loss_fn is not None and _ARGUMENT in inspect.signature(loss_fn).parameters
         except (TypeError, ValueError):  # a callable without a signature

@@ -1,6 +1,6 @@
-"""User's model and loss as one function of a microbatch: move, cast, call, find the loss.
+"""User's model and loss as one function of a microbatch: copy to the device, cast, forward, loss.
 
-``evaluating`` puts the model in eval mode inside a with statement.
+``evaluating`` is a context with the model in eval mode.
 """
 
 import re
@@ -26,7 +26,7 @@ from engine.program.loss import LossFunction, RowGather, WeightedLoss, find_loss
 class ForwardResult(NamedTuple):
     """Output and loss of a microbatch.
 
-    Release it early: the logits of a large vocabulary are the largest tensor of a step.
+    Drop it early: the logits of a large vocabulary are the largest tensor of a step.
     """
 
     output: Any
@@ -35,7 +35,7 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Model, loss function and dtypes of a run; every pipeline stage runs its part of it."""
+    """Model, loss function and dtypes as one function of a microbatch; each pipeline stage runs a part of it."""
 
     model: nn.Module
     loss_fn: LossFunction | None
@@ -44,17 +44,19 @@ class Program:
     rows: BatchRows = field(default_factory=BatchRows)
     inputs: ForwardInputs = field(default_factory=ForwardInputs)
     metrics: tuple[str, ...] = ()
-    """Names of the further values that the loss function returns."""
+    """Names of the metrics that the loss function returns."""
     gather: RowGather = field(default_factory=RowGather)
-    """Gather of the rows of all data ranks."""
+    """All-gather of rows over dp, for the loss function."""
     copies: PinnedCopies = field(default_factory=PinnedCopies, compare=False)
 
     def move(self, batch: Batch) -> Batch:
-        """Copies the batch to the device."""
+        """Returns a microbatch copied to the device."""
         return map_tensors(batch, lambda tensor: self.copies.bring(tensor, self.device))
 
     def cast(self, batch: Batch) -> Batch:
-        """Casts the batch to the dtype of the computation; the loss function gets the batch without this cast."""
+        """Returns a microbatch with floating tensors in the dtype of forward; the loss function receives it without
+        this cast.
+        """
         return cast_floats(batch, self.precision.inputs)
 
     def forward(self, microbatch: Batch) -> ForwardResult:
@@ -64,9 +66,9 @@ class Program:
         return ForwardResult(output, find_loss(output, moved, self.loss_fn, self.metrics))
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
-        """Returns the loss of an example; an output without a loss, for a user's own loop, gets a stand-in.
+        """Returns the loss of an example batch for planning; for an output without a loss, a substitute.
 
-        The stand-in reads every floating tensor of the output, so that the plan brings all of them to the last stage.
+        The substitute reads every floating tensor of the output, so that the plan sends all of them to the last stage.
         """
         with self.precision.forward(self.device):
             return self._planned_loss(self.move(microbatch))
@@ -81,7 +83,7 @@ class Program:
         return WeightedLoss(torch.stack([leaf.float().square().mean() for leaf in found]).sum(), 1.0)
 
     def output(self, microbatch: Batch) -> Any:
-        """Returns the output of one microbatch, which needs no labels."""
+        """Returns the model's output for one microbatch, which needs no labels."""
         return self._run(self.move(microbatch))
 
     def _run(self, moved: Batch) -> Any:
@@ -98,7 +100,7 @@ class Program:
             raise _mixed_dtypes(error, self.precision.compute) from error
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for one batch, or for the arguments of the model's own forward."""
+        """Returns the model's output for one batch, or for arguments of the model's forward."""
         if len(args) == 1 and not kwargs:
             return call_model(self.model, self.cast(self.move(args[0])))
         return self.model(*self.cast(self.move(args)), **self.cast(self.move(kwargs)))
@@ -139,7 +141,7 @@ def _mixed_dtypes(error: RuntimeError, compute: torch.dtype) -> EngineError:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module in eval mode inside; afterwards each gets its own flag back, since flags may differ."""
+    """Puts every module in eval mode inside this context; afterwards each gets its previous mode."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -37,10 +37,11 @@ from engine.precision.loss_scaler import make_loss_scale
 
 
 def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None) -> str:
-    """Returns the banner: grid, parameters, state and traffic of a rank, and the rules of the run.
+    """Returns the text that the engine logs at the start: grid, parameters, bytes of state and traffic of a rank,
+    options.
 
     Args:
-        measured: measurements of this device in which communicating kernels win.
+        measured: cases in which fused communication kernels were measured to be faster on this device.
     """
     config, rank = plan.config, plan.rank(0)
     clip = config.gradient_clipping
@@ -103,7 +104,7 @@ def _copies_line(plan: Plan) -> dict[str, str]:
 
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
-    """Returns a table of planned and measured bytes and calls per step."""
+    """Returns a table of planned and measured bytes and calls per step of ``rank``, one row for each axis and label."""
     planned = {(row.axis, row.label): row for row in plan.rank(rank).traffic}
     lines = [f"bytes sent by rank {rank} per step, over {steps} steps", _row("axis", "what", "planned", "measured")]
     for row in measured.rows():
@@ -253,9 +254,10 @@ def _expert_line(plan: Plan) -> dict[str, str]:
     words = []
     for (pattern, experts), names in kinds.items():
         least, more = divmod(experts, shared.ranks)
-        held = f"{least} or {least + 1}" if more else f"{least}"
+        first = f"the first {more} ranks" if more > 1 else "the first rank"
+        held = f"{least + 1} on {first} and {least} on others" if more else f"{least} on a rank"
         where = pattern if len(names) > 1 else names[0]
-        words.append(f"{experts} of {where} ({len(names)} module{'s' * (len(names) > 1)}), {held} on a rank")
+        words.append(f"{experts} of {where} ({len(names)} module{'s' * (len(names) > 1)}), {held}")
     asked = "; blocks with lists of experts run twice" * bool(shared.listed)
     return {"experts": f"{shared.ranks} data ranks share {', '.join(words)}; tokens are sent to them{asked}"}
 
@@ -288,7 +290,9 @@ def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> d
 
 
 def reasons_table(reasons: Sequence[Reason]) -> str:
-    """Returns the table of a found plan: layers of each group, how they run, why, and the bytes of replicated ones."""
+    """Returns a table of a tensor plan: for each group of layers its style, the reason, and the bytes of replicated
+    weights.
+    """
     hows = [reason.how for reason in reasons]
     counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))
     cells = [
@@ -390,7 +394,9 @@ logger = logging.getLogger("trine")
 
 @contextmanager
 def say_what_compiles(device: torch.device, rank: int) -> Iterator[None]:
-    """Logs the kernels that Triton has compiled inside, with the seconds, at the end on rank 0; nothing if none."""
+    """Returns a context that logs, at its end on rank 0, which Triton kernels were compiled inside and in how many
+    seconds.
+    """
     knobs = _compilation_knobs() if rank == 0 and compiles_triton(device) else None
     if knobs is None:
         yield

@@ -16,11 +16,12 @@ from time import monotonic
 logger = logging.getLogger("trine")
 
 SLOW_SECONDS = 2.0
-"""Seconds after which a part of the start is logged."""
+"""Seconds after which a phase of the engine's start is logged as under way."""
 
 
 def open_console(rank: int) -> Callable[[], None]:
-    """Shows the lines of this process on stderr, and returns the function that ends it; engines share one console.
+    """Shows the log lines of rank 0 on stderr; returns a function that ends this. Engines of a process share one
+    handler.
 
     On ranks other than 0 it does nothing: Python itself writes warnings to stderr if logging is not configured.
     """
@@ -40,7 +41,7 @@ def open_console(rank: int) -> Callable[[], None]:
 
 
 class Console(logging.Handler):
-    """Handler of the logger "trine" while an engine exists and the application has no handler of its own."""
+    """Logging handler that prints the logger "trine" to stderr if the application has configured no handler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +54,12 @@ class Console(logging.Handler):
         logger.addFilter(self._is_wanted)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line, unless the application's own handlers do."""
+        """Prints a log record to stderr, unless the application has a handler of its own."""
         if not _configured():
             print(self.format(record), file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Removes the handler with the last engine, and restores the level."""
+        """Ends the use by one engine; the last one removes the handler and restores the log level."""
         self.engines -= 1
         if not self.engines:
             logger.removeFilter(self._is_wanted)
@@ -81,7 +82,7 @@ def _configured() -> bool:
 
 @contextmanager
 def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
-    """Calls ``call`` in a separate thread, unless the block ends within ``seconds``."""
+    """Calls ``call`` in a separate thread if the block takes longer than ``seconds``."""
     timer = Timer(seconds, call)
     timer.daemon = True
     timer.start()
@@ -99,7 +100,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def say_if_slow(what: str, rank: int, seconds: float = SLOW_SECONDS) -> Iterator[None]:
-    """Logs on rank 0 that ``what`` is under way after ``seconds``, and at the end the seconds that it took."""
+    """Logs on rank 0 that the phase ``what`` is under way after ``seconds``, and its total seconds at the end."""
     if rank:
         yield
         return

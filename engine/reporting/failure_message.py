@@ -1,4 +1,4 @@
-"""Message of a process that an :class:`EngineError` ends: its sentence, once, instead of tracebacks.
+"""Output of a process that ends with an :class:`EngineError`: one sentence instead of a traceback on every rank.
 
     the user's line   the line of the script that called the engine
     the sentence      what was given, the rule, what to do
@@ -24,15 +24,15 @@ from engine.errors import EngineError, first_line
 logger = logging.getLogger("trine")
 
 PACKAGE = Path(__file__).parents[1]
-"""Folder of the engine; its frames are not the user's."""
+"""Folder of the engine; frames of a traceback below it are not the user's."""
 CONSEQUENCES = ("A peer has probably stopped", "see the error of the rank that failed")
-"""Parts of the message of a rank that another rank has stopped."""
+"""Phrases in the error of a rank that failed only because another rank had failed before."""
 _AFTER_SECONDS = 2
 _DECORATOR = os.path.join("torch", "utils", "_contextlib.py")
 
 
 class FailureMessage:
-    """Replacement of ``sys.excepthook`` until ``close``.
+    """``sys.excepthook`` that prints an EngineError as one sentence, until ``close``.
 
     If an EngineError is being raised during ``close``, the hook stays until that error is gone, because the error may
     be the one that ends the process.
@@ -59,7 +59,9 @@ class FailureMessage:
         _tell_torchrun(sentence)
 
     def close(self) -> None:
-        """Restores the hook, now or when the EngineError that is being raised is gone. A second call does nothing."""
+        """Restores the previous ``sys.excepthook``, now or when the EngineError that is being raised is gone. A second
+        call does nothing.
+        """
         raised = sys.exc_info()[1]
         if isinstance(raised, EngineError):
             weakref.finalize(raised, self._give_back).atexit = False
@@ -104,14 +106,15 @@ def _is_first(sentence: str) -> bool:
 
 
 def is_consequence(words: str) -> bool:
-    """Returns True if the message blames another rank."""
+    """Returns True if an error message says that another rank failed first."""
     return any(part in words for part in CONSEQUENCES)
 
 
 def torchrun_error(sentence: str) -> str:
-    """Returns the error file of a rank in the form of torch's ErrorHandler, which prints ``py_callstack``.
+    """Returns the JSON of a rank's torchrun error file; torchrun prints its ``py_callstack``, here ``sentence``.
 
-    torchrun takes the earliest one as root cause, by whole seconds, so a consequence gets a later time.
+    torchrun reports the earliest file, in whole seconds, as root cause; a failure caused by another rank gets a later
+    time.
     """
     late = _AFTER_SECONDS if is_consequence(sentence) else 0
     told = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}

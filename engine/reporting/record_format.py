@@ -6,22 +6,22 @@ from typing import Any, Final
 from engine.parallel.pipeline.schedule.actions import Action, Schedule
 
 FORMAT: Final = 1
-"""Version of the files of a rank."""
+"""Version number of the format of ``rank-N.json``."""
 STEPS: Final = "steps.jsonl"
 
 
 def rank_file(rank: int) -> str:
-    """Returns the file name of a rank."""
+    """Returns the name of the file with plan and measurements of a rank."""
     return f"rank-{rank:05}.json"
 
 
 def trace_file(rank: int) -> str:
-    """Returns the file name of a rank's trace."""
+    """Returns the name of the file with the profiled events of a rank."""
     return f"trace-{rank:05}.json"
 
 
 def schedule_facts(schedule: Schedule) -> dict[str, Any]:
-    """Returns a schedule as plain data."""
+    """Returns a pipeline schedule as a dict that JSON can express."""
     return {
         "name": schedule.name,
         "stages": schedule.stages,
@@ -32,7 +32,7 @@ def schedule_facts(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(facts: Mapping[str, Any]) -> Schedule:
-    """Returns the schedule that ``schedule_facts`` has described.
+    """Returns the pipeline schedule from a dict made by ``schedule_facts``.
 
     Raises:
         ScheduleError, KeyError, TypeError, ValueError: ``facts`` describes no schedule.

@@ -38,11 +38,11 @@ logger = logging.getLogger("trine")
 
 
 class RunRecord:
-    """Writer of the files of one rank.
+    """Writer of ``rank-N.json`` and, on rank 0, of ``steps.jsonl``, for ``trine report``.
 
     Args:
         folder: created if it is missing; each host may have its own.
-        runtime: the parts of this rank.
+        runtime: plan, communication and executor of this rank.
         device: the device of the parameters.
     """
 
@@ -57,7 +57,7 @@ class RunRecord:
         self._in_steps, self._attempts, self._stopped = 0.0, 0, False
 
     def take(self, report: StepReport, sent: Tally, due: bool) -> None:
-        """Counts a training step; writes it if it is ``due``.
+        """Adds a training step to the sums, and writes this rank's files if the step is ``due``.
 
         Args:
             report: the report of the step.
@@ -179,16 +179,16 @@ LABEL = "profile clock"
 
 
 def profiled_steps(text: str) -> tuple[int, int]:
-    """Returns the first and the last step of ``A:B``, which the configuration has checked."""
+    """Returns the first and the last step of ``monitor.profile``, a valid text ``A:B``."""
     first, _, last = text.partition(":")
     return int(first), int(last)
 
 
 class StepProfile:
-    """Writer of the trace of one rank. Communicates once: an all-reduce of 4 bytes over the world, "profile clock".
+    """Writer of ``trace-N.json``, the events of a rank in the profiled steps A to B (``monitor.profile``).
 
     step A - 1   stores the position in the flight recorder
-    step A       aligns the clocks by an all-reduce over the world: its end is time 0 of every rank
+    step A       aligns clocks by an all-reduce of 4 bytes over the world, label "profile clock"; its end is time 0
     A .. B       reads the recorder after each step, and replaces the file of this rank
 
     The recorder stores 512 events; events that a longer step has overwritten are counted as lost.
@@ -211,7 +211,7 @@ class StepProfile:
         self._clock = time.monotonic_ns() - time.perf_counter_ns()
 
     def take(self, step: int) -> None:
-        """Stores the events of the training step with update ``step``, if it is profiled.
+        """Reads the flight recorder after training step ``step``, and writes the trace if the step is profiled.
 
         All ranks call it after every training step.
         """
@@ -231,7 +231,7 @@ class StepProfile:
         self._entered = time.monotonic_ns()
 
     def close(self) -> None:
-        """Closes the recorder's file."""
+        """Closes the file of the flight recorder."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -29,35 +29,35 @@ class Sink(Protocol):
     """Destination of step reports; only rank 0 has sinks."""
 
     def write(self, report: StepReport) -> None:
-        """Writes one report."""
+        """Writes one step report."""
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Writes buffered reports and releases file or connection."""
 
 
 class AppendedFile:
-    """Text file that a resumed run continues."""
+    """Base of text-file sinks; a resumed run appends to the file."""
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the log file."""
         self._file.close()
 
 
 class JsonLines(AppendedFile):
-    """File with one JSON object a line."""
+    """Sink that appends each step report to a file as one line of JSON."""
 
     def write(self, report: StepReport) -> None:
-        """Appends one line."""
+        """Appends a step report as one line of JSON."""
         self._file.write(json.dumps(report.as_dict()) + "\n")
         self._file.flush()
 
 
 class CommaSeparated(AppendedFile):
-    """File with a line of comma-separated values for each report; the first line names the columns."""
+    """Sink that appends each step report to a CSV file; the first line names the columns."""
 
     def __init__(self, path: str, metrics: Sequence[str], experts: bool = False) -> None:
         super().__init__(path)
@@ -77,13 +77,13 @@ class CommaSeparated(AppendedFile):
             self._writer.writeheader()
 
     def write(self, report: StepReport) -> None:
-        """Appends one line."""
+        """Appends a step report as one CSV line."""
         self._writer.writerow(report.flat())
         self._file.flush()
 
 
 class TensorBoard:
-    """Writer of scalars for TensorBoard; needs the extra ``ui``."""
+    """Sink that writes step reports as TensorBoard scalars; needs the extra ``ui``."""
 
     def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -91,17 +91,17 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(folder)
 
     def write(self, report: StepReport) -> None:
-        """Writes every number of the report."""
+        """Writes every number of a step report as a scalar."""
         for name, value in report.numbers().items():
             self._writer.add_scalar(name, value, report.step)
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flushes and closes the TensorBoard writer."""
         self._writer.close()
 
 
 def make_sinks(config: Config) -> Sequence[Sink]:
-    """Returns the sinks of a configuration."""
+    """Returns the sinks that the ``monitor`` section of the configuration enables."""
     asked, sinks = config.monitor, list[Sink]()
     if asked.jsonl:
         sinks.append(JsonLines(asked.jsonl))
@@ -123,7 +123,7 @@ def _by_layer(stacks: Sequence[ExpertStack], counts: Sequence[float]) -> dict[st
 
 
 class StepReporter:
-    """Maker of the reports of one engine."""
+    """Maker of step reports on every rank; on rank 0 it writes them to the sinks."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._every, self._comm, self._device = config.monitor.every, comm, device
@@ -140,7 +140,7 @@ class StepReporter:
         """Parameters of the full model."""
 
     def make(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """Returns the report of a step after ``made`` updates."""
+        """Returns the report of a training or evaluation step; ``made`` is the number of updates so far."""
         totals, world = outcome.totals, self._comm.grid.world_size
         self._elements = self._elements or plan.table.elements
         parameter_tokens = self._elements * totals.tokens / world if step.text else None
@@ -167,9 +167,9 @@ class StepReporter:
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """Counts a training step and returns its report; writes it to the sinks at every ``monitor.every`` updates.
+        """Returns the report of a training step, and writes it to the sinks every ``monitor.every`` updates.
 
-        A resumed run writes the same updates; skipped steps and the first step are always written.
+        Skipped steps and the first step are always written. A resumed run writes the same updates.
         """
         report = self.make(step, outcome, plan, made)
         self.attempts += 1
@@ -188,7 +188,7 @@ class StepReporter:
         return report
 
     def built(self, runtime: RankRuntime) -> None:
-        """Starts to record and profile the run, if the configuration enables it."""
+        """Opens the files of ``trine report`` and of the step profile, if the configuration enables them."""
         if self._monitor.report is None:
             return
         folder = Path(self._monitor.report)
@@ -202,7 +202,7 @@ class StepReporter:
         self._callbacks.append(callback)
 
     def close(self) -> None:
-        """Closes all sinks and the recorder's file."""
+        """Closes all sinks and the step profile."""
         for sink in self._sinks:
             sink.close()
         self._sinks = ()
@@ -211,7 +211,7 @@ class StepReporter:
 
 
 class WeightsAndBiases:
-    """Run of a Weights & Biases project, with the configuration; ``WANDB_MODE=offline`` stores it in a folder."""
+    """Sink that logs step reports to a Weights & Biases project; with ``WANDB_MODE=offline``, to a local folder."""
 
     def __init__(self, project: str, config: dict[str, Any]) -> None:
         import wandb
@@ -219,16 +219,18 @@ class WeightsAndBiases:
         self._run: Any = wandb.init(project=project, config=config, resume="allow")
 
     def write(self, report: StepReport) -> None:
-        """Logs every number of the report."""
+        """Logs every number of a step report."""
         self._run.log(report.numbers(), step=report.step)
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Finishes the Weights & Biases run."""
         self._run.finish()
 
 
 class MLflow:
-    """Run of an MLflow experiment at ``MLFLOW_TRACKING_URI``; a resumed job continues the run MLFLOW_RUN_ID."""
+    """Sink that logs step reports to an MLflow experiment at ``MLFLOW_TRACKING_URI``; ``MLFLOW_RUN_ID`` continues a
+    run.
+    """
 
     def __init__(self, experiment: str, config: dict[str, Any]) -> None:
         from mlflow import MlflowClient
@@ -245,7 +247,7 @@ class MLflow:
                 self._client.log_batch(self._run, params=settings[start : start + _MOST])
 
     def write(self, report: StepReport) -> None:
-        """Logs every number of the report, in one request."""
+        """Logs every number of a step report in one request."""
         from mlflow.entities import Metric
 
         now = round(1e3 * time.time())
@@ -253,7 +255,7 @@ class MLflow:
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Marks the MLflow run as finished."""
         self._client.set_terminated(self._run)
 
 

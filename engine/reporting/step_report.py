@@ -1,4 +1,4 @@
-"""Report of a step: loss, norm and counts that are equal on every rank, and this rank's times and bytes."""
+"""Report of a training step: loss, norm and counts, equal on every rank, and times and bytes of this rank."""
 
 import resource
 import sys
@@ -21,52 +21,60 @@ PEAK_TFLOPS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One optimizer step. Loss, weight, norm, lr, tokens, skipped, nonfinite and scale are equal on every rank."""
+    """Results of one optimizer step. Loss, weight, norm, lr, tokens, skipped, nonfinite and scale are equal on every
+    rank.
+    """
 
     step: int
     """Number of updates, including this one (0 for an evaluation before the first)."""
     loss: float
     """Sum of losses over sum of weights, over all microbatches and data ranks."""
     weight: float
-    """Divisor of the sum of losses: number of microbatches, or sum of the weights of the loss function."""
+    """Divisor of the summed loss: number of microbatches, or sum of the weights that ``loss_fn`` returned."""
     grad_norm: float
     """L2 norm of the averaged gradient before clipping; nan for an evaluation."""
     lr: float
-    """Learning rate of the first group in this update."""
+    """Learning rate of the first parameter group in this update."""
     tokens: int
-    """Elements of ``input_ids``, or rows without ``input_ids``, over all data ranks."""
+    """Number of tokens over all data ranks: elements of ``input_ids``; without ``input_ids``, rows."""
     seconds: float
     """Seconds on this rank: this step until all ranks agree on its norm, plus the update of the previous step."""
     tflops: float | None
-    """TFLOP/s per rank: 6 x parameters x tokens / seconds / ranks; None if tokens are rows."""
+    """TFLOP/s per rank: 6 x parameters x tokens / seconds / ranks; None without ``input_ids``."""
     mfu: float | None
-    """``tflops`` over the dense bf16 peak of the GPU; None if the peak is unknown."""
+    """Model FLOPs utilization: ``tflops`` over the dense bf16 peak of the GPU; None if the peak is unknown."""
     peak_bytes: int
-    """Peak memory of this rank so far: allocated on the GPU, or resident on the CPU."""
+    """Peak memory of this rank so far, in bytes: allocated on the GPU, or resident on the CPU."""
     bytes_sent: int
-    """Bytes that this rank sent in this step, by ring convention."""
+    """Bytes that this rank sent in this step; collectives count as ring algorithms."""
     skipped: bool
-    """True if the gradient was not finite and nothing was updated."""
+    """True if the gradient was not finite and the weights were not updated."""
     nonfinite: str | None
     """Cause of a skipped step: "the loss", "the weight", the name of the first parameter with a gradient that is not
     finite while the loss is, or "the gradient norm"; None in any other step."""
     loss_scale: float
     """Factor of the loss in backward; 1.0 without fp16."""
     grid: str = ""
-    """Ranks of the step, as "4 ranks = 1 pipeline x 4 data x 1 tensor"; another start may have others."""
+    """Grid of ranks in this step, as "4 ranks = 1 pipeline x 4 data x 1 tensor"; it may change when a run is resumed.
+    """
     nonfinite_ranks: tuple[int, ...] = ()
-    """Ranks with the non-finite value; empty for the first skipped step if it was a gradient, because the sum over
-    data ranks hides them."""
+    """Ranks on which the value was not finite; empty for a gradient in the first skipped step, because the sum over
+    data ranks hides them.
+    """
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further values that ``loss_fn`` returned, by the names of ``monitor.metrics``: sum over weight, over all
-    microbatches and data ranks. Equal on every rank."""
+    """Metrics that ``loss_fn`` returned, by the names of ``monitor.metrics``: weighted mean over all microbatches and
+    data ranks. Equal on every rank.
+    """
     expert_load: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """With ``monitor.expert_load``: rows of each expert, by the name of the module that has the experts, over all
-    microbatches and data ranks. A row that goes to two experts counts twice. Equal on every rank."""
+    """With ``monitor.expert_load``: tokens routed to each expert, by module name, over all microbatches and data ranks.
+    A token routed to two experts counts twice. Equal on every rank.
+    """
 
     @property
     def expert_imbalance(self) -> float | None:
-        """Rows of the busiest expert over the mean of its layer, in the least even layer; None without counts."""
+        """Load of the busiest expert divided by the mean of its layer, maximum over layers; None without
+        ``expert_load``.
+        """
         return max(_imbalances(self.expert_load).values(), default=None)
 
     @property
@@ -75,7 +83,7 @@ class StepReport:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all values for a log; NaN and infinity become None, because JSON cannot express them."""
+        """Returns all fields for a log; NaN and infinity become None, because JSON cannot express them."""
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
         metrics = {name: _finite(value) for name, value in values.pop("metrics").items()}
         load = {name: list(rows) for name, rows in values.pop("expert_load").items()}
@@ -85,15 +93,18 @@ class StepReport:
         return {name: _finite(value) for name, value in values.items()} | further
 
     def numbers(self) -> dict[str, float]:
-        """Returns all finite numbers under chart names: ``train/loss``, a metric as ``metrics/NAME``, and the busiest
-        expert of a layer over its mean as ``experts/LAYER``."""
+        """Returns all finite numbers under chart names: ``train/loss``, ``metrics/NAME``, and the expert imbalance of a
+        layer as ``experts/LAYER``.
+        """
         found = {
             name: value for name, value in self.flat().items() if isinstance(value, int | float) and name != "step"
         }
         return {name if "/" in name else f"train/{name}": value for name, value in found.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Returns :meth:`as_dict` without nested dicts: a metric is ``metrics/NAME``, a layer ``experts/NAME``."""
+        """Returns :meth:`as_dict` without nested dicts: metrics as ``metrics/NAME``, expert imbalance as
+        ``experts/LAYER``.
+        """
         values = self.as_dict()
         metrics = {metric_key(name): value for name, value in values.pop("metrics", {}).items()}
         layers = {f"experts/{name}": value for name, value in _imbalances(values.pop("expert_load", {})).items()}
@@ -101,7 +112,7 @@ class StepReport:
 
 
 def metric_key(name: str) -> str:
-    """Returns the key of a metric of ``loss_fn`` in a report."""
+    """Returns the key of a ``loss_fn`` metric in a flat report: ``metrics/NAME``."""
     return f"metrics/{name}"
 
 
@@ -115,7 +126,7 @@ def _finite(value: Any) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns bytes: the allocator's peak on a GPU, the resident peak of the process on a CPU."""
+    """Returns peak memory in bytes: of torch's allocator on a GPU, of the process on a CPU."""
     allocated = peak_allocated(device)
     return allocated if allocated is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -131,9 +142,9 @@ def peak_tflops(device: torch.device) -> float | None:
 def utilisation(
     parameter_tokens: float | None, seconds: float, device: torch.device
 ) -> tuple[float | None, float | None]:
-    """Returns (TFLOP/s, share of the device's dense bf16 peak) for this rank's share of parameters x tokens.
+    """Returns TFLOP/s of this rank, and their fraction of the device's dense bf16 peak.
 
-    Each parameter needs six operations a token. None if the tokens or the peak of the device are unknown.
+    ``parameter_tokens`` (parameters x tokens) counts six operations each. None if it or the peak is unknown.
     """
     if parameter_tokens is None:
         return None, None
@@ -142,7 +153,9 @@ def utilisation(
 
 
 def line_parts(report: StepReport) -> list[str]:
-    """Returns the parts of a step's line after its number and loss: rate, norm, metrics, speed, memory, loss scale."""
+    """Returns the words of a step's progress line after number and loss: lr, norm, metrics, speed, memory, loss
+    scale.
+    """
     parts = [
         f"lr {report.lr:.1e}",
         f"norm {report.grad_norm:.2f}",
@@ -156,7 +169,7 @@ def line_parts(report: StepReport) -> list[str]:
 
 
 def trouble(report: StepReport) -> str:
-    """Returns the cause of a skipped step; an empty text for any other step."""
+    """Returns the words about a skipped step and its cause for the progress line; "" for any other step."""
     where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
     return f"SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else ""
 
@@ -167,14 +180,15 @@ def _thousands(number: float) -> str:
 
 
 class ProgressSink:
-    """Printer of ``step 40  loss 2.413  lr 1.9e-03  norm 0.81  24.1k tok/s  mem 0.4 GiB``; in a terminal with colours,
-    if rich is installed."""
+    """Sink that prints ``step 40  loss 2.413  lr 1.9e-03  norm 0.81  24.1k tok/s  mem 0.4 GiB``; in color on a terminal
+    if rich is installed.
+    """
 
     def __init__(self) -> None:
         self._console = _console()
 
     def write(self, report: StepReport) -> None:
-        """Prints one line."""
+        """Prints a step report as one line."""
         parts = [f"step {report.step}", f"loss {report.loss:.4f}", *line_parts(report), trouble(report)]
         line = "  ".join(filter(None, parts))
         if self._console is None:
@@ -183,7 +197,7 @@ class ProgressSink:
             self._console.print(line, markup=False, style="red" if report.skipped else None)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing, because nothing is buffered."""
 
 
 def _console() -> Any:

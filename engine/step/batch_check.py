@@ -1,12 +1,10 @@
-"""The batch check: all ranks of a replica must be given the same batch, verified before any computation.
+"""Batch check: verifies, before any computation, that all ranks of a replica were passed the same batch.
 
-All tensor and pipeline ranks of one data coordinate work on the same rows. A rank with other rows would train
-silently wrong if the shapes fit, or leave another rank waiting in a receive.
+The tensor and pipeline ranks of a replica work on the same rows; different rows would train silently wrong, or hang.
+The same exchange shows that attributes of the model have changed on a rank. The ranks of a pipeline then compare their
+traced paths, because a forward that counts its calls would take a different path on each rank.
 
-The same exchange tells that attributes of the model have changed on a rank. The ranks of a pipeline then compare the
-paths that they have traced: a forward counts its calls only where it runs, and each rank would take a path of its own.
-
-The buffer check, once: data ranks see different rows, so buffers that a forward writes may differ between them.
+The buffer check runs once: data ranks read different rows, so buffers that a forward writes may differ between them.
 """
 
 import zlib
@@ -26,17 +24,17 @@ _REFUSED = -1
 _GLIMPSE = 4096
 """Bytes of each tensor that a glimpse reads."""
 _MOVED, _TRAINS = 61, 62
-"""Bits above the digest of a batch."""
+"""Positions of two flag bits above the 61-bit hash of a batch."""
 
 
 def take_batch(
     take: Callable[[], list[Batch]], comm: Comm, device: torch.device, moved: bool = False
 ) -> tuple[list[Batch], BaseException | None, bool]:
-    """Returns the microbatches of a step, the problem with them on any rank of the replica, and whether attributes of
-    the model have ``moved`` on any of these.
+    """Returns the microbatches of a step, the error if the batch is bad on any rank of the replica, and True if
+    attributes of the model have changed on any of its ranks (``moved``: on this rank).
 
     Raises:
-        EngineError: a rank of the replica did not come, or has ended.
+        EngineError: a rank of the replica did not take part, or has ended.
     """
     microbatches: list[Batch] = []
     problem: BaseException | None = None
@@ -57,12 +55,12 @@ def take_batch(
 def check_batch(
     microbatches: Sequence[Batch], problem: BaseException | None, comm: Comm, device: torch.device, moved: bool = False
 ) -> bool:
-    """Compares this rank's batch with its replica's: one all-gather of 8 bytes a rank, label "batch check".
+    """Compares the batches of all ranks of a replica: one all-gather of 8 bytes a rank, label "batch check".
 
-    Also whether gradients are recorded: a rank that evaluates while others train would meet their collectives.
+    Also compares the grad mode, because ranks that train and ranks that evaluate call different collectives.
 
-    ``problem``: the reason why this rank has no batch; the other ranks learn that there is one. ``moved``: attributes
-    of the model have changed here; returns whether they have on any rank of the replica.
+    ``problem``: exception that left this rank without a batch; the other ranks then raise too. ``moved``: attributes of
+    the model have changed on this rank. Returns True if they have on any rank of the replica.
 
     Raises:
         EngineError: on every rank of the replica, if batches or calls differ or a rank has no batch.
@@ -101,9 +99,9 @@ def check_batch(
 
 
 def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm, device: torch.device) -> None:
-    """Compares the digests of the paths that the ranks of a replica have traced: 8 bytes a rank, label "path check".
+    """Compares the traced paths of the ranks of a replica: one all-gather of 8 bytes a rank, label "path check".
 
-    ``problem``: the reason why this rank has not traced all; the other ranks learn that there is one.
+    ``problem``: exception that this rank's traces have raised; the other ranks then raise too.
 
     Raises:
         EngineError: on every rank of the replica, if their paths differ or do not fit the stages on some of them.
@@ -140,13 +138,16 @@ def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str 
 
 
 def small_digest(microbatches: Sequence[Batch]) -> int:
-    """Returns a digest from 1 to 2^20, so that sums of its squares are exact in fp64 over any number of ranks."""
+    """Returns a hash of the batch from 1 to 2^20, so that sums of its squares are exact in fp64 over any number of
+    ranks.
+    """
     return _digest(microbatches) % (2**20 - 3) + 1
 
 
 def glimpse(microbatch: Batch) -> int | None:
-    """Returns a digest of names, shapes and the first bytes of all tensors; None without tensors, or if one is on a
-    device."""
+    """Returns a hash of names, shapes and the first 4 KiB of each tensor; None without tensors, or if one is on a
+    GPU.
+    """
     found: int | None = None
     for name, tensor in named_tensors(microbatch):
         if not is_host(tensor.device):

@@ -1,4 +1,6 @@
-"""Ranks that have failed in a step on which all ranks agree: the other ranks name them, their hosts and their error."""
+"""Errors of a step in which a rank has failed: every other rank raises one that names that rank, its host and its
+error.
+"""
 
 import socket
 
@@ -15,17 +17,17 @@ _BYTES = 384
 
 
 class OtherRankError(EngineError):
-    """Problem of this rank because another rank has failed; see the error of that rank."""
+    """Error raised on this rank because another rank has failed; the other rank's error has the cause."""
 
 
 def problem_of_any(
     problem: BaseException | None, comm: Comm, device: torch.device, gathers: bool
 ) -> BaseException | None:
-    """Returns this rank's problem with a step that no data rank has begun, or another rank's; None: no rank has one.
+    """Returns this rank's error before a step, or one that stands for another data rank's; None if no rank has one.
 
-    Forwards that gather parameters (``gathers``, ZeRO 3) or send rows to experts must not begin where another data rank
-    has no batch. The hosts of ranks that gather together exchange one byte, so that nobody waits for a device; ranks
-    that share experts sum 8 bytes over the axis "ep".
+    Ranks that gather parameters (``gathers``, ZeRO 3) or dispatch tokens must not begin if one of them has no batch.
+    Ranks that gather exchange one byte between hosts, without GPU synchronization; ranks that share experts all-reduce
+    8 bytes over the axis "ep".
     """
     failed = problem is not None
     if gathers:
@@ -42,10 +44,10 @@ def problem_of_any(
 
 
 def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.device) -> BaseException:
-    """Returns the error of this rank in a step in which a rank has failed: its own, or else one that names the failed
+    """Returns the error to raise on this rank after a step failed somewhere: its own, or else one that names the failed
     ranks.
 
-    Collective over the world: one all-gather of 384 bytes a rank, label "failed ranks", in such a step only.
+    Collective over the world: one all-gather of 384 bytes a rank, label "failed ranks".
     """
     own = problem if not isinstance(problem, OtherRankError) else None
     rows = gather_from_all(_as_row(own), comm, device, "failed ranks")
@@ -65,10 +67,10 @@ def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.dev
 
 
 def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
-    """Notes that ``call`` has failed on this rank while other ranks may be in it.
+    """Records that the engine method ``call`` has failed on this rank while other ranks may still run it.
 
-    ``alike``: the engine goes on if all ranks fail at this place, see :class:`FailedCalls`. Returns the error of the
-    rank that failed first, if this rank has only lost it; None: ``error`` is this rank's own.
+    ``alike``: the engine stays usable if all ranks fail at the same call, see :class:`FailedCalls`. Returns the error
+    of the rank that failed first, if ``error`` only follows from it; None if ``error`` began on this rank.
     """
     comm.failed(call, error, alike)
     return comm.failures.sentence(error)

@@ -1,9 +1,9 @@
 """Text generation with the sharded model: Hugging Face's ``generate``, with predictions of the engine as its forwards.
 
-generate   on a shell: an object of the model's class, with its attributes and another forward
+generate   runs on a shallow copy of the model with another forward
   forward    -> StepRunner.predict: every grid, full logits on every rank of a replica
   encoder    -> hands its tokens on to forward, which runs encoder and decoder
-data ranks end at different lengths: who is done takes part in the others' forwards until no rank has any
+data ranks end at different lengths: a finished rank joins the forwards of the others until all are finished
 """
 
 import copy
@@ -25,7 +25,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
 
 
 class Generation:
-    """One call of ``generate`` on one rank."""
+    """Call of Hugging Face's ``generate`` on one rank, with the engine's ``predict`` as the model's forward."""
 
     def __init__(self, model: nn.Module, runner: StepRunner, comm: Comm, device: torch.device) -> None:
         self._model, self._runner, self._comm, self._device = model, runner, comm, device
@@ -33,7 +33,9 @@ class Generation:
         """The batch of the last forward."""
 
     def run(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
-        """Calls Hugging Face's ``generate`` on this data rank's ``inputs``. Collective over the world."""
+        """Returns the result of Hugging Face's ``generate`` for this data rank's token ids ``inputs``. Collective over
+        the world.
+        """
         self._check(inputs, options)
         self._draw_alike()
         model = self._generating

@@ -24,11 +24,11 @@ from engine.step.trace_cache import TracedForward
 from engine.zero.reduce.reducer import Backward, BackwardPart
 
 StepKind = Literal["train", "evaluate", "output", "predict"]
-"""``output`` evaluates, and also keeps the outputs of the model; ``predict`` keeps them, and there is no loss."""
+"""Purpose of a step. "output" returns loss and model outputs; "predict" returns outputs and computes no loss."""
 
 
 class MicrobatchRunner:
-    """Runs the forwards and backwards of one step, in the order of the :class:`Executor`."""
+    """Forwards and backwards of one step, which the pipeline :class:`Executor` calls in the order of its schedule."""
 
     def __init__(
         self, runtime: RankRuntime, step: StepState, microbatches: Sequence[Batch],
@@ -46,12 +46,16 @@ class MicrobatchRunner:
             step.check_trace = self.trace_again
 
     def again(self, step: StepState) -> "MicrobatchRunner":
-        """Returns the same microbatches for another run, as copies, because a model may write into its input."""
+        """Returns a runner with copies of the microbatches, for a second run, because a model may write into its
+        input.
+        """
         copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
         return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind)
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the values that a stage receives and sends for a microbatch."""
+        """Returns the stage's plan and the traced tensors of a microbatch: the shapes that the stage receives and
+        sends.
+        """
         if self._runtime.pipeline is None:
             return _ALONE
         traced = self._trace(microbatch)
@@ -74,11 +78,11 @@ class MicrobatchRunner:
 
     @property
     def traced(self) -> list[TracedForward]:
-        """The traced forwards of all microbatches that have been traced."""
+        """Traced forward of each microbatch so far."""
         return list(self._traced.values())
 
     def trace_again(self) -> None:
-        """Traces one microbatch of each traced forward again, after a step with a NaN loss.
+        """Checks after a NaN loss that the forward has not changed: traces one microbatch of each cached trace again.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -91,8 +95,9 @@ class MicrobatchRunner:
                 self._pipeline.traces.check_trace(self._microbatches[index], self.kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
-        """Sends the outputs of the model, for "output" and "predict", from the last stage to the ranks that return
-        them."""
+        """Sends the model's outputs over pp from the last stage to the ranks that return them, in steps "output" and
+        "predict".
+        """
         if self.kind not in ("output", "predict"):
             return
         if self._runtime.pipeline is not None:
@@ -101,7 +106,7 @@ class MicrobatchRunner:
         self._step.outputs = [result[0] for result in self._results]
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Runs this stage's part of the program; the last stage counts loss, weight and tokens."""
+        """Runs one stage on one microbatch; the last stage adds loss, weight and tokens to the step."""
         runtime, given = self._runtime, self._microbatches[microbatch]
         if (pipeline := runtime.pipeline) is None:
             with runtime.forward(*self._random_key(microbatch)), runtime.counting(self._step.experts):
@@ -115,20 +120,21 @@ class MicrobatchRunner:
             return StageOutput(runtime.own(done.sent), self._count(done.result, microbatch) if plan.last else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns the context of a backward: gradients are accumulated, and reduced in the last backward of each
-        stage."""
+        """Returns the context of one stage's backward, which accumulates gradients; the stage's last backward reduces
+        them over dp.
+        """
         if action.op is not Op.BACKWARD_INPUT:
             return self._runtime.backward(self._which(action.stage, action.microbatch, "whole"))
         deferred = self._deferred[action.stage, action.microbatch] = DeferredWeightGrads()
         return self._runtime.backward(self._which(action.stage, action.microbatch, "input"), deferred)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Computes the weight gradients that the input part of a backward has deferred."""
+        """Computes the weight gradients that a split backward of this stage and microbatch has deferred (action W)."""
         deferred = self._deferred.pop((stage, microbatch))
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns the context of another action; deferred gradients are computed during its tensor collectives."""
+        """Returns a context in which deferred weight gradients are computed while tensor-parallel collectives run."""
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)
 

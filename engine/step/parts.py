@@ -1,17 +1,16 @@
-"""Features that take part in steps, each as one object with its actions around a step, its state and its end.
+"""Hooks by which optional features act in a step: one object per feature, with methods for each phase.
 
-    begin_step       before the first forward of a step that trains
-    counts           makes the sums to which its forwards add
+    begin_step       before the first forward of a training step
+    counts           returns zeros to which forwards add
     forward          around each forward
     before_update    gradients are reduced, and ranks have not agreed on the step
-    agreed           all ranks know the totals of the step, and none has raised
-    after_update     the optimizer has made the update             | one of these,
+    agreed           all ranks have the totals of the step, and none has raised
+    after_update     the optimizer has updated the weights         | one of these,
     after_skip       there is no update: the norm was not finite   | or undo_step
     undo_step        the step has failed
     end_step         the step is over, with an update or without
 
-A phase calls the parts that have something to do in it, in the order of :class:`PartOrder`; a feature that is off is in
-no list. ``engine.build.step_parts`` has the table that makes them.
+A phase calls the parts that override its method, in the order of :class:`PartOrder`; a feature that is off has no part.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,127 +24,132 @@ from engine.step.state import StepState, StepTotals
 
 
 class PartOrder(IntEnum):
-    """Order in which parts are called, the same in every phase."""
+    """Order in which step parts are called, the same in every phase."""
 
     DELAYED_UPDATE = auto()
-    """Ends the update that overlaps with the step, before other parts read weights."""
+    """Part that finishes an overlapped optimizer update before other parts read weights."""
     DISK = auto()
-    """Refuses to save moments that a disk has lost."""
+    """Part that refuses to save optimizer moments that a disk has lost."""
     OFFLOADED = auto()
-    """Hides weights and state from the parts below while they wait in host memory."""
+    """Part that skips all later parts while weights and state are offloaded to host memory."""
     INTEGRITY = auto()
-    """Compares the state that the update reads with the state that the last one has left."""
+    """Part that verifies that state did not change between two updates."""
     REPLICAS = auto()
-    """Compares gradients that several ranks compute."""
+    """Part that compares gradients that several tensor ranks compute."""
     COPIES = auto()
-    """Compares weights that several ranks hold."""
+    """Part that compares weights that are replicated on several ranks."""
     BUFFERS = auto()
-    """Restores buffers that the forwards of a step without update have written."""
+    """Part that restores module buffers after a step without update."""
     RESIDUALS = auto()
-    """Scales the residuals of encoded gradients."""
+    """Part that rescales error-feedback residuals of compressed gradients."""
     AVERAGE = auto()
-    """Takes the weights of an update into their average."""
+    """Part that updates the moving average of the weights."""
     EXPERTS = auto()
-    """Counts the rows of experts."""
+    """Part that counts the tokens routed to each expert."""
     ROUTERS = auto()
-    """Moves the biases of routers towards an even load."""
+    """Part that adjusts router biases towards an even expert load."""
 
 
 class Rerun(Protocol):
-    """Compares two runs of one step."""
+    """Comparison of two runs of the same step, to detect silent corruption."""
 
     def see(self, name: str, gradient: Tensor) -> None:
-        """Takes a gradient of the run."""
+        """Receives the gradient of a parameter in the current run."""
 
     def end(self, loss: Tensor) -> None:
-        """Ends a run with this sum of losses."""
+        """Ends the current run; ``loss`` is its sum of losses."""
 
 
 class StepPart:
-    """Base of the features of a step; its methods do nothing."""
+    """Base class of features that act during a step; every method does nothing by default."""
 
     order: ClassVar[PartOrder]
 
     @property
     def hides(self) -> bool:
-        """True if weights or state are not on the device, so that later parts cannot read them."""
+        """True if weights or state are offloaded, so that later parts must not read them."""
         return False
 
     def begin_step(self) -> None:
-        """Begins a step that trains."""
+        """Runs before the first forward of a training step."""
 
     def counts(self) -> Tensor | None:
-        """Returns sums of 0 to which the forwards of a step that begins add; None: this part counts nothing."""
+        """Returns zeros to which the forwards of a new step add; None if this part counts nothing."""
         return None
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Returns the context of a forward that adds to ``counts``; None: it belongs to no training step."""
+        """Returns a context around one forward, which adds to ``counts``; ``counts`` is None outside of training
+        steps.
+        """
         return nullcontext()
 
     def rerun(self) -> Rerun | None:
-        """Returns the comparison of two runs of the step that begins; None: it runs once."""
+        """Returns a comparison if the step that begins shall run twice; None if it runs once."""
         return None
 
     def refuse_own_loop(self) -> None:
-        """Raises if this feature does not work in a loop of the user's own."""
+        """Raises if this feature works only with ``train_batch``."""
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Acts on reduced gradients and returns the step's problem. Every rank calls it, also for a failed step."""
+        """Runs after gradients are reduced, on every rank even if the step has failed; returns the step's error, if
+        any.
+        """
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Acts on the totals of all ranks. Collective."""
+        """Runs once all ranks know the summed totals of the step, and none has failed. Collective."""
 
     def after_update(self) -> None:
-        """Acts on updated weights; a delayed update may run on."""
+        """Runs after the optimizer has updated the weights; an overlapped update may still be running."""
 
     def after_skip(self) -> None:
-        """Acts on a step without update."""
+        """Runs after a step that was skipped because of a non-finite gradient."""
 
     def undo_step(self) -> None:
-        """Undoes what a failed step has changed."""
+        """Reverts changes of this part after a step has failed."""
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Ends a step, after ``made`` updates. Collective."""
+        """Runs at the end of every step that has not failed; ``made`` is the number of updates so far. Collective."""
 
     def scaled(self, factor: float) -> None:
-        """Multiplies state of this part by a change of the loss scale; factor 0: gradients of the step belong to no
-        update."""
+        """Multiplies gradient-like state by ``factor`` when the loss scale changes; 0 drops it after a step without
+        update.
+        """
 
     def changing(self) -> AbstractContextManager[None]:
-        """Returns the context of a call that reads or writes weights or optimizer state between steps."""
+        """Returns a context around reads or writes of weights or optimizer state between steps."""
         return nullcontext()
 
     def saving(self) -> AbstractContextManager[None]:
-        """Returns the context of a save. Collective."""
+        """Returns a context around a checkpoint save. Collective."""
         return nullcontext()
 
     def restarted(self, made: int) -> None:
-        """Begins anew with the weights that were computed or loaded, after ``made`` updates."""
+        """Resets this part after weights were loaded or built; ``made`` is the number of updates so far."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Returns this rank's state by name, for checkpoints that resume at the same position of the grid."""
+        """Returns this rank's tensors of this part by name; a checkpoint restores them at the same grid coordinates."""
         return {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the state that ``state`` has returned."""
+        """Restores this part from the tensors that ``state`` has returned."""
 
     def close(self) -> None:
-        """Releases the memory and files of this part when the engine closes."""
+        """Releases memory and files of this part when the engine closes."""
 
 
 Part = TypeVar("Part", bound=StepPart)
 
 
 class StepParts:
-    """Parts of one engine on this rank, in their order."""
+    """Step parts of one engine on this rank, sorted by :class:`PartOrder`."""
 
     def __init__(self, parts: Iterable[StepPart]) -> None:
         self._parts = sorted(parts, key=lambda part: part.order)
         self._having: dict[str, tuple[StepPart, ...]] = {}
 
     def having(self, phase: Callable[..., object]) -> tuple[StepPart, ...]:
-        """Returns the parts that override a phase, such as ``StepPart.agreed``."""
+        """Returns the parts that override a method of ``StepPart``, such as ``StepPart.agreed``."""
         found = self._having.get(phase.__name__)
         if found is None:
             name = phase.__name__
@@ -154,17 +158,17 @@ class StepParts:
         return found
 
     def find(self, kind: type[Part]) -> Part | None:
-        """Returns the part of this kind; None: the feature is off."""
+        """Returns the part of class ``kind``; None if that feature is off."""
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
     def undo_step(self) -> None:
-        """Undoes what a failed step has changed."""
+        """Calls ``undo_step`` of all parts after a step has failed."""
         for part in self.having(StepPart.undo_step):
             part.undo_step()
 
     @contextmanager
     def undoing_failures(self) -> Iterator[None]:
-        """Undoes the step if the end of it raises inside this context."""
+        """Returns a context that calls ``undo_step`` of all parts if its block raises."""
         try:
             yield
         except BaseException:
@@ -173,7 +177,7 @@ class StepParts:
 
     @contextmanager
     def entering(self, contexts: Callable[[StepPart], AbstractContextManager[None]]) -> Iterator[None]:
-        """Enters the contexts of all parts: ``StepPart.changing`` or ``StepPart.saving``."""
+        """Enters the context ``contexts`` (``StepPart.changing`` or ``StepPart.saving``) of all parts."""
         with ExitStack() as stack:
             for part in self.having(contexts):
                 stack.enter_context(getattr(part, contexts.__name__)())

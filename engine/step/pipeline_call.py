@@ -1,18 +1,14 @@
-"""A call of the model over all stages of a pipeline, for a loop that computes the loss from its outputs.
+"""Call of a pipelined model from the user's own loop: ``eng(batch)`` runs all stages, and the loop computes the loss.
 
     forward     the stages run; the last one sends its outputs to all ranks of the pipeline (axis pp, label "outputs")
     loss        every rank computes it, from the same outputs
-    backward    the last stage has the gradients of its outputs at hand, so none is sent; the stages run back
+    backward    the last stage has the output gradients already, so none is sent; the stages run their backwards
 
-Between the two every rank holds the activations of the call, as in GPipe (Huang et al. 2019). Calls are independent:
-any number may wait for a backward, which takes the latest first, and one that is dropped is forgotten on every rank.
+In between, all activations are live, as in GPipe (Huang et al. 2019). Several calls may wait for a backward, which runs
+the latest first. The autograd graph is cut at the outputs, and resumed there by another backward:
 
-An autograd graph that ends at some tensors and goes on behind them later, in another backward.
-
-loss -> ... -> outputs | cut         the first backward hands over the gradients of the outputs
-               outputs | root -> ... the second begins with them, on the rank that has what is behind
-
-The arguments of one call of the model, cut into parts by their rows, and the joined outputs of the parts.
+loss -> ... -> outputs | cut         the first backward stores the gradients of the outputs
+               outputs | root -> ... the second backward starts with them, on the last stage
 """
 
 from collections import Counter
@@ -42,16 +38,16 @@ from engine.step.trace_cache import TracedForward
 from engine.zero.reduce.reducer import Backward
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of the model."""
+"""Positional and keyword arguments of the model's forward."""
 
 
 def cut_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchRows, rows: int | None) -> list[Arguments]:
-    """Splits the arguments into parts of ``rows`` rows; the last part may have fewer. ``rows`` None: one part.
+    """Splits arguments of forward into parts of ``rows`` rows; the last part may have fewer. ``rows`` None: one part.
 
     Mappings become plain dicts.
 
     Raises:
-        EngineError: tensors with different numbers of rows.
+        EngineError: tensors have different numbers of rows.
     """
     if rows is None:
         return [(map_tensors(args, _same), map_tensors(kwargs, _same))]
@@ -69,7 +65,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def check_joins(trace: ModelTrace, part: Arguments) -> None:
-    """Refuses outputs that are not rows of the part: a mean over it, or a tensor that all rows share.
+    """Raises if an output has no dim of rows, such as a mean over rows, so that outputs of parts cannot be joined.
 
     Raises:
         EngineError: there is such an output.
@@ -94,7 +90,7 @@ def check_joins(trace: ModelTrace, part: Arguments) -> None:
 
 
 def joined_parts(outputs: Sequence[Any]) -> Any:
-    """Joins the outputs of the parts: tensors along dim 0; all other values come from the first part."""
+    """Joins the outputs of all parts: tensors are concatenated along dim 0; other values come from the first part."""
     if len(outputs) == 1:
         return outputs[0]
     spec = pytree.tree_structure(outputs[0])
@@ -111,7 +107,8 @@ Gradients = Sequence[Tensor | None]
 
 
 def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
-    """Returns tensors at which a new graph starts: a backward that reaches any of them calls ``arrive`` once.
+    """Returns tensors at which a new autograd graph starts; a backward that reaches them calls ``arrive`` with their
+    gradients.
 
     They may be written into, as outputs of a model may.
     """
@@ -121,10 +118,10 @@ def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tup
 
 
 def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
-    """Returns a 0-dim root whose backward continues from ``tensors`` with the content of ``gradients``, and empties
-    ``gradients``.
+    """Returns a 0-dim tensor; its backward runs the graph of ``tensors`` from ``gradients``, and then empties that
+    list.
 
-    Gradients are empty if the loss reads none of the tensors.
+    An empty list means that the loss reads none of the tensors.
     """
     root: Tensor = _Root.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return root
@@ -179,7 +176,7 @@ class _Arrivals:
 
 
 class PipelineCalls:
-    """Calls of one loop on this rank."""
+    """Calls ``eng(batch)`` of one training loop on a pipeline, and their backwards, on this rank."""
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
@@ -192,18 +189,18 @@ class PipelineCalls:
         """This rank's actions, by the number of parts."""
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], rows: int | None) -> Any:
-        """Returns the model's output for one batch, on every rank of the replica; in training it is attached to a
+        """Runs all stages; returns the model's output for one batch on every rank of the replica, in training with a
         graph.
 
-        Collective over the pipeline; values go over pp as in a step, outputs too.
+        Collective over pp: activations are sent between stages, and outputs from the last stage to all.
 
         Args:
             key: seed of the random numbers of the forward.
-            rows: of the parts that go through the stages one after the other; None: the batch is one part.
+            rows: rows of each part that runs through the stages; None: the batch is one part.
 
         Raises:
-            EngineError: an argument requires a gradient, or the outputs of several parts do not join to that of the
-                batch. Raised before anything is sent.
+            EngineError: an argument requires a gradient, or the outputs of several parts cannot be joined. Raised
+                before anything is sent.
             PlanError: the forward does not fit the partition.
         """
         runtime = self._runtime
@@ -224,7 +221,9 @@ class PipelineCalls:
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Opens a backward from the loss to the outputs; at the end, the stages of the calls run their backward."""
+        """Opens the backward from the loss to the outputs; at its end, the stages of all reached calls run their
+        backward.
+        """
         arrivals = self._arrivals
         arrivals.open = True
         try:
@@ -238,12 +237,11 @@ class PipelineCalls:
             arrivals.calls.clear()
 
     def expire(self) -> None:
-        """Marks all calls before now as stale, because weights may have changed: none can be differentiated any
-        more."""
+        """Marks all earlier calls as stale, because weights may have changed; a backward of a stale call raises."""
         self._arrivals.updates += 1
 
     def check_trace(self) -> None:
-        """Traces the newest call again, after a step with a NaN loss.
+        """Checks after a NaN loss that the forward has not changed: traces the newest call again.
 
         Raises:
             EngineError: the forward has changed since it was traced.
@@ -255,7 +253,7 @@ class PipelineCalls:
 
 
 class PipelineCall:
-    """One call: its forward, and the backward that may follow. The runner of the executor's actions."""
+    """Forward of one ``eng(batch)`` on a pipeline and its later backward, run by the executor."""
 
     def __init__(
         self, runtime: RankRuntime, parts: Sequence[Arguments], row: RankSchedule, key: tuple[int, ...],
@@ -280,10 +278,11 @@ class PipelineCall:
         """True if the backward of the stages has run, and the number of updates before the call."""
 
     def trace(self, compares: bool) -> None:
-        """Traces the microbatches. Communicates nothing, unless the ranks of the replica compare their paths.
+        """Traces the parts of the batch. Communicates only if the ranks of the replica compare their paths
+        (``compares``).
 
         Raises:
-            EngineError: outputs of several parts do not join, or ranks take different paths.
+            EngineError: outputs of several parts cannot be joined, or ranks take different paths.
             PlanError, or the model's own error.
         """
         problem: Exception | None = None
@@ -309,7 +308,7 @@ class PipelineCall:
                 check_joins(traced.trace, part)
 
     def run(self) -> Any:
-        """Returns the output of the batch, on every rank."""
+        """Runs the forwards of all stages; returns the output of the batch on every rank of the pipeline."""
         runtime, forwards = self._runtime, range(len(self._row.actions) // 2)
         carrier = Carrier(runtime.comm, runtime.program.device, runtime.plan.last_rank, everywhere=True)
         with runtime.running(), runtime.passes(self._passes(forwards)):
@@ -320,17 +319,19 @@ class PipelineCall:
         return joined_parts([self._attached(index, result) for index, result in enumerate(brought)])
 
     def run_back(self, which: Backward) -> None:
-        """Runs the backward of the stages, from the gradients that have arrived."""
+        """Runs the backwards of this rank's stages, starting from the stored output gradients."""
         self._which, self._spent = which, True
         backwards = range(len(self._row.actions) // 2, len(self._row.actions))
         with self._runtime.running(), self._runtime.passes(self._passes(backwards)):
             self._executor.run_part(self._row, self, backwards)
 
     def arrive(self, part: int, gradients: Sequence[Tensor | None]) -> None:
-        """Stores the gradients of the outputs of a part; the stages run their backward once all have arrived.
+        """Stores the output gradients of a part; the stages run their backward once the gradients of all parts are
+        stored.
 
         Raises:
-            EngineError: no backward of the engine's runs, the stages have run back before, or weights have changed.
+            EngineError: ``loss.backward()`` was called without the engine, a second backward reached the call, or
+                weights have changed.
         """
         ranks = self._runtime.plan.config.pp
         if not self._arrivals.open:
@@ -380,12 +381,12 @@ class PipelineCall:
     # ------------------------------------------------------------------ what the executor calls
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the partition's plan of a stage and the traced values of a microbatch."""
+        """Returns a stage's plan and the traced tensors of a microbatch."""
         traced = self._traced[microbatch]
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Runs a stage forward; the last stage begins its backward at all outputs through which a gradient flows."""
+        """Runs one stage on one part; the last stage starts its later backward at all outputs that need a gradient."""
         runtime, (trace, partition) = self._runtime, self._traced[microbatch]
         run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]
         key = self._key if len(self._arguments) == 1 else (*self._key, -1 - microbatch)
@@ -400,8 +401,9 @@ class PipelineCall:
         return StageOutput(sent, resume_graph(outputs, self._gradients[microbatch]) if outputs else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Returns the context of a stage's backward: gradients are accumulated, and reduced in the last one of each
-        stage."""
+        """Returns the context of one stage's backward, which accumulates gradients; the stage's last backward reduces
+        them over dp.
+        """
         self._backwards[action.stage] += 1
         last = self._which.last and self._backwards[action.stage] == len(self._arguments)
         which = self._which._replace(last=last, stage=action.stage, microbatch=action.microbatch)
@@ -409,11 +411,11 @@ class PipelineCall:
         return self._runtime.backward(which)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Raises, because no backward of a call is split."""
+        """Raises AssertionError, because calls of a user's loop never split a backward."""
         raise AssertionError("there and back has no deferred weight gradients")
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns an empty context: no computation overlaps with an action."""
+        """Returns an empty context: nothing is overlapped with an action of these calls."""
         return nullcontext()
 
 
@@ -423,7 +425,7 @@ def _pipeline_of(runtime: RankRuntime) -> PipelineRuntime:
 
 
 def stale_forward() -> EngineError:
-    """Returns the error about a backward through weights that have changed since."""
+    """Returns the error about a backward of a forward that has used older weights."""
     return EngineError(
         "backward was called after step(), but the weights have changed since the forward that it differentiates; "
         "call eng(batch) again, and backward before step()."

@@ -1,6 +1,6 @@
-"""Parts of a step that act on state of this rank: gradients and weights of several ranks, averages, residuals.
+"""Step parts for state of this rank: replicated gradients and weights, averages, residuals, buffers.
 
-Rollback of buffers that a forward writes (running statistics, counters), for steps that are skipped.
+Buffers that a forward writes (running statistics, counters) are rolled back after skipped steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from engine.zero.reduce.weight_copies import WeightCopies
 
 
 class DelayedUpdates(StepPart):
-    """Brings the weights of an update that has overlapped with a step."""
+    """Step part that finishes an optimizer update overlapped with the next step (``offload_optimizer``)."""
 
     order = PartOrder.DELAYED_UPDATE
 
@@ -36,44 +36,44 @@ class DelayedUpdates(StepPart):
 
     @property
     def pending(self) -> bool:
-        """True while the new weights of a delayed update wait on the host."""
+        """True while updated weights are still on the host, not yet copied to the device."""
         return self._delayed.pending
 
     def problem(self) -> EngineError | None:
-        """Waits for the update; returns the reason why it cannot be brought to the device."""
+        """Waits for the overlapped update; returns its error, or None."""
         return self._delayed.problem()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Waits for the update; returns the problem of the step."""
+        """Waits for the overlapped update; returns the error of the step or of that update."""
         late = self.problem()
         return step.problem or late
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Brings the weights to the device, because the next update builds on them."""
+        """Copies the updated weights to the device, because the next update builds on them."""
         self.bring()
 
     def bring(self) -> None:
-        """Finishes the update, and brings its weights to the device. Collective over the data ranks."""
+        """Finishes the overlapped update and copies its weights to the device. Collective over dp."""
         if self._delayed.finish() and self._gatherer is not None:
             self._gatherer.forget()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Waits for the update; its weights may wait on the host."""
+        """Waits for the overlapped update; its weights may stay on the host."""
         self._delayed.join()
         yield
 
     def saving(self) -> AbstractContextManager[None]:
-        """Waits for the update."""
+        """Waits for the overlapped update before a save."""
         return self.changing()
 
     def close(self) -> None:
-        """Waits for the update, and brings its weights to the device as far as that needs no other rank."""
+        """Waits for the overlapped update, and copies its weights to the device without communication."""
         self._optimizer.end_delayed()
 
 
 class MomentsOnDisk(StepPart):
-    """Keeps moments on disk, which may fail."""
+    """Step part for optimizer moments on disk; a disk may fail."""
 
     order = PartOrder.DISK
 
@@ -82,17 +82,17 @@ class MomentsOnDisk(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Refuses to save moments that a disk has lost."""
+        """Raises before a save if a disk has lost moments."""
         self._disk.refuse_failed()
         yield
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files of the moments."""
         self._disk.close()
 
 
 class StatesOnHost(StepPart):
-    """Moves state to host memory between two phases of a run.
+    """Step part for state that ``offload_states`` moves to host memory between two phases of a run.
 
     Args:
         states: the offloaded state.
@@ -105,24 +105,24 @@ class StatesOnHost(StepPart):
 
     @property
     def hides(self) -> bool:
-        """True if weights or state are in host memory, and so missing on the device."""
+        """True if weights or state are in host memory, so that later parts must not read them."""
         return bool(self.states.kinds)
 
     def changing(self) -> AbstractContextManager[None]:
-        """Keeps state on its device while a call refers to it."""
+        """Returns a context that forbids to offload state while a call refers to it."""
         return self.states.held()
 
     def saving(self) -> AbstractContextManager[None]:
-        """Hides offloaded state from a save."""
+        """Returns an empty context; a save reads offloaded state from host memory."""
         return nullcontext()
 
     def close(self) -> None:
-        """Brings parameters back to the device for the user's model."""
+        """Moves offloaded parameters back to the device for the user's model."""
         self.states.reload({PARAMETERS})
 
 
 class CountedExperts(StepPart):
-    """Counts the rows of experts."""
+    """Step part that counts the tokens routed to each expert."""
 
     order = PartOrder.EXPERTS
 
@@ -130,21 +130,22 @@ class CountedExperts(StepPart):
         self._counter = counter
 
     def counts(self) -> Tensor:
-        """Returns 0 for each expert."""
+        """Returns zeros, one for each expert of all layers."""
         return self._counter.zeros()
 
     def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
-        """Adds the rows of a forward to ``counts``."""
+        """Returns a context in which a forward adds its routed tokens to ``counts``."""
         return self._counter.counting(counts)
 
 
 class BalancedRouters(StepPart):
-    """Moves the biases of routers by ``rate`` after an update: up for experts below the mean load, down above it.
+    """Step part that adds ±``rate`` to router biases after an update: up for experts below the mean load, down above
+    it.
 
-    The load is that of the whole step over all ranks, and each row counts once, also under recomputation.
+    The load is summed over the whole step and all ranks; each token counts once, also under recomputation.
 
     Args:
-        biases: the buffers [experts] of the routers, with the first of their experts among all that are counted.
+        biases: the bias buffers [experts], each with the index of its first expert in the counts.
     """
 
     order = PartOrder.ROUTERS
@@ -154,19 +155,19 @@ class BalancedRouters(StepPart):
         self._load: tuple[float, ...] = ()
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Take the load of the step."""
+        """Stores the expert load of the step."""
         self._load = totals.experts
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Move the biases."""
+        """Adds ±``rate`` to every router bias."""
         for bias, start in self._biases:
             load = torch.tensor(self._load[start : start + len(bias)], dtype=torch.float64)
             bias.add_((load.mean() - load).sign().to(bias), alpha=self._rate)
 
 
 class EqualGradients(StepPart):
-    """Compares, in the first step, the gradients that should be equal on all tensor ranks."""
+    """Step part that compares, in the first step, gradients that must be equal on all tensor ranks."""
 
     order = PartOrder.REPLICAS
 
@@ -174,7 +175,7 @@ class EqualGradients(StepPart):
         self._check = check
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Returns the error found; every rank of a stage takes part, also after a failed step."""
+        """Returns an error if the gradients differ. Collective over tp, also after a failed step."""
         found = self._check.run(step.sent) if self._check.places else None
         return found or step.problem
 
@@ -184,7 +185,7 @@ _OFTEN = 64
 
 
 class EqualWeights(StepPart):
-    """Comparison, in some steps, of weights with copies on several ranks; the control sum includes the digest."""
+    """Step part that compares replicated weights in some steps, by a digest in the control sum."""
 
     order = PartOrder.COPIES
 
@@ -192,20 +193,20 @@ class EqualWeights(StepPart):
         self._copies, self._optimizer, self._steps = copies, optimizer, 0
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Computes the digest if one is due; a delayed update may write its weights meanwhile."""
+        """Computes the digest of the weights if this step compares them."""
         self._steps += 1
         due = self._steps > 2 and (not self._steps % _OFTEN or not self._steps & (self._steps - 1))
         step.copies = self._copies.digest() if due and self._optimizer.delayed is None else None
         return step.problem
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
-        """Raises with the name of the weight that differs, if one does."""
+        """Raises an error that names the weight that differs between ranks."""
         if step.copies is not None:
             self._copies.compare(totals.digest_squared, step.sent)
 
 
 class EncodingResiduals(StepPart):
-    """Keeps the residuals of encoded gradients in the scale of the next step."""
+    """Step part that rescales error-feedback residuals of compressed gradients when the loss scale changes."""
 
     order = PartOrder.RESIDUALS
 
@@ -213,25 +214,25 @@ class EncodingResiduals(StepPart):
         self._reducer, self.encoder = reducer, encoder
 
     def scaled(self, factor: float) -> None:
-        """Scales the residuals of error feedback."""
+        """Multiplies all residuals by ``factor``."""
         sent = self.encoder.residuals if self.encoder is not None else ()
         for residual in (*self._reducer.residuals.values(), *sent):
             residual.mul_(factor)
 
     def after_skip(self) -> None:
-        """Forgets residuals of gradients that belong to no update."""
+        """Sets residuals to 0, because their gradients were not used."""
         self.scaled(0.0)
 
     def undo_step(self) -> None:
-        """Forgets residuals of gradients that belong to no update."""
+        """Sets residuals to 0, because the step has failed."""
         self.scaled(0.0)
 
 
 class AverageOfWeights(StepPart):
-    """Takes the weights of each update into their moving average.
+    """Step part that updates the moving average of the weights after each update.
 
     Args:
-        weights: exchanges the weights for their average and back.
+        weights: the average, which can be switched into the model.
     """
 
     order = PartOrder.AVERAGE
@@ -266,13 +267,10 @@ class _Seen(NamedTuple):
 
 
 class WrittenBuffers(StepPart):
-    """Copies of the buffers that a step may write.
+    """Step part that copies module buffers before a step, and restores them if there is no update.
 
-    The first step in each combination of train and eval modes copies and compares all buffers; later steps copy only
-    the buffers that some step has written, and new buffers. Between steps there is no copy.
-
-    A forward may register a buffer in any step, so a model that begins without one is watched too. The step that
-    registers a buffer keeps it, since nothing was there before.
+    The first step in each combination of train and eval modes copies all buffers to find the written ones; later steps
+    copy only these, and new buffers. A buffer that a step registers is not removed.
     """
 
     order = PartOrder.BUFFERS
@@ -287,7 +285,7 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Copies the buffers, before the first forward of a step."""
+        """Copies the buffers before the first forward of a training step."""
         self._seen = []
         holders = [module for module in self._modules if module._buffers]
         compared = self._compared.get(self._mode(), set()) if holders else set()
@@ -299,7 +297,7 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def undo_step(self) -> None:
-        """Restores the buffers that forwards of a step without update have written."""
+        """Restores the buffers that forwards of the step have written."""
         seen = list(self._seen)
         self.after_update()
         for each in seen:
@@ -308,11 +306,11 @@ class WrittenBuffers(StepPart):
                 each.module._buffers[each.leaf] = each.buffer
 
     def after_skip(self) -> None:
-        """Restores the buffers that the forwards have written."""
+        """Restores the buffers that forwards of the step have written."""
         self.undo_step()
 
     def after_update(self) -> None:
-        """Ends the step: drops the copies, and notes the buffers that it has written."""
+        """Drops the copies, and records which buffers the step has written."""
         for seen in self._seen:
             key = id(seen.module), seen.leaf
             if key not in self._written and seen.written():
@@ -322,7 +320,7 @@ class WrittenBuffers(StepPart):
         self._seen = []
 
     def state(self) -> dict[str, Tensor]:
-        """Returns every buffer that steps have written on this rank, as buffer/NAME."""
+        """Returns every buffer that steps have written on this rank, under the key ``buffer/NAME``."""
         return {
             _key(path, leaf): buffer.detach()
             for path, module in self._named
@@ -332,7 +330,7 @@ class WrittenBuffers(StepPart):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores buffers; forwards may have changed their shape or dtype."""
+        """Restores buffers from a checkpoint, also if forwards have changed their shape or dtype."""
         for path, module in self._named:
             for leaf, buffer in module._buffers.items():
                 saved = state.get(_key(path, leaf))

@@ -7,10 +7,10 @@ loop         the same parts in the order of the user's calls, see :class:`engine
 
 An error waits until all ranks can learn of it, see :meth:`StepRunner._run_schedule`.
 
-Remarks on training steps that run, but hardly as their user means them. Rank 0 makes each of them once.
+Rank 0 logs each of these likely mistakes of a script once:
 
-the model is in eval mode        dropout is off, running statistics stand
-every step has the same batch    an iterator that each call makes anew gives its first batch for ever
+the model is in eval mode        dropout is off, running statistics do not change
+every step has the same batch    a new iterator in each call returns its first batch again
 """
 
 import logging
@@ -48,7 +48,7 @@ _EVERY = 32
 
 
 class Remarks:
-    """Looks at the training steps of one engine."""
+    """Checks of the training script that log likely mistakes: eval mode, equal batches."""
 
     def __init__(self, model: nn.Module, speaks: bool) -> None:
         self._model, self._speaks = model, speaks
@@ -63,7 +63,9 @@ class Remarks:
         self._batches_told = False
 
     def look(self, microbatches: Sequence[Batch]) -> None:
-        """Checks a step before its first forward; ``microbatches``: its batch, or the first microbatch."""
+        """Checks modes and batch of a step before its first forward; ``microbatches``: the batch, or its first
+        microbatch.
+        """
         if not self._speaks:
             return
         if not self._modes_told and self._model.training is not self._training:
@@ -107,7 +109,8 @@ class Remarks:
 def idle_in_eval_mode(model: nn.Module) -> Iterator[str]:
     """Yields descriptions of layers that eval mode switches off: dropout with a rate, updates of running statistics.
 
-    A module in eval mode inside of one in training mode is intended, and so is a module without trained parameters.
+    A module in eval mode inside a parent in training mode counts as intended, and so does one without trained
+    parameters.
     """
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -138,14 +141,14 @@ _COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the 
 
 
 class FinishedStep(NamedTuple):
-    """Step that all ranks have agreed on."""
+    """State and outcome of a step that all ranks have finished."""
 
     state: StepState
     outcome: UpdateOutcome
 
 
 class StepRunner:
-    """Runs the steps of one engine on this rank."""
+    """Runner of training steps, evaluations and predictions on this rank."""
 
     def __init__(self, model: nn.Module, runtime: RankRuntime, update: Update, control: RunControl) -> None:
         self._model, self._runtime, self._update, self._control = model, runtime, update, control
@@ -167,11 +170,11 @@ class StepRunner:
 
     @property
     def made(self) -> int:
-        """Number of updates so far."""
+        """Number of weight updates so far."""
         return self._update.made
 
     def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
-        """Trains one step; see :meth:`engine.Engine.train_batch`."""
+        """Runs one training step; see :meth:`engine.Engine.train_batch`."""
         if not self._trains:
             if self._config.optimizer is None:
                 raise EngineError(
@@ -223,7 +226,7 @@ class StepRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
-        """Evaluates one batch; see :meth:`engine.Engine.eval_batch`."""
+        """Computes the loss of one batch; see :meth:`engine.Engine.eval_batch`."""
         with evaluating(self._model):
             step, microbatches = self._open(batch, kind)
             self._run_schedule(step, microbatches, self._evaluation)
@@ -235,8 +238,9 @@ class StepRunner:
 
     @torch.no_grad()
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
-        """Predicts one batch; see :meth:`engine.Engine.predict`; ``together``: data ranks without rows ``accompany``
-        this call."""
+        """Returns the model's output for one batch; see :meth:`engine.Engine.predict`. ``together``: data ranks without
+        rows call ``accompany`` meanwhile.
+        """
         step, split = self.begin(), self._runtime.program.rows.split
         with evaluating(self._model):
             taken = self._take(partial(split, batch, micro or self._config.micro), step)
@@ -246,8 +250,9 @@ class StepRunner:
 
     @torch.no_grad()
     def accompany(self, batch: Batch) -> bool:
-        """Takes part in one ``predict`` of data ranks that have rows left, with rows of ``batch``; returns False if no
-        rank has any."""
+        """Joins one ``predict`` of other data ranks, with rows of ``batch`` as input; returns False if no rank has rows
+        left.
+        """
         step = self.begin()
         count = self._most_forwards(0, step)
         if count:
@@ -271,7 +276,7 @@ class StepRunner:
     # ------------------------------------------------------------------ parts of a step
 
     def begin(self, started: float | None = None) -> StepState:
-        """Starts a step; ``started``: its time by ``time.perf_counter``, if it has begun before."""
+        """Returns the state of a new step; ``started``: its start by ``time.perf_counter``, if it has begun already."""
         self._attachment.check()
         if torch.is_grad_enabled():
             self._update.used_factor = None
@@ -403,7 +408,9 @@ class StepRunner:
             raise
 
     def finish(self, step: StepState) -> FinishedStep:
-        """Agrees on the step with all ranks, and updates or skips it; a failed step restores the buffers."""
+        """Sums the step's totals over the world, then updates the weights or skips. After a failure, buffers are
+        restored.
+        """
         step.problem = step.problem or self._control.take_problem() or self._problem_of_forward()
         with self._agreeing("an update", step), self._runtime.parts.undoing_failures():
             finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
@@ -434,6 +441,6 @@ class StepRunner:
             )
 
     def random_key(self, index: int) -> tuple[int, int, int]:
-        """Returns (seed, step, global microbatch), which is equal on every grid."""
+        """Returns (seed, step, global microbatch), the random seed of microbatch ``index``, equal on every grid."""
         first = self._comm.grid.row_rank * self._config.accumulation
         return self._config.seed, self._update.made, first + index

@@ -1,4 +1,4 @@
-"""The runtime of this rank: all parts that run a step."""
+"""Runtime of this rank: sharded model, communication, executor and optimizer of its steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -39,7 +39,7 @@ from engine.zero.state_inventory import StateInventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRuntime:
-    """Parts of this rank that only a pipeline has."""
+    """Stage, traces and placeholder parameters of this rank in a pipeline."""
 
     stage: Stage
     traces: TraceCache
@@ -48,56 +48,58 @@ class PipelineRuntime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRuntime:
-    """All parts of this rank after the model is placed; made by :func:`engine.build.assemble.build`."""
+    """All objects that run steps on this rank, once the model is sharded; made by
+    :func:`engine.build.assemble.build`.
+    """
 
     plan: Plan
     comm: Comm
     axis: TensorAxis
-    """The tensor axis as the sharded layers see it."""
+    """Tensor-parallel collectives for the sharded layers."""
     program: Program
-    """The user's model and loss as one function of a microbatch."""
+    """User's model and loss as one function of a microbatch."""
     patches: ForwardPatches
-    """All patches of the user's model."""
+    """Changes that the engine has made to the user's modules."""
     streams: RandomStreams
     first_use: ParameterUseCheck | None
-    """None without tensor parallelism."""
+    """Check that the first forward uses parameters as planned; None without tensor parallelism."""
     pipeline: PipelineRuntime | None
-    """None for one stage."""
+    """Pipeline objects; None for one stage."""
     split_backward: SplitBackward | None
-    """None if the schedule splits no backward."""
+    """Deferral of weight gradients; None if the schedule splits no backward."""
     executor: Executor
     inventory: StateInventory
-    """All tensors that this rank holds between steps."""
+    """All tensors of model and optimizer that this rank stores between steps."""
     gatherer: ParameterGatherer | None
-    """None if parameters are not sharded."""
+    """All-gathers of sharded parameters (ZeRO 3); None if parameters are not sharded."""
     reducer: Reducer
     user_backward: UserBackward
-    """The backward of the user's own that runs at present."""
+    """Observer of a backward that the user's loop calls without the engine (``loss.backward()``)."""
     gradient_guard: GradientGuard
-    """Guards ``p.grad`` between a backward of the user's loop and its step."""
+    """Guard that makes reads of ``p.grad`` raise between a backward of the user's loop and its step."""
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
     parts: StepParts
-    """The features that take part in steps; one that is off is not among them."""
+    """Step parts of the features that are on."""
     on_host: HostActivations
-    """Activations that wait on the host."""
+    """Activations that are offloaded to host memory."""
 
     @property
     def offloaded(self) -> OffloadedStates:
-        """State that waits in host memory between two phases of the run."""
+        """State that ``offload_states`` has moved to host memory."""
         part = self.parts.find(StatesOnHost)
         assert part is not None, "every engine can move its state"
         return part.states
 
     @property
     def averaged(self) -> AveragedWeights | None:
-        """Exchanges weights for their average; None: there is none."""
+        """Switch between training weights and their average; None if there is no average."""
         part = self.parts.find(AverageOfWeights)
         return part.weights if part is not None else None
 
     @property
     def average(self) -> WeightAverage | None:
-        """Moving average of the weights; None: there is none."""
+        """Exponential moving average of the weights; None without ``"ema"``."""
         return self.averaged.moving if self.averaged is not None else None
 
     @property
@@ -112,19 +114,19 @@ class RankRuntime:
 
     @property
     def communicates(self) -> bool:
-        """True if forwards communicate, so that other ranks wait for a rank that fails."""
+        """True if forwards communicate, so that a rank that fails leaves others waiting."""
         grid = self.comm.grid
         gathers = self.gatherer is not None and grid.size(grid.sharding) > 1
         return grid.size("replica") > 1 or gathers or grid.experts > 1
 
     @property
     def data_ranks_meet(self) -> bool:
-        """True if data ranks communicate in forwards: they gather parameters, or send rows to experts."""
+        """True if data ranks communicate in forwards: they gather parameters, or dispatch tokens to experts."""
         return self.gatherer is not None or self.comm.grid.experts > 1
 
     @contextmanager
     def forward(self, *key: int, trace: ModelTrace | None = None) -> Iterator[None]:
-        """Opens a microbatch's forward; ``key`` seeds its random numbers, unless its ``trace`` draws none."""
+        """Opens the forward of a microbatch; ``key`` seeds its random numbers, unless its ``trace`` draws none."""
         draws = trace is None or trace.random or trace.host_random
         host = trace.host_random if trace is not None else None
         streams = self.streams.forward(*key, host=host) if draws else nullcontext()
@@ -142,25 +144,24 @@ class RankRuntime:
 
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
-        """Adds the sums of a forward, such as the rows of experts, to ``into``."""
+        """Opens a forward that adds its counts, such as tokens of each expert, to ``into``."""
         with ExitStack() as stack:
             for part in self.parts.having(StepPart.forward):
                 stack.enter_context(part.forward(into))
             yield
 
     def uncounted(self) -> Tensor | None:
-        """Returns the sums of forwards at the beginning of a step; None: nothing is counted."""
+        """Returns zeros for the counts of a new step; None if nothing is counted."""
         return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
-        """Returns the result of ``run``, a forward of ``given``; a tensor plan checks the first use of parameters in
-        it."""
+        """Returns ``run()``, a forward of ``given``; under a tensor plan, checks that it uses parameters as planned."""
         first_use = self.first_use
         return first_use.watch(given, run) if first_use is not None and first_use.needed else run()
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-        """Opens a backward; with ``deferred``, it collects the weight gradients that can be deferred."""
+        """Opens a backward; with ``deferred``, weight gradients that can be deferred are collected there."""
         waits = self.split_backward.leaving(deferred) if self.split_backward and deferred else nullcontext()
         gathers = self.gatherer.backward(which.last) if self.gatherer else nullcontext()
         with self.reducer.backward(self._compared(which)), gathers, waits:
@@ -171,7 +172,7 @@ class RankRuntime:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Opens a backward that reaches no weight's gradient; parameters are gathered inside."""
+        """Opens a backward that computes no weight gradients; sharded parameters are gathered inside."""
         assert self.gatherer is not None, "others need no context"
         with self.gatherer.backward(last=False):
             try:
@@ -181,7 +182,7 @@ class RankRuntime:
 
     @property
     def parameters(self) -> Iterator[Tensor]:
-        """The trained parameters of this rank."""
+        """Trained parameters of this rank."""
         return (parameter for flat in self.buckets for parameter in flat.parameters if parameter.requires_grad)
 
     def _compared(self, which: Backward) -> Backward:
@@ -189,13 +190,13 @@ class RankRuntime:
         return which._replace(unequal=True) if unequal else which
 
     def weights(self, which: Backward, deferred: DeferredWeightGrads) -> None:
-        """Computes the weight gradients that a backward has deferred; no parameter is gathered for them."""
+        """Computes and reduces the weight gradients that a backward has deferred; no parameter is gathered."""
         with self.reducer.backward(self._compared(which)):
             deferred.compute(self.reducer.take)
 
     @contextmanager
     def passes(self, row: RankSchedule) -> Iterator[None]:
-        """Opens all actions of a step."""
+        """Opens the schedule ``row`` of this rank, so that parameters are gathered ahead of their use."""
         if self.gatherer is None:
             yield
             return
@@ -206,11 +207,13 @@ class RankRuntime:
             self.gatherer.end()
 
     def running(self) -> AbstractContextManager[None]:
-        """Returns the context of the engine's own forwards, in which absent parameters may be read."""
+        """Returns a context for the engine's own forwards, in which placeholder parameters may be read."""
         return self.pipeline.absent.running() if self.pipeline is not None else nullcontext()
 
     def finish(self, reduced: bool = False) -> None:
-        """Finishes the last backward: completes all reductions and gathers, so that parameters may change."""
+        """Completes all gradient reductions and parameter gathers after the last backward. ``reduced``: gradients are
+        reduced already.
+        """
         if reduced:
             self.optimizer.copies.forget()  # the user may have written what lies reduced in the buckets
         else:
@@ -219,14 +222,14 @@ class RankRuntime:
             self.gatherer.end()
 
     def forget_step(self) -> None:
-        """Forgets a failed step: its gradients, and the values that its forwards have written into buffers."""
+        """Drops the gradients of a failed step, and restores the buffers that its forwards have written."""
         self.reducer.reset()
         if self.gatherer is not None:
             self.gatherer.end()
         self.parts.undo_step()
 
     def close(self) -> None:
-        """Closes the parts, removes every patch from the model, and stops gathering."""
+        """Closes the step parts, removes every patch from the model, and stops gathering."""
         for part in self.parts.having(StepPart.close):
             part.close()
         self.patches.remove()
@@ -239,14 +242,14 @@ class RankRuntime:
             leave(flat)
 
     def weights_written(self) -> None:
-        """Forgets gathered parameters after a load or a user has written them. All ranks call it."""
+        """Drops gathered copies of parameters after a load or the user has written shards. Collective."""
         if self.gatherer is not None:
             self.gatherer.forget()
 
     def settle(self) -> None:
-        """Ends an update that overlaps with calls of the user, and copies of parameters on the host.
+        """Finishes an overlapped optimizer update, and host copies of parameters.
 
-        Collective if there is an update; if that of one rank cannot be brought, all raise.
+        Collective if there is such an update; if it fails on one rank, all raise.
         """
         delayed = self.parts.find(DelayedUpdates)
         if delayed is not None and delayed.pending:
@@ -259,14 +262,14 @@ class RankRuntime:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Opens a call that reads or writes weights or optimizer state between steps."""
+        """Opens a block that reads or writes weights or optimizer state between steps."""
         with self.parts.entering(StepPart.changing):
             self.settle()
             yield
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
-        """Switches the model to the average of its weights, which has to exist, inside this context. Collective."""
+        """Opens a block in which the model has its averaged weights; an average must exist. Collective."""
         assert self.averaged is not None, "the caller has asked"
         if self.gatherer is not None:
             self.gatherer.refuse_opened("averaged_weights")
@@ -282,18 +285,20 @@ class RankRuntime:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Opens a save of weights or optimizer state; refuses one after they were lost."""
+        """Opens a save of weights or optimizer state; raises if some of them were lost."""
         with self.parts.entering(StepPart.saving):
             self.settle()
             yield
 
     def own(self, tree: Any) -> Any:
-        """Returns ``tree`` with tensors that outlive a forward: copies in place of views of gathered parameters."""
+        """Returns ``tree`` with copies of all tensors that are views of gathered parameters, so that they outlive the
+        forward.
+        """
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Opens code that reads only shapes of parameters."""
+        """Opens a block that reads only shapes of parameters, so that none is gathered."""
         content = self.gatherer.without_content() if self.gatherer else nullcontext()
         with self.running(), self.counting(None), content:
             yield

@@ -1,4 +1,4 @@
-"""State that a step collects on this rank, and the totals that all ranks agree on."""
+"""State that a step accumulates on this rank, and the totals that are summed over all ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,32 +18,32 @@ Scalar = TypeVar("Scalar")
 
 
 class StopRequest(Protocol):
-    """Request to end the run, which a signal makes."""
+    """Request to end the run, which a signal sets."""
 
     asked: bool
 
 
 @dataclass(slots=True)
 class RunControl:
-    """Reasons against another step of the run; the checkpoints of the run set them."""
+    """Reasons to stop the run before the next step; checkpoints set them."""
 
     stop: StopRequest | None = None
-    """None: nothing can ask this rank to stop."""
+    """Stop request of this rank; None if no signal can set one."""
     spoiled: bool = False
-    """A failed load has replaced only some of the weights."""
+    """True after a failed load has replaced only some of the weights."""
     problem: Exception | None = None
-    """The failed save that has to stop the run (``checkpoint.on_failure``)."""
+    """Error of a failed save that has to stop the run (``checkpoint.on_failure``)."""
 
     @property
     def stop_asked(self) -> bool:
-        """True after this rank was asked to stop after its step."""
+        """True if this rank has received SIGTERM, so that the run ends after the step."""
         return self.stop is not None and self.stop.asked
 
     def refuse_spoiled(self) -> None:
-        """Raises if a failed load has left a mixture of weights.
+        """Raises if weights are a mixture of old and loaded values.
 
         Raises:
-            CheckpointError: a failed load has replaced only some of them.
+            CheckpointError: a failed load has replaced only some weights.
         """
         if self.spoiled:
             raise CheckpointError(
@@ -52,58 +52,58 @@ class RunControl:
             )
 
     def take_problem(self) -> Exception | None:
-        """Returns the problem and clears it."""
+        """Returns the error of a failed save, and clears it."""
         problem, self.problem = self.problem, None
         return problem
 
 
 @dataclass(slots=True)
 class StepState:
-    """State of a step on this rank so far."""
+    """Sums and flags that one step accumulates on this rank."""
 
     started: float
     sent: Tally
     loss: Tensor
-    """Sum of losses: fp64, 0-dim, on the device, since reading it would wait for the GPU."""
+    """Sum of losses: fp64, 0-dim, on the device, to avoid host synchronization."""
     weight: Tensor
     scale: float = 1.0
-    """Loss scale: backward multiplies the loss by it, and the update divides by it."""
+    """Loss scale: the backward multiplies the loss by it, and the update divides by it."""
     added_ranks: int = 1
-    """Data ranks with gradients that are added instead of averaged; 1: they are averaged."""
+    """Number of data ranks over which gradients are summed instead of averaged; 1: averaged over all."""
     max_norm: float | None = None
-    """Norm to which this step clips gradients; None: ``gradient_clipping`` of the configuration."""
+    """L2 norm to which this step clips gradients; None: ``gradient_clipping`` of the configuration."""
     seconds: float = 0.0
     tokens: int = 0
     text: bool = False
-    """``tokens`` counts tokens, not rows."""
+    """True if ``tokens`` counts token ids, False if it counts rows."""
     microbatches: int = 0
     unseen: bool = False
-    """True after a backward of the user's own with a loss that the engine did not receive."""
+    """True after a backward of the user's loop with a loss that the engine did not receive."""
     reduced: bool = False
-    """Gradients are reduced already, because the user has read them."""
+    """True if gradients are reduced already, because the user has read them."""
     problem: BaseException | None = None
     compares_paths: bool = False
-    """An attribute of the model has changed on a rank of the replica, so its ranks compare their traces."""
+    """True if the ranks of a replica compare their traces, because a model attribute has changed on one of them."""
     digest: int = 0
-    """Small digest of the batch, from 1; 0: not compared in this step."""
+    """Hash of the batch, from 1; 0: batches are not compared in this step."""
     copies: Tensor | float | None = None
-    """Digest of weights that other ranks hold as well; None: they are not compared in this step."""
+    """Digest of replicated weights; None: weights are not compared in this step."""
     metrics: list[Tensor | float] = field(default_factory=list)
-    """Sum and weight of each metric so far, one after the other."""
+    """Sum and weight of each metric so far: [sum, weight, sum, weight, ...]."""
     experts: Tensor | None = None
-    """Rows of each expert so far, fp64 [experts of all layers]; None: they are not counted."""
+    """Tokens routed to each expert so far, fp64 [experts of all layers]; None: not counted."""
     outputs: list[Any] = field(default_factory=list)
     check_trace: Callable[[], None] | None = None
-    """Traces again after a NaN loss, and raises if the forward has changed; all ranks call it together."""
+    """Callback after a NaN loss: traces again, and raises if the forward has changed. Collective."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
-        """Adds one microbatch."""
+        """Adds loss, weight and tokens of one microbatch."""
         self.add(loss)
         self.see(microbatch)
         self.microbatches += 1
 
     def add(self, loss: WeightedLoss) -> None:
-        """Adds the loss of a microbatch, or one of its losses."""
+        """Adds sum, weight and metrics of a loss, without counting a microbatch."""
         self.loss += loss.sum.detach()
         self.weight += loss.weight
         if loss.metrics:
@@ -112,22 +112,22 @@ class StepState:
             self.metrics = [old + new for old, new in zip(before, more, strict=True)]
 
     def see(self, microbatch: Batch) -> None:
-        """Adds the tokens of a microbatch."""
+        """Adds the number of tokens of a microbatch."""
         self.tokens += count_tokens(microbatch)
         self.text = is_text(microbatch)
 
     @property
     def divides(self) -> float:
-        """Divisor of the summed gradients for each unit of weight."""
+        """Divisor of the summed gradients, to be multiplied by the sum of loss weights."""
         return self.scale / self.added_ranks
 
     @property
     def counted(self) -> int:
-        """Number of experts with counted rows."""
+        """Number of experts with counted tokens, over all layers."""
         return 0 if self.experts is None else self.experts.numel()
 
     def again(self) -> "StepState":
-        """Returns the state of the same step before it has begun."""
+        """Returns a fresh state for a second run of the same step."""
         zero = torch.zeros_like(self.loss)
         experts = None if self.experts is None else torch.zeros_like(self.experts)
         again = StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale, experts=experts)
@@ -136,43 +136,44 @@ class StepState:
         return again
 
     def root(self, loss: Tensor) -> Tensor:
-        """Returns the scaled loss, from which backward starts, in fp32, because a scaled fp16 loss would overflow."""
+        """Returns the scaled loss from which backward starts, in fp32, because a scaled fp16 loss would overflow."""
         return loss if self.scale == 1.0 else loss.float() * self.scale
 
 
 class StepTotals(NamedTuple, Generic[Scalar]):
-    """Values that are summed over the world once per step: floats, or 0-dim fp64 tensors until the host reads them.
+    """Scalars of a step, all-reduced (sum) over the world: 0-dim fp64 tensors on the device, floats on the host.
 
-    ``pack`` and ``unpack`` are the only places that know their order on the wire.
+    ``pack`` and ``unpack`` alone define their order in the message.
     """
 
     loss: Scalar
-    """Sum of losses, from the ranks that compute it."""
+    """Sum of losses over all microbatches and data ranks."""
     weight: Scalar
     squared_norm: Scalar
-    """Sum of squares of the gradients, which still contain the loss scale; each gradient counts once."""
+    """Sum of squared gradients, including the loss scale; each gradient counts once."""
     tokens: Scalar
     problems: Scalar
     """Number of ranks that failed in this step."""
     stops: Scalar
-    """Number of ranks that were asked to stop."""
+    """Number of ranks that have received SIGTERM."""
     digest: Scalar
-    """Sum of the digests of the data ranks' batches, and below of their squares."""
+    """Sum of the batch hashes of all data ranks."""
     digest_squared: Scalar
-    """In a step that compares copies of weights, and no batches, the sum of their digests."""
+    """Sum of the squared batch hashes; in a step that compares weights instead of batches, the sum of weight digests.
+    """
     unused: Scalar
-    """Number of parameters, over all ranks, that may be used otherwise than the optimizer takes for granted."""
+    """Number of parameters, summed over ranks, whose use differs from the optimizer's expectation."""
     metrics: tuple[Scalar, ...] = ()
-    """Sum and weight of each metric, one after the other."""
+    """Sum and weight of each metric: (sum, weight, sum, weight, ...)."""
     experts: tuple[Scalar, ...] = ()
-    """Rows of each expert of each layer, from one tensor rank of each stage."""
+    """Tokens routed to each expert of each layer, counted on one tensor rank of each stage."""
 
     @staticmethod
     def pack(
         step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool, unused: int = 0, metrics: int = 0
     ) -> Tensor:
-        """Returns this rank's summands, [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts] fp64 on the device of the
-        loss.
+        """Returns this rank's summands as one fp64 tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts] on the
+        device.
 
         ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does.
         """
@@ -193,23 +194,27 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         return packed if step.experts is None else torch.cat([packed, step.experts])
 
     def same_batch(self, data_ranks: int) -> bool:
-        """Returns True if all data ranks got one batch: equal digests have the least sum of squares for their sum."""
+        """Returns True if all data ranks got one batch: only for equal hashes, n times the sum of squares is the
+        squared sum.
+        """
         total, squares = int(self.digest), int(self.digest_squared)  # type: ignore[call-overload]
         return total > 0 and data_ranks > 1 and data_ranks * squares == total**2
 
     @staticmethod
     def on_device(packed: Tensor) -> "StepTotals[Tensor]":
-        """Returns the sums as 0-dim views of ``packed``, without metrics and experts; the host does not wait."""
+        """Returns the totals as 0-dim views of ``packed``, without metrics and experts and without host
+        synchronization.
+        """
         return StepTotals._make([*packed[:CONTROL_SCALARS].unbind(), (), ()])
 
     @staticmethod
     def unpack(values: Sequence[float], experts: int) -> "StepTotals[float]":
-        """Returns the sums after the host has read them; the last ``experts`` sums are those of experts."""
+        """Returns the totals from the list of floats; its last ``experts`` entries are tokens of each expert."""
         end = len(values) - experts
         return StepTotals._make([*values[:CONTROL_SCALARS], tuple(values[CONTROL_SCALARS:end]), tuple(values[end:])])
 
 
 def metric_averages(totals: StepTotals[float], names: Sequence[str]) -> dict[str, float]:
-    """Returns each metric's sum over its weight; NaN for a weight of 0."""
+    """Returns the weighted mean of each metric by name; NaN for a weight of 0."""
     pairs = zip(names, totals.metrics[::2], totals.metrics[1::2], strict=False)
     return {name: total / weight if weight else math.nan for name, total, weight in pairs}

@@ -1,8 +1,7 @@
 """Traces of the model's forward and their partitions, by input signature; a new signature is traced on arrival.
 
-Hooks of the user's on modules are part of it: a new one changes the trace, and some backward hooks are refused before a
-step. torch calls a full backward hook when the gradient of the module's output arrives and that of its inputs is known.
-Where the output goes to another stage, the one gradient arrives there and the other is known here.
+The user's module hooks are part of the signature. A full backward hook needs the gradients of a module's output and
+inputs; it is refused if the output is sent to another stage, where no rank has both.
 """
 
 import zlib
@@ -34,29 +33,29 @@ _STATES = 8
 
 
 class TracedForward(NamedTuple):
-    """Trace of a forward, and its partition into stages."""
+    """Trace of a forward and its partition into pipeline stages."""
 
     trace: ModelTrace
     partition: Partition
 
     @property
     def digest(self) -> int:
-        """31-bit digest of the path: which units are called in which order, and which values stages send."""
+        """31-bit hash of the traced path: order of module calls, and tensors that stages send."""
         sent = [tuple(plan.sends.items()) for plan in self.partition.stages]
         return zlib.crc32(repr(([call.unit for call in self.trace.calls], sent)).encode()) >> 1
 
 
 class UserHooks(NamedTuple):
-    """Hooks on the modules of a model that are not the engine's."""
+    """Hooks that the user has registered on modules of the model."""
 
     forward: tuple[tuple[str, int], ...] = ()
-    """Module and number of each hook that runs in the forward, which is traced with it."""
+    """Module name and hook id of each forward hook; forward hooks are traced with the model."""
     backward: tuple[str, ...] = ()
-    """Modules with backward hooks, except the model itself, because its inputs have no gradient."""
+    """Names of modules with backward hooks, except the model itself, because its inputs have no gradient."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "UserHooks":
-        """Reads the hooks; visits every module and calls nothing."""
+        """Returns the user's hooks on all modules of ``model``; calls none of them."""
         everywhere = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks
         forward, backward = list[tuple[str, int]](), list[str]()
         for name, module in model.named_modules():
@@ -68,7 +67,9 @@ class UserHooks(NamedTuple):
 
 
 class TraceCache:
-    """Traced forwards by input signature and by the state of the model's attributes; the first comes from the plan."""
+    """Cache of traced forwards by input signature and by the model's attributes; the first trace comes from the
+    plan.
+    """
 
     def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch, holder: ShardHolder) -> None:
         self._plan, self._program, self._axis = plan, program, axis
@@ -97,10 +98,10 @@ class TraceCache:
         self._agreed = None  # placement has yet to write attributes
 
     def refresh(self) -> bool:
-        """Reads the attributes that may change the path of the forward; called before each step.
+        """Reads the model attributes on which the path of the forward may depend; called before each step.
 
-        Returns whether one has changed, modes apart, since the ranks have agreed: a forward that writes its attributes
-        writes them only as far as the stages of this rank go, so that other ranks may have other values.
+        Returns True if one other than ``training`` has changed since ``agree``: a forward that writes attributes does
+        so only on the ranks of its stage, so that ranks may differ.
         """
         self._state = self._switches.read()
         self._hooks = UserHooks.of(self._program.model)
@@ -109,16 +110,18 @@ class TraceCache:
         return self._state is not self._agreed and _without_modes(self._state) != _without_modes(self._agreed)
 
     def agree(self) -> None:
-        """Notes that all ranks of the replica take one path in the present state of the model."""
+        """Records that all ranks of the replica have the same traced path for the current attributes."""
         self._agreed = self._state
 
     def take(self, other: "TraceCache") -> None:
-        """Copies the traces that ``other`` has of an equal model in its present state, under the same plan."""
+        """Copies the traces of ``other``, the cache of an equal model under the same plan, for the current
+        attributes.
+        """
         self.refresh()
         self._seen = {key: [(self._state, found[-1][1])] for key, found in other._seen.items()}
 
     def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
-        """Returns the traced forward of a microbatch, and traces a new signature. Communicates nothing.
+        """Returns the traced forward of a microbatch; traces it if its signature is new. Communicates nothing.
 
         Raises:
             PlanError: the forward of this input does not fit the partition of the plan.
@@ -146,10 +149,10 @@ class TraceCache:
         return found
 
     def check_trace(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
-        """Checks that a microbatch with a NaN loss still takes the traced path. Communicates nothing.
+        """Traces a microbatch with a NaN loss again, and compares it with the cached trace. Communicates nothing.
 
         Raises:
-            EngineError: the path differs; names the first different event. The next step traces it again.
+            EngineError: the traces differ; names the first difference. The cached trace is dropped.
         """
         found = self.of(microbatch, kind, run)
         what = trace_difference(found.trace, self._trace(run))
@@ -184,7 +187,7 @@ def _without_modes(state: State) -> State:
 
 
 def check_boundary_hooks(hooked: Sequence[str], trace: ModelTrace, partition: Partition) -> None:
-    """Refuses hooks of modules with an output that another stage receives, and of modules on several stages.
+    """Raises if a module with a backward hook sends its output to another stage, or runs on several stages.
 
     Raises:
         EngineError: names the first such module.

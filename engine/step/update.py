@@ -1,9 +1,9 @@
-"""The end of a step: one gradient norm and one decision for all ranks, then the update or a skipped step.
+"""End of a step: all ranks compute one gradient norm and one decision, then update the weights or skip.
 
 finish reductions -> control sum -> finite?  yes: clip, update, gather
-                                         no:  put buffers back, name the parameter, lower the loss scale
+                                         no:  restore buffers, name the parameter, lower the loss scale
 
-If the kernels of the optimizer read the decision on the device, the host does not wait between sum and update:
+If optimizer kernels read the decision on the device, the host does not wait between sum and update:
 
 finish reductions -> control sum -> decide, update, gather on the device -> the host reads the decision
 """
@@ -41,38 +41,43 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """Result of a step; the same on every rank."""
+    """Result of a training step or evaluation, equal on every rank."""
 
     totals: StepTotals[float]
     norm: float
     lr: float
     scale: float
-    """The loss scale of this step."""
+    """Loss scale that this step used."""
     nonfinite: NonFiniteSource | None
     """Non-finite values of a skipped step and their ranks; None in any other step."""
 
     @property
     def skipped(self) -> bool:
-        """The step made no update."""
+        """True if the step was skipped because of a non-finite number."""
         return self.nonfinite is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Conditions of an update, in addition to: no rank has a problem, and the weight is not 0."""
+    """Conditions for an update on the device. Always required: no rank has failed, and the sum of loss weights is not
+    0.
+    """
 
     scale: float
-    """Summed gradients are divided by weight times this: the loss scale, divided by the data ranks that are added."""
+    """Loss scale, divided by the number of data ranks whose gradients are summed; gradients are divided by weight x
+    scale.
+    """
     max_norm: float
-    """Norm to which gradients are clipped; 0: no clipping."""
+    """L2 norm to which gradients are clipped; 0: no clipping."""
     finite: bool
-    """The gradient norm must be finite."""
+    """True if the gradient norm must be finite."""
     loss: bool
-    """The loss must not be NaN; if it is, the host first checks whether the forward has changed."""
+    """True if the loss must not be NaN, because the host first checks whether the forward has changed."""
 
     def decide(self, values: Tensor) -> DeviceDecision:
-        """Decides from the control sums, fp64 on the device, by the formulas of the host, without host
-        synchronization."""
+        """Returns the decision and gradient factor from the control sums (fp64, on the device), without host
+        synchronization.
+        """
         totals = StepTotals.on_device(values)
         divisor = totals.weight * self.scale
         norm, factor = factor_on_device(totals.squared_norm, divisor, self.max_norm)
@@ -85,7 +90,7 @@ class Condition:
 
 
 class DeviceDecidedUpdate:
-    """Update that the device makes or skips by its own decision; ``read`` waits for the control sums only."""
+    """Optimizer update that GPU kernels make or skip by a decision on the device, without host synchronization."""
 
     def __init__(self, values: Tensor, condition: Condition, optimizer: ShardedOptimizer) -> None:
         self._optimizer, self._before = optimizer, Bookkeeping.of(optimizer.inner)
@@ -94,24 +99,26 @@ class DeviceDecidedUpdate:
         self._copied = record_event(values.device)
 
     def launch(self, rate: LearningRate, update: int) -> None:
-        """Launches update number ``update`` and its gathers over dp, label "parameters"."""
+        """Launches optimizer update number ``update``, and the all-gathers of parameters over dp, label
+        "parameters".
+        """
         rate.prepare(update)
         self._optimizer.launch(self._decision)
 
     def read(self) -> tuple[list[float], bool]:
-        """Returns the control sums, and True if the update was made."""
+        """Waits for the control sums; returns them, and True if the update was made."""
         if self._copied is not None:
             self._copied.synchronize()
         *values, go = self._host.tolist()
         return values, bool(go)
 
     def put_back(self) -> None:
-        """Restores the optimizer's counters after an update that was not made."""
+        """Restores the optimizer's step counters after the device has skipped the update."""
         self._before.put_back(self._optimizer.inner)
 
 
 class Update:
-    """Ends the steps of one engine, and counts them."""
+    """End of every step of one engine: decision, optimizer update, loss scale and counters."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._config, self._comm, self._device = config, comm, device
@@ -138,13 +145,13 @@ class Update:
         """Loss scale of the next step."""
 
     def run(self, step: StepState, runtime: RankRuntime, stop: bool = False) -> UpdateOutcome:
-        """Reduces gradients, agrees with all ranks, and updates or skips. Collective; a step that has failed on any
-        rank raises on all.
+        """Reduces gradients over dp, sums totals over the world, then updates or skips. Collective; if any rank has
+        failed, all raise.
 
-        If the device decides, skipped and failed steps send as much as steps with an update, because parameters are
-        gathered before the host knows the decision.
+        If the device decides, skipped and failed steps communicate as much as an update, because parameters are
+        gathered before the host reads the decision.
 
-        ``stop``: this rank was asked to stop after this step.
+        ``stop``: a signal has asked this rank to stop after this step.
         """
         runtime.finish(step.reduced)  # the norm in the control sum is that of complete gradients
         for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step
@@ -291,7 +298,7 @@ class Update:
         self._in_a_row = 0
 
     def agree(self, step: StepState, last_rank: int) -> StepTotals[float]:
-        """Sums the totals of a step without update over the world: the one collective of all ranks in an evaluation.
+        """Returns the totals of an evaluation, summed over the world by one all-reduce, label "control".
 
         ``last_rank``: the pipeline rank that computes the loss.
         """
@@ -356,14 +363,14 @@ class Update:
         return totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all counters and the loss scale; JSON."""
+        """Returns counters of updates, skipped steps, tokens and samples, and the loss scale, as JSON values."""
         return {
             "made": self.made, "skipped": self.skipped, "in_a_row": self._in_a_row, "tokens": self.tokens,
             "samples": self.samples, "scale": asdict(self.scale) if self._config.fp16.enabled else None,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state_dict()``; a fixed loss scale stays as configured."""
+        """Restores the counters from ``state_dict()``; a fixed loss scale stays as configured."""
         self.made, self.skipped, self._in_a_row = state["made"], state["skipped"], state["in_a_row"]
         self.tokens, self.samples = state["tokens"], state["samples"]
         if state["scale"] is not None and self.scale.dynamic:
@@ -371,7 +378,7 @@ class Update:
             self.scale = replace(self.scale, **{name: scale[name] for name in ("value", "forgiven", "good")})
 
     def check(self, outcome: UpdateOutcome) -> None:
-        """Raises if a run skips all of its steps.
+        """Raises after too many skipped steps in a row.
 
         Raises:
             EngineError: ``max_skipped_steps`` steps in a row were skipped; the same on every rank.

@@ -1,4 +1,4 @@
-"""The loop that the user writes: forwards, backwards and steps in the order in which he calls them.
+"""Training loop in the user's code: forwards, backwards and steps in the order of its calls.
 
     output = eng(batch)                 a forward of the engine
     eng.backward(loss)                  or loss.backward(), or eng.scale(loss).backward(): any number of them
@@ -8,8 +8,8 @@ A microbatch is the work between two calls of ``step``: its gradient is that of 
 With ``gradient_accumulation_steps`` above 1, a backward after a further forward begins a microbatch too, so that a loop
 may also call ``step`` once, after all microbatches. The step averages over microbatches and data ranks.
 
-Only the step before tells which backward is the last one, in which gradients are reduced as soon as they are complete.
-Where more backwards follow, all gradients are reduced a second time (``Backward.further``).
+The previous step predicts which backward is the last one, in which gradients are reduced as soon as they are complete.
+If more backwards follow, all gradients are reduced again (``Backward.further``).
 """
 
 import math
@@ -47,33 +47,33 @@ class LoopState(Enum):
     """Position of the user's loop between its calls."""
 
     LEFT = auto()
-    """No call has come since the engine's last whole step, load or save, so there is nothing to leave."""
+    """No call has come since the engine's last ``train_batch``, load or save."""
     ENTERED = auto()
-    """Calls have come, and no forward waits for its backward; gradients of an unfinished step may wait."""
+    """Forwards and backwards have run, and no forward waits for its backward; an accumulation may be unfinished."""
     FORWARDED = auto()
-    """A forward that records gradients came after the last backward."""
+    """A forward that records gradients has run after the last backward."""
     RUNNING = auto()
-    """True during a backward with gradients for the engine."""
+    """A backward through the engine's parameters is running."""
 
 
 @dataclass(slots=True)
 class LoopControl:
-    """Settings of the user for later steps; they may be made before the engine is built."""
+    """User's settings for later steps of the loop; they may be set before the model is sharded."""
 
     boundary: bool | None = None
-    """True if ``step`` makes an update; None: after ``gradient_accumulation_steps`` microbatches."""
+    """True if the next ``step`` updates the weights; None: after ``gradient_accumulation_steps`` calls."""
     held: int = 0
     """Number of open ``no_sync`` blocks."""
     piped: bool = False
-    """True if forwards run through all stages of a pipeline."""
+    """True if ``eng(batch)`` runs all stages of a pipeline (``open_pipeline``)."""
     rows: int | None = None
-    """Rows of a microbatch of such a forward; None: each forward is one microbatch."""
+    """Rows of each microbatch that ``eng(batch)`` sends through a pipeline; None: one microbatch per call."""
     managed: bool = True
-    """Steps are due by themselves; False: each ``step`` is, and divides the sum by ``gradient_accumulation_steps``."""
+    """True if the engine counts microbatches to the next update; False: each ``step`` updates."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disables the reduction of gradients; see :meth:`engine.Engine.no_sync`."""
+        """Opens a block in which backwards do not reduce gradients; see :meth:`engine.Engine.no_sync`."""
         self.held += 1
         try:
             yield
@@ -82,7 +82,7 @@ class LoopControl:
 
 
 class UserLoop:
-    """Unfinished step of one engine on this rank."""
+    """Unfinished step of the user's training loop on this rank."""
 
     def __init__(self, runner: StepRunner, runtime: RankRuntime, control: LoopControl) -> None:
         self._control = control
@@ -166,7 +166,7 @@ class UserLoop:
     def backward(
         self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool, metrics: Mapping[str, Any]
     ) -> None:
-        """Runs a backward; see :meth:`engine.Engine.backward`."""
+        """Runs the backward of a loss; see :meth:`engine.Engine.backward`."""
         self._recover()
         weighted = with_metrics(check_pair(loss), metrics, self._runtime.program.metrics)
         step = self._open_step()
@@ -178,7 +178,7 @@ class UserLoop:
                 torch.autograd.backward(step.root(weighted.sum), retain_graph=retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Scales a loss; see :meth:`engine.Engine.scale`."""
+        """Returns the loss times the loss scale; see :meth:`engine.Engine.scale`."""
         self._recover()
         mean = check_scalar(loss, "the loss given to scale")
         check_trainable(mean)
@@ -189,7 +189,7 @@ class UserLoop:
         return root
 
     def step(self) -> FinishedStep | None:
-        """Makes the update; see :meth:`engine.Engine.step`."""
+        """Updates the weights, if an update is due; see :meth:`engine.Engine.step`."""
         self._recover()
         step = self._step
         if step is None or not step.microbatches:
@@ -211,7 +211,7 @@ class UserLoop:
         self._runtime.reducer.reset()
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Guards ``grad``; see :meth:`engine.Engine.guard_gradients`."""
+        """Makes reads of ``p.grad`` raise; see :meth:`engine.Engine.guard_gradients`."""
         self._enter_loop()
         runtime = self._runtime
         if around is not None and "zero_grad" not in vars(around):
@@ -221,21 +221,21 @@ class UserLoop:
 
     @property
     def at_boundary(self) -> bool:
-        """True if ``step`` makes an update after this microbatch."""
+        """True if ``step`` after this microbatch updates the weights."""
         return self._control.managed and self.unfinished + (not self._losses) >= self._accumulation
 
     @property
     def unfinished(self) -> int:
-        """Microbatches with summed gradients that wait for an update."""
+        """Number of microbatches with accumulated gradients that wait for an update."""
         return self._step.microbatches if self._step else 0
 
     def reduce_gradients(self) -> float:
-        """Reduces the gradients of the step so far; returns the divisor that makes them an average. Collective.
+        """Reduces the accumulated gradients over dp; returns the divisor from the sums to the average. Collective.
 
-        Inside an accumulation they are divided by all of its microbatches, including later ones.
+        Inside an accumulation the divisor counts all of its microbatches, including later ones.
 
         Raises:
-            EngineError: a backward without the loss scale.
+            EngineError: under fp16, a loss was not scaled.
         """
         self._recover()
         step, runtime = self._open_step(), self._runtime
@@ -249,7 +249,7 @@ class UserLoop:
         return float(weight) * step.divides * to_come
 
     def clip(self, max_norm: float) -> float:
-        """Clips the gradients; see :meth:`engine.Engine.clip_gradients`."""
+        """Clips the averaged gradient in the next ``step``; see :meth:`engine.Engine.clip_gradients`."""
         if not max_norm > 0:
             raise EngineError(
                 f"clip_gradients was given max_norm {max_norm:g}, but max_norm must be above 0; pass math.inf to get "
@@ -268,7 +268,7 @@ class UserLoop:
         return gradient_norm(float(squared), divisor)
 
     def leave(self, call: str) -> None:
-        """Refuses ``call`` between the backwards of one step, and forgets forwards without a backward."""
+        """Raises if ``call``, an engine method, comes inside an accumulation; drops forwards without a backward."""
         self._recover()
         if self.unfinished:
             raise EngineError(

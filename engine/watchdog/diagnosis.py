@@ -1,12 +1,11 @@
-"""Diagnosis of a hang: pure data, from the views of all ranks.
+"""Diagnosis of a hang from the views of all ranks.
 
     rank 0   in all_reduce 'gradients' #17 ----waits for----> rank 2, which has begun only #16 of this stream
     rank 1   in receive from rank 0        ----waits for----> rank 0
     rank 2   in F of stage 1, since 61 s                      waits for no rank: it is the cause
 
-A rank that has ended or was stopped is the cause at once. Otherwise it is a rank that others wait for, directly or
-over other ranks, and that waits for none. If all wait for each other, their calls differ: the first differing call
-names the rank in the minority.
+A rank that has ended or was stopped is the cause. Otherwise it is a rank that others wait for, directly or indirectly,
+and that waits for none. If all wait for each other, the first call that differs identifies a minority.
 """
 
 from collections import Counter
@@ -24,19 +23,19 @@ _ORDERLY = "exit status 0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """Ranks that the watchdog names as the cause."""
+    """Ranks that the watchdog reports as the cause of a hang."""
 
     ranks: tuple[int, ...]
     kind: str
-    """ended, stopped, computing, outside, different, host or link."""
+    """Kind of cause: ended, stopped, computing, outside, different, host or link."""
     sentence: str
     certain: bool = True
-    """False: the message of this rank blames another rank, which has not sent a view yet."""
+    """False if the error of this rank blames another rank, whose view has not arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentHost:
-    """Host with a monitor that does not answer."""
+    """Host whose monitor does not answer."""
 
     host: str
     ranks: tuple[int, ...]
@@ -46,12 +45,12 @@ class SilentHost:
 def diagnose(
     views: Mapping[int, RankView], size: int, timeout: float, silent: Sequence[SilentHost] = ()
 ) -> Blame | None:
-    """Returns the ranks to blame, or None while all ranks make progress.
+    """Returns the ranks that cause a hang; None if all ranks make progress.
 
     Args:
-        views: of all known ranks; for a silent host, the last ones.
-        size: ranks of the job.
-        timeout: seconds for which a rank may wait for another, and a host may be silent.
+        views: views of all known ranks; of a silent host, the last ones.
+        size: number of ranks of the job.
+        timeout: seconds that a rank may wait for another, and that a host may be silent.
     """
     waiting = {view.rank: view for view in views.values() if view.waiting is not None and view.runs}
     overdue = [view for view in waiting.values() if view.waiting is not None and view.waiting.seconds > timeout]

@@ -1,9 +1,9 @@
-"""Messages between the monitors of a job: one JSON object a line, over TCP, between each host and the first one.
+"""Messages between the monitors of a job: JSON lines over TCP, between the first host and each other one.
 
     monitor of host A (hub)   <--- hello, views, bye ---   monitor of host B (spoke)
                               ---- stacks, end, over --->  monitor of host C (spoke)
 
-Neither end ever blocks: a host with a broken network or a stopped monitor delays no other.
+No end ever blocks, so that a host with a broken network delays no other.
 """
 
 import json
@@ -24,11 +24,11 @@ _RECONNECT_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Line:
-    """Connection to one host."""
+    """TCP connection to the monitor of one host."""
 
     link: socket.socket
     heard: float
-    """Time of the last message from the other end."""
+    """Time of the last received message."""
     host: str = ""
     ranks: tuple[int, ...] = ()
     open: bool = True
@@ -36,14 +36,14 @@ class Line:
     _outward: bytes = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends as much as the kernel accepts now; ``flush`` sends the rest."""
+        """Sends as much of a message as the kernel accepts; ``flush`` sends the rest."""
         self._outward += json.dumps(message).encode() + b"\n"
         self.flush()
         if len(self._outward) > _MOST_UNSENT:
             self.close()
 
     def flush(self) -> None:
-        """Sends the unsent rest."""
+        """Sends the rest of unsent messages."""
         try:
             while self.open and self._outward:
                 self._outward = self._outward[self.link.send(self._outward) :]
@@ -54,11 +54,11 @@ class Line:
 
     @property
     def all_sent(self) -> bool:
-        """True if the kernel has accepted everything; for a new connection, if it is established."""
+        """True if the kernel has accepted all messages."""
         return not self._outward
 
     def receive(self) -> Iterator[Message]:
-        """Yields the messages that have arrived."""
+        """Yields the messages that have arrived, without blocking."""
         try:
             while self.open:
                 piece = self.link.recv(_PIECE)
@@ -81,17 +81,17 @@ class Line:
                 yield message
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the TCP connection."""
         self.open = False
         self.link.close()
 
 
 @dataclass(slots=True)
 class Hub:
-    """End of the first host, to which all others connect.
+    """Server of the first host's monitor, to which all other monitors connect.
 
     Args:
-        job: a secret word of this job; a connection without it is closed.
+        job: secret of this job; a connection without it is closed.
     """
 
     job: str
@@ -106,11 +106,11 @@ class Hub:
 
     @property
     def port(self) -> int:
-        """Port of the listening socket."""
+        """TCP port of the listening socket."""
         return int(self.listener.getsockname()[1])
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[tuple[Line, Message]]:
-        """Returns messages of other hosts; waits at most ``seconds`` for one, or until one of ``also`` is readable."""
+        """Returns messages of other hosts; waits at most ``seconds``, or until a descriptor of ``also`` is readable."""
         links = [self.listener.fileno(), *(line.link.fileno() for line in self.lines if line.open)]
         select.select([*links, *also], [], [], seconds)
         while True:
@@ -140,14 +140,14 @@ class Hub:
                 line.send(message)
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes the connections to all hosts."""
         for line in self.lines:
             line.close()
         self.listener.close()
 
 
 class Spoke:
-    """End of another host. It connects again when the connection breaks.
+    """Client of the other hosts' monitors, which reconnects when the connection breaks.
 
     Args:
         hello: first message of each connection.
@@ -163,7 +163,7 @@ class Spoke:
         """Time of the last contact with the hub."""
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[Message]:
-        """Returns messages of the hub; waits at most ``seconds`` for one, or until one of ``also`` is readable."""
+        """Returns messages of the hub; waits at most ``seconds``, or until a descriptor of ``also`` is readable."""
         if (self._line is None or self._opening or not self._line.open) and self._due():
             self._connect()
         links = [self._line.link.fileno()] if self._line is not None and self._line.open else []
@@ -178,12 +178,12 @@ class Spoke:
         return found
 
     def send(self, message: Message) -> None:
-        """Sends a message to the hub, if it can be reached."""
+        """Sends a message to the hub, if it is connected."""
         if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Sends the rest of unsent messages, and closes the connection."""
         if self._line is not None:
             self._line.flush()
             self._line.close()

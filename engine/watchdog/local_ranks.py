@@ -1,6 +1,6 @@
-"""Ranks of one host, as its monitor sees them: their files, their processes and exit statuses, their stacks.
+"""Ranks of one host for its monitor: flight files, processes, exit statuses, stacks.
 
-Their last events are printed on one clock, as text and as a trace for ui.perfetto.dev:
+Newest events of all ranks are printed on one clock, as text and as a trace for ui.perfetto.dev:
 
 -5.312 s  rank 1  forward of stage 0, microbatch 0                      not ended
 -5.310 s  rank 0  gradients over dp (#70 of 'dp', 5120 bytes float32)   not ended
@@ -25,22 +25,22 @@ from engine.reporting.failure_message import torchrun_error
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state, started_after
 
 MOST = 200
-"""Newest events of each rank in a report."""
+"""Number of newest events of each rank in a report."""
 
 
 class TimedEvent(NamedTuple):
-    """Event in nanoseconds since 1970; sent as a JSON list."""
+    """Event of the flight recorder with begin and end in nanoseconds since 1970."""
 
     begun: int
     ended: int
-    """0: unfinished."""
+    """End of the event; 0 if it is unfinished."""
     text: str
     axis: str
-    """Empty for computation."""
+    """Axis of communication; "" for computation."""
 
 
 def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
-    """Returns the newest events of a rank on the clock of its host."""
+    """Returns the events of a rank with times of the wall clock; ``wall_offset`` is added to monotonic times."""
     return [
         TimedEvent(event.begun + wall_offset, event.ended and event.ended + wall_offset, str(event), event.axis)
         for event in events[-MOST:]
@@ -48,7 +48,7 @@ def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
 
 
 def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns a line for each event, in the order of their begin; times are seconds before ``now``."""
+    """Returns a line for each event, ordered by begin; times are seconds relative to ``now``."""
     rows = sorted((event.begun, rank, event) for rank, events in ranks.items() for event in events)
     lines = []
     for begun, rank, event in rows:
@@ -58,7 +58,9 @@ def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
 
 
 def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """Returns a trace with a process for each rank and a thread for each axis; unfinished events last until ``now``."""
+    """Returns a Perfetto trace with a process for each rank and a thread for each axis; unfinished events last until
+    ``now``.
+    """
     found = [
         {
             "name": event.text, "ph": "X", "ts": event.begun / 1e3, "dur": ((event.ended or now) - event.begun) / 1e3,
@@ -74,7 +76,7 @@ def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
 
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
-"""Signal that a rank answers with its Python stack, see :class:`Watchdog`."""
+"""Signal on which a rank writes its Python stack to a file; see :class:`Watchdog`."""
 SUFFIX, STACK_SUFFIX, ERROR_VARIABLE = ".flight", ".stack", "error_file"
 
 
@@ -93,13 +95,13 @@ class _Local:
 
 @dataclass(slots=True)
 class LocalRanks:
-    """Ranks with a file in ``folder``, which appears when a rank starts and stays until its process ends."""
+    """Ranks of this host with a flight file in ``folder``; the file exists while the rank's process runs."""
 
     folder: Path
     ranks: dict[int, _Local] = field(default_factory=dict)
 
     def refresh(self) -> list[int]:
-        """Finds new files and ended processes; returns the ranks that have ended since the last call."""
+        """Finds new flight files and ended processes; returns the ranks that have ended since the last call."""
         ended = []
         for path in self.folder.glob(f"*{SUFFIX}"):
             number = path.stem.removeprefix("rank")
@@ -133,16 +135,16 @@ class LocalRanks:
 
     @property
     def descriptors(self) -> list[int]:
-        """Descriptors of running processes: readable at the moment in which one ends."""
+        """Pidfds of running processes, which become readable when a process ends."""
         return [local.process for local in self.ranks.values() if local.process is not None and local.state]
 
     @property
     def running(self) -> list[int]:
-        """Ranks whose processes run, in order."""
+        """Ranks whose processes run, ascending."""
         return sorted(rank for rank, local in self.ranks.items() if local.state)
 
     def views(self, detailed: bool) -> list[RankView]:
-        """Returns the current views of all ranks of this host; ``refresh`` decides which of them run."""
+        """Returns the views of all ranks of this host; call ``refresh`` before. ``detailed``: with recent events."""
         found = []
         for local in self.ranks.values():
             flight, events = local.file.read(), local.file.events() if detailed else []
@@ -150,7 +152,7 @@ class LocalRanks:
         return found
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Returns the Python stacks of all running ranks that answer within ``seconds``."""
+        """Returns the Python stacks of running ranks that answer within ``seconds``, by rank."""
         asked = [(rank, local) for rank, local in self.ranks.items() if local.state]
         paths = {rank: local.file.path.with_suffix(STACK_SUFFIX) for rank, local in asked}
         for _, local in asked:
@@ -162,11 +164,11 @@ class LocalRanks:
         return {rank: path.read_text(errors="replace") for rank, path in paths.items() if path.exists()}
 
     def events(self) -> dict[int, list[TimedEvent]]:
-        """Returns the newest events of all ranks, including ended ones."""
+        """Returns the newest events of all ranks of this host, including ended ones, by rank."""
         return {rank: timed(local.file.events(), local.file.read().wall_offset) for rank, local in self.ranks.items()}
 
     def tell_launcher(self, rank: int, sentence: str) -> None:
-        """Writes the sentence into torchrun's error file of a rank, unless the rank has written its own."""
+        """Writes ``sentence`` into torchrun's error file of a rank, unless the rank has written one."""
         name = self.ranks[rank].file.read().identity.get(ERROR_VARIABLE, "")
         if not name or Path(name).exists():
             return
@@ -178,14 +180,14 @@ class LocalRanks:
             temporary.unlink(missing_ok=True)
 
     def end(self, sentence: str) -> None:
-        """Kills all ranks of this host, including stopped ones, and writes the cause for the launcher."""
+        """Kills all ranks of this host, also stopped ones, and writes ``sentence`` as cause for the launcher."""
         for rank, local in self.ranks.items():
             if local.state:
                 self.tell_launcher(rank, sentence)
                 self._signal(local, signal.SIGKILL)
 
     def close(self, remove: bool) -> None:
-        """Closes all files; removes them if ``remove``."""
+        """Closes all flight files; deletes them if ``remove``."""
         for local in self.ranks.values():
             local.file.close()
             if local.process is not None:
@@ -218,7 +220,7 @@ _OLD_SECONDS = 24 * 3600
 
 
 def flight_folder() -> Path:
-    """Returns the folder of this user's flight files on this host: in memory if possible."""
+    """Returns the folder of this user's flight files on this host, in memory if possible."""
     memory = Path("/dev/shm")
     folder = (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / f"trine-{os.getuid()}"
     folder.mkdir(exist_ok=True, mode=0o700)
@@ -229,7 +231,7 @@ def flight_folder() -> Path:
 
 
 def remove_old(folder: Path) -> None:
-    """Removes files that jobs have left there for over a day."""
+    """Deletes files that are more than a day old from the folder."""
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:

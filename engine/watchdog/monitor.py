@@ -1,12 +1,12 @@
-"""Monitor: a process of each host that reads flight files and ends a hung job.
+"""Monitor: a process on each host that reads flight files and ends a hung job.
 
-    look        reads files and processes of this host
-    tell        sends what all ranks do to the hub, the monitor of the first host
-    diagnose    the hub finds the cause, and reports it once it has found the same twice
-    report      writes a sentence to standard error and to the file of the job, with the stacks of all ranks
-    end         every monitor writes the cause for its launcher, and names and kills the running ranks of its host
+    look        reads flight files and processes of this host
+    tell        sends views of its ranks to the hub, the monitor of the first host
+    diagnose    the hub finds the cause, and reports it after finding the same twice
+    report      writes the cause to stderr and to a file, with the stacks of all ranks
+    end         every monitor writes the cause for its launcher, and kills the ranks of its host
 
-It imports no torch, and no thread of it runs in a rank, so it costs a step nothing and answers when ranks do not.
+It imports no torch and has no thread in a rank, so it costs a step nothing.
 """
 
 import json
@@ -43,18 +43,18 @@ STRAGGLERS = "watchdog_stragglers.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPlace:
-    """Address of the hub, and the ranks of its host."""
+    """Address of the hub, with the host and ranks of its monitor."""
 
     address: str
     port: int = 0
-    """0: the monitor with these orders is the hub."""
+    """TCP port of the hub; 0 if this monitor is the hub."""
     host: str = ""
     ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """Settings of a monitor, as JSON on its standard input."""
+    """Settings of a monitor, passed as JSON on stdin."""
 
     folder: str
     """Folder of the flight files of this host."""
@@ -63,18 +63,18 @@ class Orders:
     size: int
     timeout: float
     slow_factor: float
-    """0: no rank or link is reported as slow."""
+    """Factor from which a rank or link is reported as slow; 0: never."""
     slow_steps: int
     report: str
-    """Folder of the report; empty: no report is written."""
+    """Folder of the report; "": no report is written."""
     hub: HubPlace
     launched: bool = False
-    """torchrun has started the ranks, and ends them."""
+    """True if torchrun has started the ranks, and ends them."""
 
 
 @dataclass(slots=True)
 class Monitor:
-    """Monitor of one host."""
+    """Process of one host that reads flight files and ends a hung job."""
 
     orders: Orders
     local: LocalRanks = field(init=False)
@@ -87,12 +87,12 @@ class Monitor:
     suspected_at: float = 0.0
     reported: Blame | None = None
     cause: str = ""
-    """Sentence of the report of this host or of the hub, which ends the ranks of this host at ``ends_at``."""
+    """Reported cause of a hang, for which the ranks of this host are killed at ``ends_at``."""
     ends_at: float = float("inf")
     stacks: dict[int, str] = field(default_factory=dict)
     events: dict[int, list[TimedEvent]] = field(default_factory=dict)
     over: set[str] = field(default_factory=set)
-    """Hosts that have ended well."""
+    """Hosts whose ranks have ended without an error."""
     stragglers: Stragglers | None = None
 
     def __post_init__(self) -> None:
@@ -301,7 +301,9 @@ def _writing_into(folder: Path) -> Iterator[None]:
 
 
 def watch() -> None:
-    """Reads the orders, prints the port of the hub, watches; returns if the requesting rank has ended before."""
+    """Runs a monitor: reads its settings from stdin and prints the hub's port; returns if the rank that started it has
+    ended.
+    """
     given = sys.stdin.readline()
     if not given.endswith("\n"):
         return

@@ -1,22 +1,18 @@
-"""Stragglers: ranks that compute longer for a step than others with the same work, and slow links.
+"""Stragglers: ranks that compute longer than others of their pipeline stage, and slow links.
 
     in a step     |------ computation ------|-- waits for others --|
     rank 0        0.12 s                     0.21 s
     rank 1        0.31 s                     0.02 s                     slow: all others wait for it
 
-The ranks of one pipeline stage do the same work, so each is compared with the median of the others of its stage.
-
-A slow rank makes others wait, and so does a slow link, so computation and waits are measured separately.
-
-A link is slow if its ranks wait longer for each other than others do, although all of them have arrived.
+Each rank is compared with the median of the others of its stage. A link is slow if its ranks wait longer than others
+although all of them have arrived.
 
     in a step   |---- computation ----|-- wait --|
     rank 0      0.12 s                 0.31 s         dp between node0 and node1
     rank 1      0.35 s                 0.08 s         arrives last, so it waits only for the network
 
-The last rank in a collective waits for no other, so the shortest wait of a group is the time of the transfer. A
-receiver of a message also waits for its sender's computation, so the excess computation of a rank of the same replica,
-over others of its stage, is subtracted.
+The last rank in a collective waits for no other, so the shortest wait of a group is the time of the transfer. From the
+wait of a receiver, the sender's excess computation is subtracted.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +30,7 @@ _SHARE_OF_STEP = 0.1
 
 
 class StreamGroup(NamedTuple):
-    """Ranks that wait for each other in one stream."""
+    """Ranks that communicate with each other in one stream."""
 
     axis: str
     stream: str
@@ -43,20 +39,20 @@ class StreamGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Measurement of all ranks between two samples; seconds are a step's."""
+    """Measurement of all ranks between two samples, in seconds per step."""
 
     views: Mapping[int, RankView]
-    """Views at its end."""
+    """Views of all ranks at the end."""
     steps: int
     computed: Mapping[int, float]
     longer: Mapping[int, float]
-    """Seconds by which a rank computed longer than others of its stage; 0 for one that did not."""
+    """Seconds that each rank computed longer than the others of its stage, at least 0."""
     waited: Mapping[StreamGroup, float]
-    """Transfer of each link: the time that every rank waited for it."""
+    """Transfer seconds of each link: the time that all of its ranks waited."""
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the slowest rank's step."""
+        """Seconds per step of the slowest rank."""
         waits = {rank: 0.0 for rank in self.computed}
         for link, seconds in self.waited.items():
             for rank in link.ranks:
@@ -65,8 +61,7 @@ class Window:
 
 
 def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dict[StreamGroup, float]:
-    """Returns the seconds a step of every link between two samples; leaves out links that some ranks did not
-    measure."""
+    """Returns the transfer seconds per step of every link between two samples, if all of its ranks have measured it."""
     told: dict[StreamGroup, dict[int, float]] = {}
     wanted: dict[StreamGroup, int] = {}
     for rank, view in now.items():
@@ -86,7 +81,9 @@ def _is_message(stream: str) -> bool:
 
 
 class SlowLinks:
-    """Detector that names a link once if it took ``factor`` times the time of similar links, or of its own before."""
+    """Detector of links that take ``factor`` times the time of similar links, or of their own earlier time; reports
+    each once.
+    """
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -95,7 +92,7 @@ class SlowLinks:
         """Window with the least time of each link."""
 
     def look(self, window: Window) -> list[str]:
-        """Returns a sentence for each axis with links that have become slow; a slow subgroup replaces its group."""
+        """Returns a sentence for each axis with newly slow links; a slow subgroup replaces its group."""
         found: dict[StreamGroup, str] = {}
         for link, seconds in window.waited.items():
             if link not in self._named and (usual := self._usual(link, window)) is not None:
@@ -177,14 +174,13 @@ _WORTH_A_NAME = 1e-3
 
 @dataclass(slots=True)
 class Stragglers:
-    """Detector that names a rank or link once, after ``steps`` steps in which it took ``factor`` times the usual
-    time."""
+    """Detector of ranks and links that take ``factor`` times the usual time over ``steps`` steps; reports each once."""
 
     factor: float
     steps: int
     links: SlowLinks = field(init=False)
     window: Window | None = None
-    """Last measurement."""
+    """Most recent measurement of all ranks."""
     _began: dict[int, RankView] = field(default_factory=dict)
     _named: set[int] = field(default_factory=set)
 
@@ -192,7 +188,7 @@ class Stragglers:
         self.links = SlowLinks(self.factor)
 
     def look(self, views: Mapping[int, RankView], size: int) -> list[str]:
-        """Returns sentences about ranks and links that have become slow; needs views of all ranks."""
+        """Returns sentences about newly slow ranks and links; needs views of all ranks."""
         if len(views) < size or any(not view.runs or view.phase == "ENDED" for view in views.values()):
             return []
         if not self._began:

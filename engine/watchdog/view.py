@@ -1,4 +1,4 @@
-"""View of one rank, as its host sees it: from its flight file and from the operating system. Sent as JSON."""
+"""View of one rank at a moment, from its flight file and from /proc; sent to the hub as JSON."""
 
 import fcntl
 import os
@@ -12,25 +12,25 @@ from engine.parallel.comm.flight.flight import SECOND, Event, Flight, StreamWait
 from engine.parallel.comm.flight.layout import EventKind, Phase
 
 RECENT = 6
-"""Newest events of each stream in a view."""
+"""Number of newest events of each stream in a view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallView:
-    """Collective, message or computation, and the seconds since its begin."""
+    """Collective, message or computation in which a rank is, with the seconds since its begin."""
 
     text: str
     stream: str
     count: int
     likeness: str
-    """Equal on all ranks that make the same call: label, bytes and dtype."""
+    """Text that is equal on all ranks for the same call: label, bytes and dtype."""
     peers: tuple[int, ...]
-    """Ranks that take part, including this one."""
+    """Ranks that take part in the call, including this one."""
     seconds: float
 
     @classmethod
     def of(cls, event: Event, flight: Flight, since: int, now: int) -> Self:
-        """Returns the call that an event of this rank's file describes."""
+        """Returns the call that an event in a rank's flight file describes."""
         return cls(
             text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
             stream=event.stream,
@@ -51,25 +51,25 @@ def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitView:
-    """Total wait of a rank in one stream since its start."""
+    """Total wait of a rank in one stream of communication since its start."""
 
     axis: str
     stream: str
     receives: bool
-    """True: messages from another rank. False: collectives, or messages to another rank."""
+    """True for messages from another rank; False for collectives and messages to another rank."""
     runs: tuple[tuple[int, int, int], ...]
-    """Ranks that take part, including this one, in the form of :func:`rank_runs`."""
+    """Ranks of the stream, including this one, encoded by :func:`rank_runs`."""
     count: int
     seconds: float
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that take part, ascending."""
+        """Ranks of the stream, ascending."""
         return ranks_of(self.runs)
 
     @classmethod
     def of(cls, waits: StreamWaits, flight: Flight) -> Self:
-        """Returns the waits that this rank's file has summed."""
+        """Returns the total wait of one stream from a rank's flight file."""
         return cls(
             axis=waits.axis,
             stream=waits.stream,
@@ -82,35 +82,35 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """State of one rank at one moment; durations are seconds before it."""
+    """State of one rank at one moment; durations are in seconds."""
 
     rank: int
     host: str
     pid: int
     phase: str
-    """Name of a :class:`Phase`."""
+    """Name of the rank's :class:`Phase`."""
     stage: int
-    """Index on axis pp: ranks with the same stage do the same work."""
+    """Index on axis pp; ranks with equal stage do equal work."""
     step: int
     in_phase: float
     idle: float
-    """Seconds since the last event in the file."""
+    """Seconds since the last event in the flight file."""
     process: str
-    """Letter of the state of the process in /proc: T is stopped; empty: it has ended."""
+    """State letter of the process in /proc (T: stopped); "" if it has ended."""
     ended: str
-    """Exit of the process in words; empty while it runs or if it is unknown."""
+    """Exit status in words; "" if it runs, or if it is unknown."""
     words: str
     waiting: CallView | None
     action: CallView | None
     last: CallView | None
     recent: tuple[CallView, ...]
-    """Newest calls of each stream, oldest first, for comparison with other ranks."""
+    """Newest calls of each stream, oldest first, to compare with other ranks."""
     in_steps: float
-    """Seconds in calls of the engine."""
+    """Total seconds in calls of the engine."""
     waits: dict[str, float]
-    """Seconds of waiting by axis."""
+    """Total seconds of waiting by axis."""
     streams: tuple[WaitView, ...] = ()
-    """Seconds of waiting by stream, which determines the awaited ranks."""
+    """Total waits by stream, which identify the ranks waited for."""
 
     @property
     def runs(self) -> bool:
@@ -119,21 +119,21 @@ class RankView:
 
     @property
     def name(self) -> str:
-        """Rank, host and pid."""
+        """Text with rank, host and pid."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def begun(self, call: CallView) -> bool | None:
-        """Returns True if this rank has begun the call that another rank is in."""
+        """Returns True if this rank has begun ``call``, in which another rank waits; None if it is unknown."""
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain data."""
+        """Returns the view as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Returns the view that ``to_json`` has described."""
+        """Returns the view from the object of ``to_json``."""
         calls = {name: _call(data[name]) for name in ("waiting", "action", "last")}
         streams = tuple(WaitView(**{**each, "runs": tuple(map(tuple, each["runs"]))}) for each in data["streams"])
         return cls(**{**data, **calls, "recent": tuple(_call(each) for each in data["recent"]), "streams": streams})
@@ -144,10 +144,10 @@ def _call(data: dict[str, Any] | None) -> Any:
 
 
 def look(flight: Flight, events: list[Event], now: int, process: str, ended: str) -> RankView:
-    """Returns the view of a rank of this host.
+    """Returns the view of a rank of this host from its flight file and process.
 
     Args:
-        now: ``time.monotonic_ns``.
+        now: time by ``time.monotonic_ns``.
         process, ended: see :class:`RankView`.
     """
     streams: dict[str, list[Event]] = {}
@@ -180,8 +180,7 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """Returns the state letter of a process and its exit code as ``wait`` encodes it; an empty letter once it is
-    gone."""
+    """Returns the state letter of a process in /proc ("" if it does not exist), and its exit code as in ``os.wait``."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -191,10 +190,9 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def started_after(pid: int, written: int) -> bool:
-    """Returns True if a process started over a second after ``written``, so that it has the pid of an earlier one.
+    """Returns True if a process started more than a second after ``written``, so that its pid was reused.
 
-    ``written``: on the monotonic clock, in nanoseconds. That clock pauses in a suspended machine; ages of processes do
-    not, which errs to False.
+    ``written``: nanoseconds of the monotonic clock. It pauses while a machine is suspended, which errs to False.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -206,7 +204,7 @@ def started_after(pid: int, written: int) -> bool:
 
 
 def exit_of(process: int) -> int | None:
-    """Returns the exit status of a process that has been waited for, from a pidfd; None before Linux 6.15."""
+    """Returns the exit status of a reaped process from its pidfd; None before Linux 6.15."""
     told = bytearray(_INFO_BYTES)
     struct.pack_into("Q", told, 0, _WANTS_EXIT)
     try:
@@ -224,7 +222,7 @@ _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 
 
 def ending(status: int) -> str:
-    """Returns an exit status in words."""
+    """Returns words for an exit status of ``os.wait``."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit status {code}"

@@ -1,8 +1,8 @@
-"""Watchdog inside a rank: its flight recorder, and the start of this host's monitor.
+"""Watchdog of a rank: flight recorder, and start of this host's monitor process.
 
-    0 s          the file of this rank exists
-    some seconds a thread wakes up once, starts the monitor unless another rank of this host has, and ends
-    close        the last rank of a host removes the files of all; the monitor ends with it
+    0 s          the flight file of this rank exists
+    some seconds a thread starts the monitor, unless another rank of this host has, and ends
+    close        the last rank of a host deletes all flight files, and the monitor ends
 
 A job that ends before the thread wakes up never has a monitor.
 """
@@ -43,17 +43,17 @@ _POLL_SECONDS = 0.2
 _HUB_SECONDS = 60.0
 _START = "import sys; sys.path.append(sys.argv[1]); from engine.watchdog.monitor import watch; watch()"
 MONITOR_COMMAND = ("-I", "-S", "-c", _START, str(_ROOT))
-"""Arguments of Python for a monitor."""
+"""Arguments with which Python starts a monitor process."""
 
 
 class Watchdog:
-    """Watchdog of one engine of this rank.
+    """Watchdog of one engine on this rank.
 
     Args:
-        store: the store of the job, with a prefix of this rendezvous.
-        job: a secret word of this job, equal on all ranks.
-        config: the section of the configuration.
-        seconds: for which a rank may wait for another one.
+        store: key-value store of the job, with a prefix of this rendezvous.
+        job: secret of this job, equal on all ranks.
+        config: section ``watchdog`` of the configuration.
+        seconds: seconds that a rank may wait for another one.
         report: folder of the report; None: the report is only printed.
     """
 
@@ -83,10 +83,10 @@ class Watchdog:
         start_new_thread(self._start_monitor, ())
 
     def close(self) -> None:
-        """Marks the end of this rank's part; the last rank of a host removes the files. A second call does nothing.
+        """Ends the recording of this rank; the last rank of a host deletes all flight files. A second call does
+        nothing.
 
-        An engine that closes because of an exception, which usually ends the process, leaves its message to the
-        monitor.
+        If an exception is being raised, which usually ends the process, its message is left for the monitor.
         """
         if self._closed or os.getpid() != self._process:  # a forked child must not close its parent's files
             return
@@ -187,7 +187,7 @@ def _closed_well(path: Path) -> bool:
 
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:
-    """Returns the watchdog of ``config``; None if it is off, or if this host has no folder for its files."""
+    """Returns the watchdog of this rank; None if it is off, or if this host has no folder for flight files."""
     if not config.watchdog.enabled:
         return None
     seconds = watchdog_seconds(config.communication.timeout_seconds)

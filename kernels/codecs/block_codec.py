@@ -35,13 +35,13 @@ from torch import Tensor
 from engine.kernels.dispatch import Kernels
 
 SMALLEST_MEAN = 2.0**-126
-"""The smallest normal number of fp32, a scale that no device flushes to zero."""
+"""Smallest mean of a block: the smallest normal fp32 number, which no device flushes to zero."""
 _BITS = 8
 
 
 @torch.no_grad()
 def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
-    """Returns the messages of ``values_Rs``, uint8 [R, m], with the residual as in :func:`encode_blocks`."""
+    """Encodes ``values_Rs`` as signs and block means, uint8 [R, m]; residual as in :func:`encode_blocks`."""
     rows, elements = values_Rs.shape
     given = values_Rs.float()
     if residual_Rs is not None:
@@ -61,7 +61,7 @@ def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = Non
 
 
 def decoded_signs(messages_Rm: Tensor, block: int, elements: int) -> Tensor:
-    """Returns the values of all messages, fp32 [R, s]."""
+    """Decodes all messages of :func:`encode_signs` to fp32 [R, s]."""
     rows, end = messages_Rm.shape[0], elements // _BITS
     places = torch.arange(_BITS, dtype=torch.uint8, device=messages_Rm.device)
     bits = messages_Rm[:, :end].unsqueeze(2).bitwise_right_shift(places).bitwise_and(1)
@@ -71,7 +71,7 @@ def decoded_signs(messages_Rm: Tensor, block: int, elements: int) -> Tensor:
 
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal number of fp32 and bf16, a scale that no device flushes to zero."""
+"""Smallest scale of a block: the smallest normal number of fp32 and bf16, which no device flushes to zero."""
 _SCALE_BYTES = 4
 OPERATOR = "block_codec"
 ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,25 +79,25 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Format of encoded numbers."""
+    """Block format of encoded numbers: bits per code, elements per scale."""
 
     bits: int
-    """8 or 4; 1: signs alone (:func:`encode_signs`)."""
+    """Bits per code: 8 or 4; 1: signs alone (:func:`encode_signs`)."""
     block: int
     """Elements per scale; an even number."""
 
     @property
     def largest(self) -> int:
-        """The largest code."""
+        """Largest integer code: 127 (8 bits) or 7 (4 bits)."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def word(self) -> str:
-        """Name of the codes, for people."""
+        """Name of the codes for reports, such as "int8"."""
         return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:
-        """Returns the bytes of the codes of a message; the scales follow them."""
+        """Returns the bytes of the codes of ``elements`` numbers; the scales follow them in a message."""
         return elements * self.bits // 8
 
     def padded(self, elements: int) -> int:
@@ -105,11 +105,11 @@ class BlockFormat:
         return -(-elements // self.block) * self.block
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the bytes of a message of whole blocks."""
+        """Returns the bytes of a message of ``elements`` numbers in whole blocks."""
         return self.code_bytes(elements) + elements // self.block * _SCALE_BYTES
 
     def elements(self, message_bytes: int) -> int:
-        """Returns the elements of a message; the inverse of :meth:`message_bytes`."""
+        """Returns the number of elements in a message of whole blocks; inverse of :meth:`message_bytes`."""
         return message_bytes * 8 * self.block // (self.bits * self.block + 8 * _SCALE_BYTES)
 
 
@@ -124,15 +124,15 @@ class CastFormat:
 
     @property
     def word(self) -> str:
-        """Name of the dtype, for people."""
+        """Name of the dtype for reports, such as "bf16"."""
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
 
     def padded(self, elements: int) -> int:
-        """Returns ``elements``: casts need no blocks."""
+        """Returns ``elements`` unchanged, since casts need no blocks."""
         return elements
 
     def message_bytes(self, elements: int) -> int:
-        """Returns the bytes of a message."""
+        """Returns the bytes of ``elements`` numbers in the narrow dtype."""
         return elements * self.dtype.itemsize
 
 
@@ -140,16 +140,18 @@ NumberFormat = BlockFormat | CastFormat
 
 
 class Codec(Protocol):
-    """Interface of codecs: values [R, s] to messages [R, m] and back; ``s`` is a padded number of elements."""
+    """Interface of message codecs: encode values [R, s] to bytes [R, m], and decode; ``s`` is padded to whole
+    blocks.
+    """
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Returns the messages, uint8 [R, m], of the values plus the residual of earlier messages."""
+        """Encodes each row of values plus residual (earlier rounding errors) to a message, uint8 [R, m]."""
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decodes each message into a row of ``out_Rs``, contiguous, rounded once to its dtype."""
+        """Decodes each message to a row of ``out_Rs``, contiguous, rounded once to its dtype."""
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Decodes all messages and adds them in fp32, in their order; ``out_s`` gets the sum, rounded once."""
+        """Decodes all messages and sums them in fp32, in order, into ``out_s``, rounded once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +162,23 @@ class BlockCodec:
     kernels: Kernels
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Returns the messages of all rows; see :func:`encode_blocks`."""
+        """Encodes each row to a message; see :func:`encode_blocks`."""
         return encode_blocks(values_Rs, self.wire, self.kernels, residual_Rs)
 
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Sums all messages; see :func:`sum_blocks`."""
+        """Decodes and sums all messages; see :func:`sum_blocks`."""
         sum_blocks(messages_Rm, out_s, self.wire, self.kernels)
 
     def message(self, values_s: Tensor) -> Tensor:
-        """Returns the message [m] of ``values_s``."""
+        """Encodes ``values_s`` to one message [m]."""
         return encode_blocks(values_s.view(1, -1), self.wire, self.kernels).view(-1)
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
-        """Decodes each message into a row of ``out_Rs``."""
+        """Decodes each message to a row of ``out_Rs``."""
         decode_blocks(messages_Rm, out_Rs, self.wire, self.kernels)
 
     def rounded(self, values_s: Tensor, dtype: torch.dtype) -> Tensor:
-        """Encodes and decodes ``values_s``: returns the receiver's values, in ``dtype``."""
+        """Returns ``values_s`` after encoding and decoding, in ``dtype``: the values that a receiver gets."""
         out = torch.empty(values_s.shape, dtype=dtype, device=values_s.device)
         self.decode(self.message(values_s).view(1, -1), out.view(1, -1))
         return out
@@ -184,13 +186,15 @@ class BlockCodec:
 
 @dataclass(frozen=True, slots=True)
 class CastCodec:
-    """Codec of a narrower dtype."""
+    """Codec that casts to a narrower floating-point dtype."""
 
     wire: CastFormat
 
     @torch.no_grad()
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """Returns the rounded values as bytes; the residual becomes the rounding error, 0 if that is not finite."""
+        """Returns the values in the narrow dtype as bytes; the residual becomes the rounding error, or 0 if not
+        finite.
+        """
         given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
         cast = given.to(self.wire.dtype).contiguous()
         if residual_Rs is not None:
@@ -204,7 +208,7 @@ class CastCodec:
 
     @torch.no_grad()
     def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
-        """Adds the messages in fp32."""
+        """Sums the messages in fp32, in order, into ``out_s``."""
         first, *others = messages_Rm.view(self.wire.dtype)
         total = first.float()
         for other in others:
@@ -213,13 +217,13 @@ class CastCodec:
 
 
 def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
-    """Returns the codec of a format."""
+    """Returns the codec of the format ``wire``."""
     return BlockCodec(wire, kernels) if isinstance(wire, BlockFormat) else CastCodec(wire)
 
 
 @torch.no_grad()
 def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
-    """Returns the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
+    """Encodes each row of ``values_Rs`` [R, s] to a message, uint8 [R, m]; ``s`` is a multiple of the block.
 
     With a residual (fp32, contiguous) the sum of values and residual is encoded, and the residual becomes the rounding
     error (error feedback, Seide et al. 2014), or 0 if the sum is not finite.
@@ -237,7 +241,7 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 
 @torch.no_grad()
 def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decodes each message into a row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
+    """Decodes each message to a row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
     if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))
         return
@@ -248,7 +252,7 @@ def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernel
 
 @torch.no_grad()
 def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
-    """Decodes all messages and adds them in fp32, in their order; ``out_s`` [s] gets the sum, rounded once."""
+    """Decodes all messages and sums them in fp32, in order, into ``out_s`` [s], rounded once."""
     if wire.bits == 1 or not _fits(out_s, kernels):
         sum_blocks_reference(messages_Rm, out_s, wire)
         return

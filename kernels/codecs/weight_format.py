@@ -48,33 +48,33 @@ from engine.kernels.dispatch import REFERENCE, Kernels, fused_operator
 
 WeightKind = Literal["int8", "nf4"]
 AT_ONCE = 1 << 24
-"""Elements per step of a computation, which bounds the memory of temporary fp32 values."""
+"""Maximum elements per step of a computation, which limits temporary fp32 memory."""
 _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Format of stored weights."""
+    """Storage format of quantized frozen weights: int8 or nf4, with columns per scale."""
 
     kind: WeightKind
     block: int
-    """Columns per scale."""
+    """Number of columns per scale."""
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Bits per code: 8 or 4."""
         return 8 if self.kind == "int8" else 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedShape:
-    """Shape of a matrix or a stack of matrices, or of a tensor rank's shard."""
+    """Layout of quantized weights: shape of a matrix, of a stack, or of a tensor rank's shard."""
 
     format: WeightFormat
     shape: tuple[int, ...]
     """Shape of the shard."""
     runs: tuple[tuple[int, int], ...] = ()
-    """Columns [start, stop) of the full matrix in the shard, in order; empty: all columns."""
+    """Column ranges [start, stop) of the full matrix in the shard, in order; empty: all columns."""
 
     @property
     def rows(self) -> int:
@@ -83,12 +83,12 @@ class QuantizedShape:
 
     @property
     def matrix_rows(self) -> int:
-        """Rows of one matrix of a stack."""
+        """Number of rows of one matrix in a stack."""
         return math.prod(self.shape[1:-1])
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """(number in the full row, columns in this shard) of each block."""
+        """Pairs (block number in the full row, columns in this shard), in order."""
         block, found = self.format.block, []
         for start, stop in self.runs or ((0, self.shape[-1]),):
             for number in range(start // block, -(-stop // block)):
@@ -97,29 +97,29 @@ class QuantizedShape:
 
     @cached_property
     def width(self) -> int | None:
-        """Columns of a block if all blocks are equal, else None."""
+        """Number of columns of every block, if equal; otherwise None."""
         widths = {width for _, width in self.blocks}
         return widths.pop() if len(widths) == 1 else None
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the codes of a row."""
+        """Bytes of the codes of one row."""
         return -(-self.shape[-1] * self.format.bits // 8)
 
     @property
     def code_bytes(self) -> int:
-        """Bytes before the scales, which begin at a multiple of their size."""
+        """Bytes of the codes, padded to the alignment of the scales that follow."""
         return -(-self.rows * self.row_bytes // _SCALE_BYTES) * _SCALE_BYTES
 
     @property
     def bytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes of codes and scales together."""
         return self.code_bytes + self.rows * len(self.blocks) * _SCALE_BYTES
 
 
 @cache
 def normal_book() -> tuple[float, ...]:
-    """Returns the 16 values of NF4, ascending: zero, 8 quantiles above and 7 below, as multiples of the largest.
+    """Returns the 16 values of NF4, ascending: 0, 8 positive and 7 negative quantiles, relative to the largest.
 
     On each side the quantiles divide the probability between 1/2 and a tail evenly; the tail is the mean of half a step
     of 16 and of 15 values (QLoRA, section 3 and appendix E).
@@ -133,7 +133,7 @@ def normal_book() -> tuple[float, ...]:
 
 @torch.no_grad()
 def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
-    """Computes max |block| of every block, fp32 [R, K]."""
+    """Returns the largest absolute value of each block of ``values``, fp32 [R, K]."""
     found = torch.empty(shape.rows, len(shape.blocks), dtype=torch.float32, device=values.device)
     values_RC = values.reshape(shape.rows, -1)
     for rows in _slabs(shape, shape.rows):
@@ -148,9 +148,10 @@ def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
 
 @torch.no_grad()
 def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = None) -> Tensor:
-    """Encodes ``values`` [shape] to codes and scales, uint8 [bytes].
+    """Encodes ``values`` of ``shape`` to codes and scales, uint8 [bytes].
 
-    ``scales_RK``: scales of the full matrix for the blocks of this shard; None: the shard has whole blocks.
+    ``scales_RK``: scales of the full matrix for the blocks of this shard; None: computed here, for shards of whole
+    blocks.
     """
     scales_RK = block_scales(values, shape) if scales_RK is None else scales_RK
     packed = torch.zeros(shape.bytes, dtype=torch.uint8, device=values.device)
@@ -168,7 +169,9 @@ def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = N
 def dequantize(
     packed: Tensor, shape: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE, index: int | None = None
 ) -> Tensor:
-    """Decodes the values [shape], each rounded once to ``dtype``; ``index``: decodes one matrix of a stack."""
+    """Decodes ``packed`` to values of ``shape``, each rounded once to ``dtype``; ``index``: only this matrix of a
+    stack.
+    """
     codes_RL, scales_RK = _parts(packed, shape)
     if index is not None:
         start, count = index * shape.matrix_rows, shape.matrix_rows
@@ -276,17 +279,17 @@ View = Callable[[Tensor], Tensor]
 
 
 class QuantizedWeight(Tensor):
-    """Tensor with the values [shape] of ``packed``, in ``dtype``; only ``packed`` has memory."""
+    """Tensor subclass of quantized values in ``dtype``; only ``packed`` has memory."""
 
     packed: Tensor
     """Codes and scales, uint8 [bytes]."""
     form: QuantizedShape
     held: tuple[torch.dtype, Kernels]
-    """Dtype of the values before ``views``, and the kernels that decode them."""
+    """Dtype before views and casts are applied, and the kernels that decode."""
     views: tuple[View, ...]
     """Functions applied to the decoded values, in order."""
     number: int | None
-    """Index of the decoded matrix of a stack; None: all matrices."""
+    """Index of the matrix in a stack; None: the whole stack."""
     _like: Tensor
     """A meta tensor with shape and dtype of the result of all ``views``."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -307,7 +310,7 @@ class QuantizedWeight(Tensor):
     def of(
         cls, packed: Tensor, form: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE
     ) -> "QuantizedWeight":
-        """Returns the matrix of the codes and scales in ``packed``."""
+        """Returns the weight with codes and scales in ``packed``."""
         with _disable_current_modes():
             like = torch.empty(form.shape, dtype=dtype, device="meta")
         made = cls(packed, form, (dtype, kernels), like)
@@ -336,7 +339,7 @@ class QuantizedWeight(Tensor):
         return func(*args, **kwargs)
 
     def dequantized(self) -> Tensor:
-        """Returns the decoded matrix, in new memory."""
+        """Returns the decoded values, in new memory."""
         values = dequantize(self.packed, self.form, *self.held, self.number)
         for view in self.views:
             values = view(values)

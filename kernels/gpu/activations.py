@@ -73,7 +73,7 @@ def activation_forward_kernel(
     x, bias, residual, y, width, x_stride, residual_stride,
     KIND: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes BLOCK columns of one row."""
+    """Computes act(x + bias) + residual for BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -91,7 +91,7 @@ def activation_backward_kernel(
     dy, x, bias, dx, dbias, rows, width, dy_stride, x_stride, rows_each,
     KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes BLOCK columns of ``rows_each`` consecutive rows, and the partial sum of their bias gradients."""
+    """Computes dx of BLOCK columns in ``rows_each`` consecutive rows, and the partial sum of their bias gradients."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -149,7 +149,7 @@ def _contiguous(bias_H: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes BLOCK columns of one row."""
+    """Computes f(gate) up for BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -162,7 +162,7 @@ def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.co
 def gated_backward_kernel(
     dy, gate, up, dgate, dup, width, dy_stride, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Computes the gradients of BLOCK columns of one row."""
+    """Computes dgate and dup for BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -175,7 +175,7 @@ def gated_backward_kernel(
 
 
 def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Returns f(gate) up."""
+    """Returns f(gate) * up for the activation f."""
     width = gate.shape[-1]
     y = gate.new_empty(gate.shape)
     shape = column_shape(width)
@@ -188,7 +188,7 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Returns (dgate, dup)."""
+    """Returns the gradients (dgate, dup) of f(gate) * up."""
     width = gate.shape[-1]
     dgate = gate.new_empty(gate.shape)
     dup = torch.empty_like(dgate)

@@ -29,7 +29,7 @@ _WORD = 1 << 32
 
 @triton.jit
 def mix(x):
-    """Mixes uint32 values as ``kernels/optim/stochastic_rounding.py`` does."""
+    """Mixes bits of uint32 numbers, as ``kernels/optim/stochastic_rounding.py``."""
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
     x = x ^ (x >> 15)
@@ -39,7 +39,7 @@ def mix(x):
 
 @triton.jit
 def rounded(values, index, low, high):
-    """Rounds fp32 ``values`` to bf16 with random bits from ``index`` (int64) and a key of two words."""
+    """Rounds fp32 ``values`` to bf16 stochastically, with random bits from ``index`` (int64) and a two-word key."""
     bits = mix((index & 0xFFFFFFFF).to(tl.uint32) ^ low.to(tl.uint32, bitcast=True))
     bits = mix(bits ^ (index >> 32).to(tl.uint32) ^ high.to(tl.uint32, bitcast=True))
     own = values.to(tl.int32, bitcast=True)
@@ -50,7 +50,7 @@ def rounded(values, index, low, high):
 
 @triton.jit
 def whole_index(own, places, held, along, inner):
-    """Maps indices ``own`` in a shard to indices in the full parameter; see ``Lines``."""
+    """Maps element indices ``own`` of a shard to indices in the full parameter; see ``Lines``."""
     line = own // inner
     place = tl.load(places + line % held).to(tl.int64)
     return ((line // held).to(tl.int64) * along + place) * inner + own % inner
@@ -68,7 +68,7 @@ def adamw_kernel(
     DECOUPLED: tl.constexpr, NARROW: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr,
     CUT: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates a block of BLOCK elements."""
+    """Updates BLOCK elements by Adam or AdamW."""
     if tl.load(go) != 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
@@ -118,7 +118,7 @@ def adamw(
     step: int,
     rounding: StochasticRounding | None,
 ) -> None:
-    """Launches the update; ``updated``: weights, both moments and narrow weights; ``decision``: factor and go, fp64."""
+    """Launches Adam's update; ``updated``: weights, both moments, narrow weights; ``decision``: factor and go, fp64."""
     weights, first, second, narrow = updated
     count = weights.numel()
     if not count:
@@ -147,7 +147,7 @@ _ELEMENTS = 1024
 
 @triton.jit
 def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
-    """Decodes the moments of the blocks of a program; ``scale`` [blocks]."""
+    """Decodes 8-bit moments of one program's blocks; ``scale`` [blocks]."""
     LEAST: tl.constexpr = 1016 - 127 if SIGNED else 1016 - 255
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
     size = code & 127 if SIGNED else code
@@ -159,7 +159,7 @@ def decoded(codes, scale, place, inside, SIGNED: tl.constexpr):
 
 @triton.jit
 def encoded(x, SIGNED: tl.constexpr):
-    """Encodes moments to (codes, scales [blocks])."""
+    """Encodes moments to 8 bits; returns (codes, scales [blocks])."""
     LARGEST: tl.constexpr = 127 if SIGNED else 255
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = bits < 0x7F800000
@@ -183,7 +183,7 @@ def adamw_8bit_kernel(
     decay, first_rest, second_rest, step_size, root_scale, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates ROWS blocks of BLOCK elements."""
+    """Updates ROWS blocks of BLOCK elements by AdamW with 8-bit moments."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside, there = place < count, row * BLOCK < count
@@ -209,7 +209,7 @@ def adamw_8bit_kernel(
 def adamw_8bit(
     weights: Tensor, gradient: Tensor, moments: tuple[BlockCodes, BlockCodes], rule: AdamRule, step: int, block: int
 ) -> None:
-    """Launches the update of a flat run, with decoupled decay only; ``step``: step of the bias correction."""
+    """Launches AdamW's update of a flat tensor with 8-bit moments; ``step``: step number of the bias correction."""
     count, (beta1, beta2) = weights.numel(), rule.betas
     if not count:
         return

@@ -38,7 +38,7 @@ def is_number(x):
 
 @triton.jit
 def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
-    """Loads fp32 values, and adds the residual of the last code."""
+    """Loads fp32 values, plus the residual of the last encoding with FEEDBACK."""
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     if FEEDBACK:
         x += tl.load(residual + place, mask=inside, other=0.0)
@@ -47,14 +47,14 @@ def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
 
 @triton.jit
 def scale_of(peak, LARGEST: tl.constexpr):
-    """Returns the scale of a block with ``peak`` as its largest finite number."""
+    """Returns the scale of a block whose largest finite absolute value is ``peak``."""
     least = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)), 1.1754943508222875e-38)
     return tl.where(peak > 0.0, least, 0.0)
 
 
 @triton.jit
 def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
-    """Returns codes as int32; the residual gets the rounding error."""
+    """Returns the codes of x as int32; writes the rounding error to the residual with FEEDBACK."""
     finite = is_number(x)
     known = tl.where(finite, x, 0.0)
     code = round_half_even(tl.div_rn(known, tl.where(scale > 0.0, scale, 1.0) + tl.zeros(x.shape, tl.float32)))
@@ -65,7 +65,7 @@ def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEE
 
 @triton.jit
 def value_of(code, scale, LARGEST: tl.constexpr):
-    """Returns the number of a code (int32)."""
+    """Decodes int32 codes to numbers."""
     return tl.where(code == -LARGEST - 1, float("nan"), code.to(tl.float32) * scale)
 
 
@@ -74,7 +74,7 @@ def encode_kernel(
     values, residual, codes, scales, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, FEEDBACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Encodes ROWS blocks; ``blocks``: blocks of all messages, ``blocks_each``: blocks of one message."""
+    """Encodes ROWS blocks; ``blocks``: number of blocks in all messages, ``blocks_each``: in one message."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there, message, number = block < blocks, block // blocks_each, block % blocks_each
@@ -113,7 +113,7 @@ def decode_kernel(
     codes, scales, out, blocks, blocks_each, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decodes ROWS blocks into the values of their messages."""
+    """Decodes ROWS blocks to rows of ``out``."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -137,7 +137,7 @@ def sum_kernel(
     codes, scales, out, messages, blocks, message_bytes, scales_at,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decodes ROWS blocks of every message and adds them in the order of the messages."""
+    """Decodes ROWS blocks of every message and sums them in the order of the messages."""
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -186,7 +186,7 @@ def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
 
 
 def launch_sum(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
-    """Decodes messages [R, m] and adds them into ``out`` [s]."""
+    """Decodes messages [R, m] and sums them into ``out`` [s]."""
     (elements,), at_once = out.shape, _blocks_at_once(block)
     sum_kernel[(ceil_div(elements // block, at_once),)](
         messages, messages.view(torch.float32), out, messages.shape[0], elements // block, messages.shape[1],
@@ -206,7 +206,7 @@ _WARPS_OF_CODES = 4
 def dequantize_kernel(
     codes, scales, book, out, blocks, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Decodes ROWS blocks."""
+    """Decodes ROWS blocks of quantized weights."""
     BYTES: tl.constexpr = BLOCK * BITS // 8
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = block < blocks
@@ -226,9 +226,9 @@ def dequantize_kernel(
 
 
 def launch_dequantize(codes: Tensor, scales: Tensor, book: Tensor, out: Tensor, bits: int) -> None:
-    """Decodes codes, uint8, with a scale per block, fp32 [K], into ``out``, contiguous, of K whole blocks.
+    """Decodes uint8 ``codes`` with fp32 ``scales`` [K] to ``out``, contiguous, of K whole blocks.
 
-    ``book``: the values of 4-bit codes, fp32 [16].
+    ``book``: values of the 4-bit codes, fp32 [16].
     """
     blocks, block = scales.numel(), out.numel() // scales.numel()
     at_once = max(1, _ELEMENTS_OF_CODES // block)

@@ -30,7 +30,7 @@ def statistics_kernel(
     logits, target, weight, largest, total, picked, weighted, stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the statistics of one row."""
+    """Computes the softmax statistics of one row of logits."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     lane = tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def gradient_kernel(
     logits, target, weight, largest, log_sum, d_log_sum, d_picked, d_weighted, out, stride, out_stride, width, start,
     TARGET: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradient of one row; ``out`` may be ``logits``."""
+    """Computes the gradient of one row of logits; ``out`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     out_base = out + row * out_stride
@@ -108,9 +108,9 @@ def gradient_kernel(
 
 
 class Asked(NamedTuple):
-    """Terms of the loss that the kernel computes beside the sum of exponentials: the target's logit, a weighted sum.
+    """Statistics requested besides the sum of exponentials: the target's logit, a weighted sum of logits.
 
-    ``even``: all logits have weight 1 in the weighted sum, as label smoothing needs.
+    ``even``: weight 1 for all logits in the weighted sum, as for label smoothing.
     """
 
     target: Tensor | None
@@ -120,12 +120,12 @@ class Asked(NamedTuple):
 
     @property
     def weighted(self) -> bool:
-        """True if the term ``weighted`` is requested."""
+        """True if the weighted sum is requested."""
         return self.even or self.weight is not None
 
 
 class SlopeBuffers(NamedTuple):
-    """Gradients of the terms of a row, [N] fp32."""
+    """Gradients of the softmax statistics of N rows, [N] fp32 each."""
 
     log_sum: Tensor
     picked: Tensor | None
@@ -133,7 +133,9 @@ class SlopeBuffers(NamedTuple):
 
 
 def softmax_statistics(logits_NW: Tensor, asked: Asked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (largest, total, picked, weighted), [N] fp32; the last two may be empty. Rows may have a stride."""
+    """Computes (maximum, sum of exponentials, target logit, weighted sum) of each row, [N] fp32; the last two may be
+    empty.
+    """
     rows, width = logits_NW.shape
     largest_N = logits_NW.new_empty(rows, dtype=torch.float32)
     total_N = torch.empty_like(largest_N)

@@ -29,7 +29,9 @@ def grouped_product_kernel(
     MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [R, N] = x [R, K] times the experts' ``matrices`` [X, K, N]; rows of expert e end at ends[e]."""
+    """Computes out [R, N] = x [R, K] times the experts' ``matrices`` [X, K, N]; rows of expert e end at index
+    ends[e].
+    """
     columns = tl.cdiv(N, BN)
     index = tl.program_id(0)
     first = 0
@@ -80,7 +82,9 @@ def grouped_weight_gradient_kernel(
 
 
 def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Returns out [R, N] in the dtype of ``x_RK``, which is contiguous; ``ends_X``: integers on the same device."""
+    """Computes out [R, N] in the dtype of the contiguous ``x_RK``; ``ends_X``: end row of each expert, integers on its
+    device.
+    """
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     experts, depth, columns = matrices_XKN.shape
     out = x_RK.new_empty((x_RK.shape[0], columns))
@@ -92,7 +96,7 @@ def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, t
 
 
 def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
-    """Returns out [X, K, N] in the dtype of ``x_RK``; both operands are contiguous and of one dtype."""
+    """Computes out [X, K, N] in the dtype of ``x_RK``; both operands are contiguous and of equal dtype."""
     depth, columns, experts = x_RK.shape[1], d_RN.shape[1], len(ends_X)
     out = x_RK.new_empty((experts, depth, columns))
     grouped_weight_gradient_kernel[(processors(x_RK.device),)](
@@ -102,7 +106,7 @@ def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, t
 
 
 def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
-    """Returns (the contiguous stack of matrices [X, K, N] or [X, N, K], True if the operand is its transpose)."""
+    """Returns (contiguous stack [X, K, N] or [X, N, K], True if it is the transpose of ``matrices``)."""
     plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
     lying = matrices if plain else matrices.transpose(1, 2)
     return (lying if lying.is_contiguous() and not lying.data_ptr() % _ALIGNED else lying.clone()), not plain

@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """Properties of a GPU that determine launches."""
+    """Compute capability and processor count of a GPU, which determine launch shapes."""
 
     capability: tuple[int, int]
     processors: int
@@ -31,7 +31,7 @@ GPUS: Mapping[str, GpuShape] = MappingProxyType(
         "b200": GpuShape((10, 0), 148),
     }
 )
-"""GPUs for which kernels can be compiled without a GPU, by name."""
+"""GPUs by name for which kernels can be compiled without a GPU."""
 _ASSUMED = GPUS["h100"]
 """The GPU for the meta device, on which kernels are compiled but not run."""
 _INTERPRETED_PROCESSORS = 2
@@ -40,7 +40,7 @@ _PLANNED: ContextVar[GpuShape | None] = ContextVar("planned", default=None)
 
 @contextmanager
 def planned_for(gpu: GpuShape) -> Iterator[None]:
-    """Gives launches the shapes for ``gpu`` inside the context, for tensors on any device."""
+    """Chooses launch shapes for ``gpu`` inside the context, for tensors on any device."""
     token = _PLANNED.set(gpu)
     try:
         yield
@@ -64,7 +64,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def gpu_shape(device: torch.device) -> GpuShape:
-    """Returns the properties of ``device`` that determine launches."""
+    """Returns capability and processor count of ``device``."""
     if device.type == "cuda":
         count = int(torch.cuda.get_device_properties(device).multi_processor_count)
         return GpuShape(torch.cuda.get_device_capability(device), count)
@@ -73,10 +73,10 @@ def gpu_shape(device: torch.device) -> GpuShape:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Shape of one program's piece of a row."""
+    """Block of a row and number of warps of one program."""
 
     block: int
-    """Elements of the block: the row's width rounded up to a power of two, or fewer."""
+    """Elements per block: the row width rounded up to a power of two, or fewer."""
     warps: int
 
 
@@ -92,36 +92,36 @@ def power_of_two(count: int) -> int:
 
 @cache
 def row_shape(width: int, elements_per_thread: int = _ELEMENTS_PER_THREAD) -> RowShape:
-    """Returns a shape with enough warps for about ``elements_per_thread`` elements per thread."""
+    """Returns the launch shape of a row of ``width``, with about ``elements_per_thread`` elements per thread."""
     block = power_of_two(max(width, 16))
     return RowShape(block, min(16, max(1, block // (32 * elements_per_thread))))
 
 
 def column_shape(width: int, elements_per_thread: int = 8) -> RowShape:
-    """Returns the shape of a piece of a row, for kernels that need no sums over the row."""
+    """Returns the launch shape of part of a row, for kernels without sums over the row."""
     return row_shape(min(width, _COLUMNS), elements_per_thread)
 
 
 GROUP = 8
-"""Number of vertically adjacent tiles that run one after the other, with common columns of b in the cache."""
+"""Number of row tiles that run successively with common columns of b in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Piece of the result that one program computes at a time, with the settings of the computation."""
+    """Tile of a matrix product: sizes, warps, pipeline stages."""
 
     rows: int
     columns: int
     depth: int
-    """Terms of the sum per buffer in shared memory; there are ``stages`` buffers."""
+    """Size along the summed dim per shared-memory buffer; there are ``stages`` buffers."""
     warps: int
     stages: int
     parts: int
-    """Number of pieces, by columns, in which a tile is finished and stored."""
+    """Number of column pieces in which a tile is finished and stored."""
     described: bool
-    """True loads matrices through tensor descriptors (TMA), False through pointers."""
+    """True: matrices are loaded through tensor descriptors (TMA). False: through pointers."""
     peak: float = 1.0
-    """Expected fraction of the peak rate of a full tile."""
+    """Expected fraction of the GPU's peak rate for a full tile."""
 
 
 HOPPER = (
@@ -152,7 +152,7 @@ def tiles_for(itemsize: int, tf32: bool, capability: tuple[int, int]) -> tuple[T
 
 
 def choose_tile(rows: int, columns: int, tiles: Sequence[Tile], processors: int) -> Tile:
-    """Returns the first tile with the shortest expected time for a product of ``rows`` x ``columns``."""
+    """Returns the tile with the shortest expected time for a product of ``rows`` x ``columns``."""
 
     def expected(tile: Tile) -> float:
         count = -(-rows // tile.rows) * -(-columns // tile.columns)

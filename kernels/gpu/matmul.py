@@ -70,7 +70,7 @@ def store_tile(
 
 @triton.jit
 def tile_place(tile, rows, columns, GROUP: tl.constexpr):
-    """Returns (row, column) of a tile among ``rows`` x ``columns``, ordered down GROUP rows before the next column."""
+    """Returns (row, column) of a tile among ``rows`` x ``columns``, GROUP rows down before the next column."""
     size = GROUP * columns
     first = tile // size * GROUP
     height = tl.minimum(rows - first, GROUP)
@@ -84,7 +84,7 @@ def tile_product(
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Returns [BM, BN] in fp32, the tile of out that starts at element (``row``, ``column``)."""
+    """Computes the fp32 tile [BM, BN] of op(a) op(b) that starts at element (``row``, ``column``)."""
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         if A_TRANSPOSED:
@@ -105,7 +105,7 @@ def tile_finish(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Applies the epilogue to one tile and stores it; with KEEPS the plain product is stored for the backward too."""
+    """Applies bias, activation and residual to one tile and stores it; KEEPS stores the plain product too."""
     if KEEPS:
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
     if BIAS:
@@ -119,7 +119,7 @@ def tile_finish(
 
 @triton.jit
 def tile_halves(sums, BM: tl.constexpr, BN: tl.constexpr):
-    """Splits a tile into the left and the right half of its columns."""
+    """Splits a tile into the left and right half of its columns."""
     return tl.split(tl.permute(tl.reshape(sums, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -129,7 +129,7 @@ def tile_finish_halves(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Applies :func:`tile_finish` to one half of the columns at a time, which takes fewer registers."""
+    """Applies :func:`tile_finish` to each half of the columns, which needs fewer registers."""
     left, right = tile_halves(sums, BM, BN)
     tile_finish(
         left, bias, residual, kept, out, row, column, M, N,
@@ -149,7 +149,7 @@ def product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Computes all tiles of out [M, N], each finished in PARTS (2 or 4) pieces of columns."""
+    """Computes out [M, N] = act(op(a) op(b) + bias) + residual, each tile stored in PARTS (2 or 4) column pieces."""
     rows = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
@@ -180,22 +180,22 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """Operations fused into the store of a product."""
+    """Operations fused into the store of a product: bias, activation, residual."""
 
     bias: Tensor | None = None
-    """Bias [N], added first."""
+    """Bias [N], added before the activation."""
     activation: str = "none"
     residual: Tensor | None = None
-    """Residual [M, N], added last; it may be the output itself."""
+    """Residual [M, N], added last; may be the output tensor."""
     keeps: bool = False
-    """True also stores the product itself, before the bias."""
+    """True: the product before bias and activation is stored as well."""
 
 
 def launch_matmul(
     a_MK: Tensor, b_KN: Tensor, follows: Follows, out_MN: Tensor | None = None, tile: Tile | None = None,
     tf32: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes the product and returns (out, the product before ``follows`` or an empty tensor).
+    """Computes a fused matrix product; returns (out, the plain product or an empty tensor).
 
     The results have the dtype of the operands, or of ``out_MN``. Each operand is contiguous or the transpose of a
     contiguous matrix, with rows of a multiple of 16 bytes. All sizes are positive.
@@ -230,7 +230,7 @@ def launch_matmul(
 
 
 def as_it_lies(matrix: Tensor) -> tuple[Tensor, bool]:
-    """Returns (the contiguous matrix, True if the operand is its transpose)."""
+    """Returns (contiguous matrix, True if it is the transpose of ``matrix``)."""
     plain = matrix.is_contiguous() and matrix.shape[1] * matrix.element_size() % _ALIGNED == 0
     lying = matrix if plain else matrix.t()
     return _aligned(lying), not plain

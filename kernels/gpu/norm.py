@@ -35,7 +35,7 @@ def norm_forward_kernel(
     x, residual, weight, bias, y, stream, mean, rstd, width, eps,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes one row."""
+    """Computes the norm of one row, with the residual sum."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -103,7 +103,7 @@ def norm_parameters_kernel(
     dy, stream, mean, rstd, dweight, dbias, rows, width, rows_each,
     CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the parameter gradients alone: ``rows_each`` rows, BLOCK columns."""
+    """Computes only the parameter gradients, of ``rows_each`` rows and BLOCK columns."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -128,7 +128,9 @@ def norm_forward(
     x: Tensor, residual: Tensor | None, affine: tuple[Tensor, Tensor | None], eps: float, offset: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Returns (y, stream, mean, rstd); ``stream`` is None without a residual, ``mean`` empty without centering."""
+    """Computes a norm; returns (y, x + residual, mean, rstd), None without a residual, and an empty mean if not
+    centered.
+    """
     width = x.shape[-1]
     rows = x.numel() // width
     weight_H, bias_H = affine
@@ -184,7 +186,7 @@ _PROGRAMS_EACH = 4
 
 @triton.jit(do_not_specialize=["sums", "blocks_each"])
 def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.constexpr):
-    """Adds the squares of ``blocks_each`` consecutive blocks."""
+    """Sums the squares of ``blocks_each`` consecutive blocks."""
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float64)
     first = program * blocks_each * BLOCK
@@ -196,7 +198,9 @@ def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.cons
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    """Returns an fp64 scalar; ``parts``: pairs (values, True if counted) on one device, without empty ones."""
+    """Returns the sum of squares of all counted values, an fp64 scalar; ``parts``: non-empty (values, True if counted)
+    on one device.
+    """
     device = parts[0][0].device
     shapes = [_shape(values.numel(), device) for values, _ in parts]
     sums = torch.empty(sum(programs for programs, _ in shapes), dtype=torch.float64, device=device)

@@ -75,7 +75,7 @@ def rotary_kernel(
     TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotates one position of one sequence."""
+    """Computes rotary embeddings of all heads at one position of one sequence."""
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     place = batch * angle_batch + row * TURNED

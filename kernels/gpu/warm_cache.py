@@ -29,7 +29,7 @@ _DEVICE = -1
 
 @dataclass(frozen=True, slots=True)
 class NotedKernel:
-    """Kernel with the types and constants of a launch, in Triton's serialised form."""
+    """Kernel with argument types and constants of a launch, in Triton's serialised form."""
 
     module: str
     name: str
@@ -39,7 +39,7 @@ class NotedKernel:
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """Compiled kernel with the seconds of its compilation."""
+    """Compiled kernel, and the seconds of its compilation."""
 
     name: str
     seconds: float
@@ -74,8 +74,7 @@ class _Place:
 
 @contextmanager
 def noted_launches(gpu: GpuShape) -> Iterator[dict[NotedKernel, None]]:
-    """Records the kernels that ``gpu`` would launch inside the context as keys of the mapping, in order; launches
-    none."""
+    """Records kernel launches for ``gpu`` inside the context as keys of the mapping, in order, without running them."""
     from triton import knobs
     from triton.runtime.jit import JITFunction
 

@@ -24,17 +24,17 @@ from engine.kernels.optim.update_rules import AdamRule
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecision:
-    """Decision about an update: two fp64 scalars in device memory."""
+    """Decision to update or skip, as two fp64 scalars in device memory."""
 
     factor: Tensor
-    """Factor of the gradients."""
+    """Factor applied to the gradients."""
     go: Tensor
-    """0 skips the update; any other value makes the update."""
+    """0 skips the update; any other number applies it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamRun:
-    """Tensors of a run of elements, contiguous and of equal size."""
+    """Flat tensors of one Adam update: weights, gradient, moments; contiguous and of equal size."""
 
     weights: Tensor
     """Weights to update: fp32 (fp64), or bf16 with stochastic rounding."""
@@ -43,11 +43,11 @@ class AdamRun:
     second: Tensor
     """Second moment. Both moments have the dtype of the weights; for bf16 weights they are fp32 or bf16."""
     narrow: Tensor | None = None
-    """Weights in the dtype of the computation, if ``weights`` are their masters."""
+    """Weights in the compute dtype, if ``weights`` are their masters; otherwise None."""
 
 
 def fits_adamw_kernel(weights: Tensor, kernels: Kernels) -> bool:
-    """Returns True if the Triton kernel updates runs of these weights."""
+    """Returns True if the Triton kernel supports, and is selected for, these weights."""
     fitting = weights.dtype in (torch.float32, torch.bfloat16) and kernels.replaces(weights.device)
     return fitting and weights.numel() > 0 and kernels.triton("adamw", weights, _width(weights))
 
@@ -60,7 +60,7 @@ def adamw_(
     kernels: Kernels,
     rounding: StochasticRounding | None = None,
 ) -> None:
-    """Makes update number ``step`` (from 1) in place, if the decision is to go; ``rounding`` applies to bf16 weights.
+    """Makes Adam's update ``step`` (from 1) in place if ``decision.go`` is set; ``rounding``: for bf16 weights.
 
     Optimizers are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
@@ -102,7 +102,9 @@ def adamw_reference_(
 def adamw_8bit_(
     run: AdamRun, scales: tuple[Tensor, Tensor], rule: AdamRule, step: int, block: int, kernels: Kernels
 ) -> None:
-    """Makes update number ``step`` (from 1) in place, with moments in 8 bits; ``scales``: scales of their blocks."""
+    """Makes AdamW's update ``step`` (from 1) in place, with 8-bit moments; ``scales``: scales of both moments'
+    blocks.
+    """
     moments = BlockCodes(run.first, scales[0]), BlockCodes(run.second, scales[1])
     fits = run.weights.dtype == torch.float32 and rule.decoupled and kernels.replaces(run.weights.device)
     if not (fits and run.weights.numel() and kernels.triton("adamw_8bit", run.weights, _width(run.weights))):

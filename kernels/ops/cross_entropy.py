@@ -28,41 +28,41 @@ from engine.kernels.dispatch import Kernels, fused_operator
 
 
 class Question(NamedTuple):
-    """Terms that a loss needs in addition to ``log_sum``."""
+    """Statistics that a loss needs in addition to ``log_sum``: the target's logit, a weighted sum."""
 
     target: Tensor | None = None
-    """Target columns of the whole vocabulary, [N] int64, equal on all ranks."""
+    """Target columns in the full vocabulary, [N] int64, equal on all ranks."""
     weight: Tensor | None = None
-    """Weights [W] of the local columns."""
+    """Class weights [W] for the weighted sum over the local columns."""
     even: bool = False
-    """True requests ``weighted`` with weight 1 for every column, in place of ``weight``."""
+    """True: weight 1 for every column, in place of ``weight``."""
     start: int = 0
-    """Index of the first local column in the whole vocabulary."""
+    """Index of the first local column in the full vocabulary."""
 
     @property
     def weighted(self) -> bool:
-        """True if the term ``weighted`` is requested."""
+        """True if the weighted sum is requested."""
         return self.even or self.weight is not None
 
     def rows(self, part: slice) -> "Question":
-        """Returns the question for a slice of the rows."""
+        """Returns the request for a slice of the rows."""
         return self if self.target is None else self._replace(target=self.target[part])
 
 
 class Statistics(NamedTuple):
-    """Terms over the local columns, [N] each, without gradients."""
+    """Softmax statistics over the local columns, [N] each, without gradients."""
 
     largest: Tensor
-    """Maximum of each row. For an infinite maximum, the other terms use differences from 0."""
+    """Maximum of each row. For an infinite maximum, the other statistics use differences from 0."""
     total: Tensor
-    """The sum of exp(x - largest)."""
+    """Sum of exp(x - largest) over the local columns."""
     picked: Tensor | None
-    """x at the target, before the subtraction of ``largest``; 0 if the target is on another rank."""
+    """Logit at the target, before the subtraction of ``largest``; 0 if the target is on another rank."""
     weighted: Tensor | None
 
 
 class Softmax(NamedTuple):
-    """Softmax over the whole vocabulary, as exp(x - largest - log_sum); [N] each."""
+    """Softmax over the full vocabulary, as exp(x - largest - log_sum), [N] each."""
 
     largest: Tensor
     """Maximum of each row; 0 for an infinite maximum."""
@@ -70,7 +70,7 @@ class Softmax(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Gradients of the terms, [N] each; None for a term without a gradient."""
+    """Gradients of the softmax statistics, [N] each; None: no gradient."""
 
     log_sum: Tensor | None
     picked: Tensor | None = None
@@ -82,23 +82,23 @@ class Slopes(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Communication between the ranks of the columns."""
+    """Interface of all-reduces between the ranks with a vocabulary's columns."""
 
     def largest(self, values: Tensor) -> None:
-        """Reduces ``values`` to the maximum over the ranks, in place."""
+        """Replaces ``values`` by their maximum over the ranks, in place."""
 
     def sum(self, values: Tensor) -> None:
-        """Reduces ``values`` to the sum over the ranks, in place."""
+        """Replaces ``values`` by their sum over the ranks, in place."""
 
 
 def fits_softmax_kernels(logits: Tensor) -> bool:
-    """Returns True if the kernels can read these logits [N, W]."""
+    """Returns True if the Triton kernels support these logits [N, W]."""
     narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Computes the terms of the local columns in one pass over the logits."""
+    """Computes the softmax statistics of the local columns in one pass over the logits."""
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
     target, weight, even, start = question
@@ -109,9 +109,9 @@ def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Stat
 def join_softmax_terms(
     found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
 ) -> tuple[Softmax, Tensor | None, Tensor | None]:
-    """Joins the local terms to (softmax, picked, weighted) over all columns; ``width`` is the number of local columns.
+    """Reduces local statistics to (softmax, target logit, weighted sum) over all columns; ``width``: local columns.
 
-    A ``known`` softmax is not computed or sent again.
+    ``known``: softmax of the same logits, not communicated again.
     """
     own_N = found.largest.masked_fill(found.largest.isinf(), 0)
     largest_N = found.largest.clone() if known is None else known.largest
@@ -144,7 +144,7 @@ def find_gradient(
 ) -> Tensor:
     """Computes the gradient of the logits, d_log_sum softmax + d_picked at the target + d_weighted w, in their dtype.
 
-    Rows with three gradients of 0 get exactly 0. ``inplace`` writes the result over the logits.
+    Rows with three gradients of 0 get exactly 0. ``inplace``: overwrite the logits.
     """
     if slopes.log_sum is None:
         slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))
@@ -161,7 +161,7 @@ def find_gradient(
 
 
 def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Maps target columns of the whole vocabulary to (local columns, True if the target is on another rank)."""
+    """Maps target columns of the full vocabulary to (local columns, True if the target is on another rank)."""
     place = target - start
     elsewhere = (place < 0) | (place >= width)
     return place.masked_fill_(elsewhere, 0), elsewhere
@@ -201,7 +201,7 @@ def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, 
 
 
 def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
-    """Returns the dispatch choice for ``operator`` on tensors like ``logits``, with rows of ``width``."""
+    """Returns True if ``operator`` should run in Triton on logits of this dtype with rows of ``width``."""
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
 
 
@@ -269,7 +269,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Options of a cross-entropy, named as in PyTorch."""
+    """Options of cross-entropy, named as in PyTorch."""
 
     ignore_index: int = -100
     """Target of rows without a loss; their gradient is exactly 0."""
@@ -277,18 +277,18 @@ class CrossEntropy:
     reduction: Reduction = "mean"
 
     def slopes(self, slope_N: Tensor, vocabulary: int) -> Slopes:
-        """Returns the gradients of the terms of each row from ``slope_N``, the gradient of the row's loss."""
+        """Returns the gradients of the softmax statistics from ``slope_N``, the gradient of each row's loss."""
         smoothing = self.label_smoothing
         weighted_N = slope_N * (-smoothing / vocabulary) if smoothing else None
         return Slopes(slope_N, slope_N * (smoothing - 1), weighted_N)
 
     def losses(self, log_sum: Tensor, picked: Tensor, weighted: Tensor | None, vocabulary: int) -> Tensor:
-        """Returns the loss of each row, [N], from the terms of the softmax."""
+        """Returns the loss of each row, [N], from the softmax statistics."""
         losses_N = log_sum - picked * (1 - self.label_smoothing)
         return losses_N if weighted is None else losses_N - weighted * (self.label_smoothing / vocabulary)
 
     def reduced(self, losses_N: Tensor, counted_N: Tensor) -> Tensor:
-        """Reduces the losses of the rows; ``counted_N`` marks the rows with a loss, the others have loss 0."""
+        """Reduces row losses to the mean or sum; ``counted_N``: True for rows with a loss."""
         if self.reduction == "none":
             return losses_N
         total = losses_N.sum()

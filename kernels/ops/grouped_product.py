@@ -21,7 +21,8 @@ _ALIGNED = 16
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
-    """Multiplies x [R, K], sorted by expert, with weight [X, K, N] -> [R, N]. Differentiable.
+    """Computes y [R, N]: rows of x [R, K], sorted by expert, times their expert's matrix in weight [X, K, N].
+    Differentiable.
 
     Args:
         weight: contiguous, or the transpose of a contiguous [X, N, K].
@@ -39,7 +40,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, kernels: Kernels) -
 
 
 def grouped_product_reference(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Computes :func:`grouped_product` in PyTorch; the host waits for ``ends``."""
+    """Computes :func:`grouped_product` in PyTorch; synchronizes to read ``ends``."""
     parts = zip(torch.tensor_split(x, ends[:-1].cpu().long()), weight, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 

@@ -136,7 +136,7 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bool = False) -> None:
-    """Adds the product of a [M, K] and b [K, N] to ``into`` [M, N]; ``fresh`` overwrites the content.
+    """Adds a [M, K] @ b [K, N] to ``into`` [M, N]; ``fresh``: overwrites the content instead.
 
     ``into`` may be fp32 for narrow operands (main gradients); sums are then fp32. The product needs no memory, except
     on an accelerator that cannot multiply 16-bit matrices into an fp32 matrix.
@@ -183,7 +183,7 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def added_to_main(main: MainGradient | None, node: Any | None, a: Tensor, b: Tensor, kernels: Kernels) -> bool:
-    """Adds a weight gradient, the product of a [M, K] and b [K, N], to the main gradient [M, N].
+    """Adds the weight gradient a [M, K] @ b [K, N] to the main gradient [M, N].
 
     Returns False if the caller must compute and return the gradient. ``node``: see :class:`MainGradient`.
     """
@@ -349,11 +349,11 @@ _library_linear.register_autograd(_library_linear_gradients, setup_context=_keep
 
 
 class MainProduct(NamedTuple):
-    """Settings of a product with a main gradient of its weight."""
+    """Settings of a linear product with a main gradient: activation, kernel."""
 
     transposed: bool
     activation: Activation
-    """The activation in the product's kernel; "none" if the kernel is not used."""
+    """Activation fused into the Triton kernel; otherwise "none"."""
     fused: bool
     """True if the product runs in Triton."""
     kernels: Kernels
@@ -361,7 +361,9 @@ class MainProduct(NamedTuple):
 
 
 def unviewed(y: Tensor) -> Tensor:
-    """Returns ``y`` without the mark of a view, which would refuse in-place writes such as ReLU(inplace=True)."""
+    """Returns ``y`` without autograd's view flag, so that in-place operations such as ReLU(inplace=True) are
+    allowed.
+    """
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 

@@ -1,13 +1,12 @@
 """Fused linear layer and cross-entropy in chunks of tokens, without ever storing the full logits.
 
-Only one chunk's logits are in memory at a time, as in Liger and in Apple's CCE (Wijmans et al. 2024).
+One chunk's logits are in memory at a time, as in Liger and Apple's CCE (Wijmans et al. 2024).
 
     a chunk    logits_CW = x W' + b  ->  terms of the softmax  ->  gradient written over the logits  ->  dx, dW, db
 
 The logits of a chunk have about the bytes of all hidden states, C W ~ N H, and at least a quarter of the bytes of dW, C
-~ H / 2: each chunk reads and writes all of dW, and the products of a chunk must take longer than this traffic. Shapes
-alone decide the size: dW is summed over the chunks, so a size chosen by measured seconds would give other bits in each
-run, and a resumed run would not equal the run that was ended.
+~ H / 2: each chunk reads and writes all of dW, and the products of a chunk must take longer than this traffic. The size
+depends on shapes alone: dW is summed over the chunks, so a measured size would give other bits in each run.
 
 Two methods compute the gradients:
     with the loss   for all columns on one rank and a loss summed over the tokens: the forward computes dx and dW for a
@@ -58,29 +57,30 @@ applied later.
 
 
 class Head(NamedTuple):
-    """Linear layer of the head: weight [W, H] and bias [W] or None, both in the dtype of the hidden states."""
+    """Language-model head: weight [W, H] and bias [W] or None, both in the dtype of the hidden states."""
 
     weight: Tensor
     bias: Tensor | None
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
-        """Returns the logits [C, W] of a chunk."""
+        """Returns the logits [C, W] of a chunk of C tokens."""
         return functional.linear(hidden_CH, self.weight, self.bias)
 
 
 class Conditions(NamedTuple):
-    """Settings of :func:`linear_terms` in addition to tensors."""
+    """Non-tensor options of :func:`linear_terms`."""
 
     kernels: Kernels
     exchange: Exchange | None = None
-    """Exchange with the ranks of the other columns; None if this rank has all columns."""
+    """All-reduces over ranks with other vocabulary columns; None if this rank has all columns."""
     known: Softmax | None = None
-    """Softmax of the same logits from an earlier call, which is not computed or sent again."""
+    """Softmax of the same logits from an earlier call, not computed or communicated again."""
 
 
 class LinearTerms(NamedTuple):
-    """Terms of the softmax over the whole vocabulary, [N] each, fp32 or wider; all except ``largest`` have
-    gradients."""
+    """Softmax statistics over the full vocabulary, [N] each, in fp32 or wider; all except ``largest`` are
+    differentiable.
+    """
 
     largest: Tensor
     log_sum: Tensor
@@ -89,7 +89,7 @@ class LinearTerms(NamedTuple):
 
 
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
-    """Returns the tokens of a chunk, a power of two not below the two sizes in the module's docstring."""
+    """Returns the number of tokens in a chunk, a power of two of at least the two sizes in the module's docstring."""
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, LEAST_CHUNK)
     return 1 << (wanted - 1).bit_length()
 
@@ -121,11 +121,11 @@ def linear_cross_entropy(
 
 
 def linear_terms(hidden_NH: Tensor, head: Head, question: Question, conditions: Conditions) -> LinearTerms:
-    """Returns the terms of the softmax of ``head.logits(hidden)``; the backward recomputes the logits.
+    """Computes the softmax statistics of ``head.logits(hidden)``; the backward recomputes the logits.
 
-    With an exchange, the columns are on several ranks: one maximum and one sum are exchanged for all tokens, and
-    nothing if the softmax is known and no other term is requested. The backward communicates nothing: it returns the
-    gradient of the hidden states from the local columns, and the caller sums it over the ranks.
+    With an exchange, columns are on several ranks: one maximum and one sum are all-reduced for all tokens, or nothing
+    if the softmax is known and no other statistic is requested. The backward communicates nothing; the caller sums the
+    gradient of the hidden states over the ranks.
     """
     found: tuple[Any, ...] = _Terms.apply(hidden_NH, *head, question, conditions)  # type: ignore[no-untyped-call]
     return LinearTerms(*found)

@@ -19,18 +19,18 @@ from torch.overrides import handle_torch_function, has_torch_function
 from engine.kernels.dispatch import Kernels, fused_operator
 
 WIDEST, WIDEST_LAYER_FP32 = 16384, 8192
-"""Widest row of one program, and the widest fp32 row of a LayerNorm."""
+"""Maximum row width of one program, and of an fp32 LayerNorm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Form of a norm: epsilon, centering and offset of the weight."""
+    """Hyperparameters of a norm: epsilon, centering, offset of the weight."""
 
     eps: float
     centered: bool = False
     """True for LayerNorm, which subtracts the mean."""
     offset: float = 0.0
-    """Number added to the weight: 1 for models that store the weight minus 1."""
+    """Number added to the weight: 1 for models that store weight - 1."""
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Kernels) -> Tensor:
@@ -185,8 +185,8 @@ _PIECE = 1 << 20
 
 
 def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
-    """Returns the sum of squares, an fp64 scalar on the device of ``parts``: pairs (flat contiguous values, True if
-    counted).
+    """Returns the sum of squares of all counted values, an fp64 scalar; ``parts``: (flat contiguous values, True if
+    counted) on one device.
 
     The sum is neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """

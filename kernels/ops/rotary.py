@@ -20,10 +20,10 @@ from engine.kernels.dispatch import Kernels, fused_operator, is_narrow
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Memory layout of the tensors of a rotary embedding."""
+    """Layout of rotary tensors: interleaved or half-split features, dim of the heads."""
 
     interleaved: bool = False
-    """True rotates adjacent features (GPT-J); False rotates the two halves (GPT-NeoX, Llama)."""
+    """True: adjacent features are rotated (GPT-J). False: the two halves (GPT-NeoX, Llama)."""
     heads_dim: int = 1
     """Dim of the heads: 1 for [B, H, S, D], 2 for [B, S, H, D]."""
 

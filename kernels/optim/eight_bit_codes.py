@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.kernels.optim.update_rules import AdamRule, adam_
 
 CHUNK = 1 << 20
-"""Elements decoded at a time, a multiple of every block."""
+"""Number of elements decoded at a time, a multiple of every block size."""
 _DROPPED = 20
 """Bits of fp32 that codes lack: all of the mantissa except three."""
 _ONE = 0x3F800000 >> _DROPPED
@@ -36,51 +36,50 @@ _SMALLEST = 2.0**-126
 
 
 class BlockCodes(NamedTuple):
-    """Codes and scales of encoded numbers."""
+    """Optimizer state encoded as 8-bit codes with a scale per block."""
 
     codes: Tensor
-    """[n], uint8"""
+    """Codes of the elements, uint8 [n]."""
     scales: Tensor
-    """[K], fp32; the last block may have fewer elements."""
+    """Scales, fp32 [K]; the last block may have fewer elements."""
 
     @classmethod
     def zeros(cls, elements: int, block: int, device: torch.device) -> "BlockCodes":
-        """Returns the codes of zeros."""
+        """Returns the encoding of ``elements`` zeros."""
         scales = torch.zeros(-(-elements // block), dtype=torch.float32, device=device)
         return cls(torch.zeros(elements, dtype=torch.uint8, device=device), scales)
 
     def part(self, start: int, stop: int, block: int) -> "BlockCodes":
-        """Returns views of the elements ``start:stop``; ``start`` begins a block, ``stop`` ends a block or the
-        codes."""
+        """Returns views of the elements ``start:stop``; both are multiples of ``block``, or ``stop`` is the end."""
         return BlockCodes(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """Encoding of one kind of moment."""
+    """Encoding of one kind of moment: signed or not, elements per scale."""
 
     block: int
-    """Elements per scale."""
+    """Number of elements per scale."""
     signed: bool
 
     @property
     def largest(self) -> int:
-        """The code of 1, without a sign."""
+        """Code of the number 1, without sign: 127 or 255."""
         return 127 if self.signed else 255
 
     @property
     def least(self) -> float:
-        """The smallest number above 0 with a code."""
+        """Smallest positive number with a code."""
         return 1.25 * 2.0**-16 if self.signed else 1.25 * 2.0**-32
 
     def bytes(self, elements: int) -> int:
-        """Returns the bytes of codes and scales of ``elements`` elements."""
+        """Returns the bytes of codes and scales of ``elements`` numbers."""
         return elements + 4 * -(-elements // self.block)
 
 
 @torch.no_grad()
 def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
-    """Encodes numbers of any floating dtype; fp64 numbers are rounded to fp32 first."""
+    """Encodes floating-point numbers [n] into ``into``; fp64 numbers are first rounded to fp32."""
     elements, blocks = len(values_n), len(into.scales)
     x_KB = values_n.new_zeros(blocks * form.block, dtype=torch.float32)
     x_KB[:elements] = values_n
@@ -103,7 +102,7 @@ def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
 
 @torch.no_grad()
 def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decodes numbers [n]."""
+    """Decodes to numbers [n] of ``dtype``."""
     elements, blocks = len(given.codes), len(given.scales)
     code = given.codes.to(torch.int32)
     size = code & 127 if form.signed else code
@@ -116,14 +115,14 @@ def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.floa
 
 
 def chunks(elements: int) -> Iterator[slice]:
-    """Returns runs of whole blocks that are decoded together."""
+    """Yields slices of whole blocks, ``CHUNK`` elements each."""
     return (slice(start, min(elements, start + CHUNK)) for start in range(0, elements, CHUNK))
 
 
 def adam_8bit_(
     weights_n: Tensor, grads_n: Tensor, moments: Sequence[BlockCodes], step: int, rule: AdamRule, block: int
 ) -> None:
-    """Makes update number ``step`` (from 1) of Adam or AdamW, in place: moments are decoded, updated and encoded again.
+    """Makes update ``step`` (from 1) of Adam or AdamW in place, on moments stored as 8-bit codes.
 
     ``moments``: the first and the second moment. The arithmetic equals ``adam_``, in the dtype of the weights.
     """

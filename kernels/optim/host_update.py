@@ -48,11 +48,11 @@ _LONGEST = 120.0
 
 
 class CompileError(Exception):
-    """Failure to make the library; the text is a clause with the reason."""
+    """Error of a failed compilation; the text is a clause with the reason."""
 
 
 def library(source: Path) -> Path | None:
-    """Returns the path of the compiled ``source``; None if nothing may be stored.
+    """Returns the path of the compiled ``source``; None if no file may be stored.
 
     A compilation takes seconds, the search for a stored file milliseconds.
 
@@ -125,7 +125,7 @@ def _hashed(content: bytes) -> str:
 
 
 WORTH = 1 << 18
-"""The fewest elements of a call for the kernel: smaller arrays are in caches. The first such call compiles it."""
+"""Minimum elements of a call for the compiled kernel; smaller arrays fit in caches."""
 SOURCE = Path(__file__).with_name("host_update.cpp")
 _Update = Callable[..., object]
 _LANES = (8, 16, 4)
@@ -140,7 +140,7 @@ def update_adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Runs ``adam_`` with equal bits: by the kernel on the host, by torch elsewhere."""
+    """Makes an Adam update with the bits of ``adam_``: by the compiled kernel on the host, by torch elsewhere."""
     kernel = _kernel_for((*weights, *grads, *first_moments, *second_moments), len(weights))
     if kernel is None:
         adam_(weights, grads, first_moments, second_moments, step, rule)
@@ -150,7 +150,7 @@ def update_adam_(
 
 
 def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """Runs ``lion_`` with equal bits: by the kernel on the host, by torch elsewhere."""
+    """Makes a Lion update with the bits of ``lion_``: by the compiled kernel on the host, by torch elsewhere."""
     kernel = _kernel_for((*weights, *grads, *momenta), len(weights))
     if kernel is None:
         lion_(weights, grads, momenta, rule)
@@ -167,14 +167,14 @@ def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HostKernel:
-    """Compiled update rules. All tensors are contiguous, fp32, of equal size and on the host."""
+    """Compiled update rules for contiguous fp32 tensors of equal size on the host."""
 
     compiled: ctypes.CDLL
     lanes: int
-    """Elements of torch's vectors; the last elements of a span are computed differently."""
+    """Number of elements in a vector of torch's kernels; remainders are computed differently."""
 
     def adam(self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, rule: AdamRule) -> None:
-        """Makes Adam's update number ``step`` of ``w`` and both moments."""
+        """Makes Adam's update ``step`` of weights ``w`` and moments ``m``, ``v`` from gradient ``g``, in place."""
         age, (beta1, beta2) = rule.age(step), rule.betas
         numbers = _floats(
             1 - rule.lr * rule.weight_decay,
@@ -190,7 +190,7 @@ class HostKernel:
         self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, *self._spans())
 
     def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
-        """Makes Lion's update of ``w`` and the momentum ``m``."""
+        """Makes Lion's update of weights ``w`` and momentum ``m`` from gradient ``g``, in place."""
         beta1, beta2 = rule.betas
         numbers = _floats(rule.lr, 1 - rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2)
         self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])
@@ -207,7 +207,9 @@ class HostKernel:
 
 @cache
 def host_kernel() -> HostKernel | None:
-    """Returns the kernel; None if it cannot be compiled, which is logged once, or if its bits differ from torch."""
+    """Returns the compiled update kernel; None if it cannot be compiled (logged once) or its bits differ from
+    torch's.
+    """
     try:
         made = library(SOURCE)
         compiled = ctypes.CDLL(str(made)) if made is not None else None
@@ -229,9 +231,9 @@ def host_kernel() -> HostKernel | None:
 
 
 def has_bits_of_torch(kernel: HostKernel) -> bool:
-    """Returns True if every rule of the kernel has torch's bits on a sample of odd length.
+    """Returns True if every rule of the kernel computes torch's bits on a sample of odd length.
 
-    The last elements of an odd length depend on the width of vectors.
+    An odd length includes elements outside whole vectors.
     """
     w, g, m, v = torch.randn(4, 1021, generator=torch.Generator().manual_seed(0)).unbind()
     v = v.square()

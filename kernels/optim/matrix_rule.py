@@ -19,31 +19,34 @@ import torch
 from torch import Tensor
 
 MatrixState = Mapping[str, Tensor]
-"""State of one matrix, by name; an update writes it in place."""
+"""State tensors of one matrix by name, which an update writes in place."""
 
 
 class MatrixRule(Protocol):
-    """Rule of a group of parameters that are updated as whole matrices."""
+    """Interface of update rules for parameters that are updated as whole matrices."""
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the average number of multiplications of an update, for the balance of matrices over ranks."""
+        """Returns the average number of multiplications of an update of a matrix, for load balance over ranks."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Returns the shapes of the state of a whole matrix, by name, without elementwise state of pieces."""
+        """Returns the shapes of the state tensors of a whole matrix by name, without per-element state of shards."""
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] of a matrix, and writes ``state``.
+        """Returns the update [A, B] of a matrix from its direction; writes ``state`` in place.
 
-        ``step``: the number of this update, from 1; the first state is zeros.
+        ``step``: number of the update, from 1; the first state is zeros.
         """
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decays the weights and steps along the update, both of any equal shape; ``shape``: shape of the matrix."""
+        """Applies weight decay and the update in place; ``weights`` and ``update`` may be shards of a matrix of
+        ``shape``.
+        """
 
 
 def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: float, add: float) -> None:
     """Updates the sums of G G' [A, A] and G' G [B, B] in place: ``keep`` times the sum plus ``add`` times the
-    product."""
+    product.
+    """
     if left is not None:
         left.addmm_(grad_AB, grad_AB.T, beta=keep, alpha=add)
     if right is not None:
@@ -51,7 +54,7 @@ def add_gram_(left: Tensor | None, right: Tensor | None, grad_AB: Tensor, keep: 
 
 
 def both_sides(left: Tensor | None, matrix_AB: Tensor, right: Tensor | None) -> Tensor:
-    """Computes ``left`` times matrix times ``right``; None is the identity."""
+    """Returns left @ matrix @ right; a side of None is left out."""
     found = matrix_AB if left is None else left @ matrix_AB
     return found if right is None else found @ right
 
@@ -62,7 +65,7 @@ def transposed(matrix: Tensor | None) -> Tensor | None:
 
 
 def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns ascending eigenvalues, and eigenvectors as columns, in the dtype of the matrix."""
+    """Returns (ascending eigenvalues, eigenvectors as columns), in the dtype of the matrix."""
     try:
         values, vectors = torch.linalg.eigh(symmetric)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # solvers fail on some fp32 matrices
@@ -71,7 +74,7 @@ def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def side_shapes(shape: tuple[int, ...], largest: int, left: str, right: str) -> dict[str, tuple[int, ...]]:
-    """Returns a square for each side of a matrix up to ``largest``; longer sides have the identity."""
+    """Returns the shapes of square state for both sides of a matrix, by name, for sides up to ``largest``."""
     rows, columns = shape
     sides = {left: (rows, rows), right: (columns, columns)}
     return {name: square for name, square in sides.items() if square[0] <= largest}
@@ -79,7 +82,7 @@ def side_shapes(shape: tuple[int, ...], largest: int, left: str, right: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class MuonRule:
-    """Hyperparameters of one Muon update."""
+    """Hyperparameters of Muon for one update."""
 
     lr: float
     weight_decay: float
@@ -89,13 +92,13 @@ class MuonRule:
     eps: float
     steps: int
     dtype: torch.dtype
-    """The dtype of the products; bf16 or fp32."""
+    """Dtype of the matrix products: bf16 or fp32."""
     match_rms: bool
-    """True: the rate is 0.2 sqrt(max(A, B)) times ``lr``, for updates with the RMS of AdamW (Liu et al. 2025)."""
+    """True: the learning rate is 0.2 sqrt(max(A, B)) ``lr``, for updates with the RMS of AdamW (Liu et al. 2025)."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "MuonRule":
-        """Makes the rule of an optimizer group with torch's option names."""
+        """Reads the hyperparameters from a parameter group with torch's option names."""
         return cls(
             lr=float(group["lr"]),
             weight_decay=group["weight_decay"],
@@ -109,38 +112,42 @@ class MuonRule:
         )
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """Returns the learning rate of a matrix."""
+        """Returns the learning rate for a matrix of ``shape``."""
         rows, columns = shape
         ratio = 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1, rows / max(1, columns)))
         return self.lr * ratio
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the multiplications of the Newton-Schulz steps."""
+        """Returns the number of multiplications in the Newton-Schulz steps."""
         small, large = sorted(shape)
         return self.steps * small * small * (2 * large + small)
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns no shapes: the momentum is elementwise state of the pieces."""
+        """Returns no shapes, since the momentum is per-element state of shards."""
         return {}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the direction with singular values near one."""
+        """Returns the direction orthogonalized: singular vectors unchanged, singular values near one."""
         return orthogonal(direction_AB, self)
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decays the weights and steps along the update, both of any equal shape; ``shape``: shape of the matrix."""
+        """Applies weight decay and the update in place; ``weights`` and ``update`` may be shards of a matrix of
+        ``shape``.
+        """
         weights.mul_(1 - self.lr * self.weight_decay)
         weights.add_(update, alpha=-self.rate(shape))
 
 
 def momentum_(momentum: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
-    """Adds the gradient to the momentum in place, and returns the direction of the update, both of any equal shape."""
+    """Adds the gradient to the momentum in place; returns the update direction, in the same shape."""
     momentum.lerp_(grad, 1 - rule.momentum)
     return grad.lerp(momentum, rule.momentum) if rule.nesterov else momentum.clone()
 
 
 def orthogonal(direction_AB: Tensor, rule: MuonRule) -> Tensor:
-    """Returns [A, B] with the singular vectors of the direction and singular values near one, in the rule's dtype."""
+    """Orthogonalizes ``direction_AB`` by Newton-Schulz steps: singular values become about one; the dtype is the
+    rule's.
+    """
     a, b, c = rule.coefficients
     tall = direction_AB.size(0) > direction_AB.size(1)
     x = direction_AB.to(rule.dtype)

@@ -23,10 +23,9 @@ gradient makes no update: several steps start from the identity. Later there is 
 ``precondition_frequency`` updates, with columns in descending order of eigenvalues. Everything is in the dtype of the
 state, fp32 or fp64, on the device of the matrix.
 
-The rank of a gradient is lower than its longer side, so L or R is singular at first, and any basis of the null space
-consists of eigenvectors. In a full decomposition rounding chooses this basis, and later gradients have components
-there: two grids would train differently. Steps therefore use L plus a small multiple of the identity, which has the
-same eigenvectors and does not change directions without a gradient.
+L or R is singular at first, because a gradient's rank is lower than its longer side. Rounding would choose the basis of
+the null space, and two grids would train differently. Steps therefore use L plus a small multiple of the identity,
+which has the same eigenvectors.
 
 Shape suffixes: A rows, B columns of the full matrix.
 """
@@ -50,7 +49,7 @@ _OF_SQUARES = ("adagrad", "rmsprop", "adam")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShampooRule:
-    """Hyperparameters of one Shampoo update."""
+    """Hyperparameters of Shampoo for one update."""
 
     lr: float
     betas: tuple[float, float]
@@ -61,25 +60,27 @@ class ShampooRule:
     max_preconditioner_dim: int
     use_bias_correction: bool
     grafting: str
-    """The simpler rule that sets the length of an update: "none", "sgd", "adagrad", "rmsprop" or "adam"."""
+    """Simpler rule that determines the update's length: "none", "sgd", "adagrad", "rmsprop" or "adam"."""
     grafting_beta2: float
     grafting_epsilon: float
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ShampooRule":
-        """Makes the rule of an optimizer group."""
+        """Reads the hyperparameters from a parameter group."""
         begin = group["start_preconditioning_step"]
         begin = group["precondition_frequency"] if begin is None else begin
         return rule_of(cls, group, start_preconditioning_step=begin)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the cost of two products for each side with a preconditioner, plus a share of the decomposition."""
+        """Returns the multiplications of two products per preconditioned side, plus a share of the decomposition."""
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_preconditioner_dim]
         return sum(2 * elements * size + 10 * size**3 // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns a sum and a root for each side that is not too long, the momentum, and squares for grafting."""
+        """Returns the shapes of a sum and a root for each side up to the limit, of the momentum, and of grafting's
+        squares.
+        """
         sums = side_shapes(shape, self.max_preconditioner_dim, LEFT, RIGHT)
         roots = side_shapes(shape, self.max_preconditioner_dim, LEFT_ROOT, RIGHT_ROOT)
         momentum = {MOMENTUM: shape} if self.betas[0] else {}
@@ -87,7 +88,7 @@ class ShampooRule:
         return {**momentum, **squares, **sums, **roots}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] of a gradient."""
+        """Returns the preconditioned update [A, B] of a gradient."""
         if step == 1:
             for kept in state.values():
                 kept.zero_()
@@ -105,7 +106,7 @@ class ShampooRule:
         return found if self.grafting == "none" else found * (simple.norm() / found.norm().clamp(min=1e-30))
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decays the weights and steps along the update."""
+        """Applies weight decay and the update in place."""
         weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 
     def _simple(self, grad_AB: Tensor, momentum_AB: Tensor, state: MatrixState, step: int) -> Tensor:
@@ -148,12 +149,12 @@ _FIRST_STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoapRule:
-    """Hyperparameters of one SOAP update."""
+    """Hyperparameters of SOAP for one update."""
 
     lr: float
     betas: tuple[float, float]
     shampoo_beta: float
-    """Decay rate of the averages of both sides."""
+    """Decay rate of the averages of G G' and G' G."""
     eps: float
     weight_decay: float
     precondition_frequency: int
@@ -163,24 +164,24 @@ class SoapRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "SoapRule":
-        """Makes the rule of an optimizer group with the option names of the authors' implementation."""
+        """Reads the hyperparameters from a parameter group with the authors' option names."""
         own = group["shampoo_beta"]
         return rule_of(cls, group, shampoo_beta=group["betas"][1] if own is None else own)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Returns the cost of three products for each side with a basis, plus a share of the basis's refresh."""
+        """Returns the multiplications of three products per side with a basis, plus a share of the basis's update."""
         elements, every = shape[0] * shape[1], self.precondition_frequency
         sides = [size for size in shape if size <= self.max_precond_dim]
         return sum(3 * elements * size + (4 * size**3 + 2 * elements * size) // every for size in sides) + elements
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns both moments, and an average and a basis for each side that is not too long."""
+        """Returns the shapes of both moments, and of an average and a basis for each side up to the limit."""
         averages = side_shapes(shape, self.max_precond_dim, SOAP_LEFT, SOAP_RIGHT)
         bases = side_shapes(shape, self.max_precond_dim, LEFT_BASIS, RIGHT_BASIS)
         return {FIRST: shape, SECOND: shape, **averages, **bases}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the update [A, B] of a gradient; the first update is zero, and the first gradient makes the bases."""
+        """Returns the update [A, B] of a gradient; the first gradient initializes the bases, with an update of zero."""
         grad = direction_AB
         if step == 1:
             for kept in state.values():
@@ -198,7 +199,7 @@ class SoapRule:
         return found
 
     def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
-        """Decays the weights and steps along the update; the first gradient does not change the weights."""
+        """Applies weight decay and the update in place, except for the first gradient."""
         if step > 1:
             weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
 

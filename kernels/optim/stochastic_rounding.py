@@ -21,7 +21,9 @@ _SHIFTS = (16, 15, 15)
 
 
 def random_bits(index: Tensor, key: int) -> Tensor:
-    """Returns int64 values in [0, 2^32), one per element of ``index`` (int64, nonnegative); ``key`` has 64 bits."""
+    """Returns int64 random numbers in [0, 2^32), one per element of ``index`` (int64, nonnegative); ``key``: 64
+    bits.
+    """
     low = _mix((index & _WORD) ^ (key & _WORD))
     return _mix(low ^ (index >> 32) ^ (key >> 32 & _WORD))
 
@@ -35,9 +37,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
-    """Rounds ``values`` (fp32) to bf16; ``index`` (int64, same shape) and ``key`` choose the random bits.
+    """Rounds ``values`` (fp32) stochastically to bf16; ``index`` (int64, same shape) and ``key`` determine the random
+    bits.
 
-    Values of bf16, and values that are not finite, are unchanged. Overflow results in infinity.
+    Numbers representable in bf16 and non-finite numbers are unchanged. Overflow results in infinity.
     """
     noise = (random_bits(index, key) >> 16).to(torch.int32)
     # Random noise in the 16 bits that bf16 drops carries into the remaining bits. The encoding is sign and
@@ -48,7 +51,7 @@ def round_to_bf16(values: Tensor, index: Tensor, key: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Position of a shard within a full parameter that is sharded along one dim."""
+    """Position of a shard in a full parameter that is sharded along one dim."""
 
     places: Tensor
     """Index along the sharded dim of the full parameter, for each line of the shard: int32 [held]."""
@@ -71,17 +74,17 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class StochasticRounding:
-    """Rounding of a run of elements of one parameter in one update."""
+    """Keys and position of stochastic rounding for consecutive elements of one parameter in one update."""
 
     keys: tuple[int, int, int]
-    """Keys of the weights, the first moment and the second moment."""
+    """Random keys of the weights, the first moment and the second moment."""
     begin: int
-    """Index of the run's first element in this rank's shard of the parameter."""
+    """Index of the first element in this rank's shard of the parameter."""
     lines: Lines | None = None
     """Position of the shard in the full parameter; None if the parameter is not sharded."""
 
     def round(self, values: Tensor, kind: int) -> Tensor:
-        """Rounds ``values`` (fp32, flat) to bf16 with the key number ``kind``."""
+        """Rounds ``values`` (fp32, flat) to bf16 with ``keys[kind]``."""
         own = torch.arange(self.begin, self.begin + values.numel(), device=values.device)
         index = own if self.lines is None else self.lines.index(own)
         return round_to_bf16(values, index, self.keys[kind])

@@ -53,7 +53,7 @@ _UNBIASED = 10**9  # beta ** this is 0 for every beta of fp32 below 1
 
 
 def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
-    """Makes the rule of an optimizer group, a dataclass; the names of its fields, except ``others``, are options."""
+    """Creates a rule from the group options named like its fields, and from ``others``."""
     given = {field.name: group[field.name] for field in fields(cast(Any, kind)) if field.name not in others}
     given["lr"] = float(given["lr"])
     if "betas" in given:
@@ -63,19 +63,19 @@ def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class AdamRule:
-    """Hyperparameters of one Adam update (Kingma and Ba 2015; decoupled: Loshchilov and Hutter 2019)."""
+    """Hyperparameters of Adam for one update (Kingma and Ba 2015; decoupled: Loshchilov and Hutter 2019)."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     decoupled: bool
-    """True for AdamW, which decays the weights directly; False adds the decay to the gradient."""
+    """True: AdamW, which decays the weights directly. False: the decay is added to the gradient."""
     bias_correction: bool = True
-    """False: the averages are used uncorrected, although they start at zero."""
+    """True if both moments are corrected for their start at zero."""
 
     def age(self, step: int) -> int:
-        """Returns the update number for the bias correction at ``step``; without correction a very large number."""
+        """Returns the step number of the bias correction: ``step``, or a very large number without correction."""
         return step if self.bias_correction else _UNBIASED
 
 
@@ -87,7 +87,7 @@ def adam_(
     step: int,
     rule: AdamRule,
 ) -> None:
-    """Makes update number ``step`` (from 1) of Adam or AdamW on lists of tensors of equal shape and dtype."""
+    """Makes update ``step`` (from 1) of Adam or AdamW in place on lists of tensors of equal shape and dtype."""
     # torch increments the counter in place, so each tensor gets a temporary copy of one counter per device
     counters = {w.device: torch.full((), float(rule.age(step) - 1), device=w.device) for w in weights}
     adam(
@@ -111,7 +111,7 @@ def adam_(
 
 @dataclass(frozen=True, slots=True)
 class SGDRule:
-    """Hyperparameters of one SGD update with momentum, as ``torch.optim.SGD`` defines them."""
+    """Hyperparameters of SGD with momentum for one update, as in ``torch.optim.SGD``."""
 
     lr: float
     momentum: float
@@ -123,7 +123,7 @@ class SGDRule:
 def sgd_(
     weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
 ) -> list[Tensor | None]:
-    """Makes one SGD update; returns the momentum buffers, which the first update creates."""
+    """Makes one SGD update in place; returns the momentum buffers, which the first update creates."""
     buffers = list(momenta)
     sgd(
         list(weights),
@@ -143,7 +143,7 @@ def sgd_(
 
 @dataclass(frozen=True, slots=True)
 class LionRule:
-    """Hyperparameters of one Lion update (Chen et al. 2023, algorithm 2)."""
+    """Hyperparameters of Lion for one update (Chen et al. 2023, algorithm 2)."""
 
     lr: float
     betas: tuple[float, float]
@@ -151,7 +151,7 @@ class LionRule:
 
 
 def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
-    """Makes one Lion update: the sign of an interpolated momentum, and decoupled decay."""
+    """Makes one Lion update in place: the sign of an interpolated momentum, with decoupled weight decay."""
     for weight, grad, momentum in zip(weights, grads, momenta, strict=True):
         direction = momentum.lerp(grad, 1 - rule.betas[0]).sign_()
         weight.mul_(1 - rule.lr * rule.weight_decay).add_(direction, alpha=-rule.lr)
@@ -160,7 +160,7 @@ def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFreeRule:
-    """Hyperparameters of one schedule-free update."""
+    """Hyperparameters of schedule-free AdamW for one update."""
 
     lr: float
     """Learning rate, including warmup."""
@@ -168,17 +168,17 @@ class ScheduleFreeRule:
     eps: float
     weight_decay: float
     newest: float
-    """Weight of the newest z in x."""
+    """Weight of the newest iterate z in the average x."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "ScheduleFreeRule":
-        """Makes the rule of an optimizer group after :func:`count`."""
+        """Reads the hyperparameters from a parameter group after :func:`count`."""
         lr, newest = group["scheduled_lr"], group["newest"]
         return cls(lr, tuple(group["betas"]), group["eps"], group["weight_decay"], newest)
 
 
 def count(group: dict[str, Any]) -> None:
-    """Counts an update of a group: sets the rate, and the weight of the newest z among all z."""
+    """Counts an update of a group: sets the learning rate, and the weight of the newest iterate in the average."""
     step = group["step"] = group.get("step", 0) + 1
     warmup = group["warmup_steps"]
     lr = float(group["lr"]) * min(1.0, step / warmup if warmup else 1.0)
@@ -191,7 +191,7 @@ def count(group: dict[str, Any]) -> None:
 def schedule_free_(
     weights: Tensor, grads: Tensor, iterate: Tensor, squares: Tensor, step: int, rule: ScheduleFreeRule
 ) -> None:
-    """Makes update number ``step`` (from 1) in place; ``weights`` is y, ``iterate`` is z, all of one shape."""
+    """Makes update ``step`` (from 1) in place; ``weights`` is y and ``iterate`` is z of the paper, of equal shape."""
     beta1, beta2 = rule.betas
     squares.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
     step_by = grads / (squares / (1 - beta2**step)).sqrt_().add_(rule.eps)
@@ -203,36 +203,36 @@ def schedule_free_(
 
 
 def averaged(weights: Tensor, iterate: Tensor, betas: tuple[float, float]) -> Tensor:
-    """Returns x, computed from y and z."""
+    """Returns the average x, computed from y (``weights``) and z (``iterate``)."""
     return weights.lerp(iterate, 1 - 1 / betas[0])
 
 
 Moments = Sequence[Tensor]
-"""State of the elements of a piece, in the order of ``moment_names``; a rule writes it in place."""
+"""State tensors of a parameter, in the order of ``moment_names``; an update writes them in place."""
 
 
 class LayerRule(Protocol):
-    """Rule of a group of parameters, with steps that depend on norms of whole parameters."""
+    """Interface of update rules with steps that depend on norms of whole parameters."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """The names of the state of every element."""
+        """Names of the per-element state tensors."""
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Adds the gradients of an update to the moments."""
+        """Updates the moments with the gradients of a step, in place."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns the elements [n] of the norm that is compared with the weights' norm. ``step``: update number, from
-        1."""
+        """Returns the elements [n] of the norm that divides the weights' norm; ``step``: update number, from 1."""
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Makes the step of these elements; ``norms`` [2], fp64: of the full weights and of the full
-        :meth:`measured`."""
+        """Updates these elements in place; ``norms`` [2], fp64: norms of the full weights and of the full
+        :meth:`measured`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class LambRule:
-    """Hyperparameters of one update of LAMB."""
+    """Hyperparameters of LAMB for one update."""
 
     lr: float
     betas: tuple[float, float]
@@ -241,26 +241,26 @@ class LambRule:
     bias_correction: bool
     eps_inside_sqrt: bool
     bounds: tuple[float, float]
-    """Least and largest ratio of the norms."""
+    """Minimum and maximum of the trust ratio."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "LambRule":
-        """Makes the rule of an optimizer group."""
+        """Reads the hyperparameters from a parameter group."""
         return rule_of(cls, group, bounds=(group["min_coeff"], group["max_coeff"]))
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """The names of both averages."""
+        """Names of the two moments."""
         return ("exp_avg", "exp_avg_sq")
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
-        """Adds the gradients of an update to both averages."""
+        """Updates both moments with the gradients, in place."""
         first, second = moments
         first.lerp_(grads_n, 1 - self.betas[0])
         second.mul_(self.betas[1]).addcmul_(grads_n, grads_n, value=1 - self.betas[1])
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns the update before the trust ratio."""
+        """Returns Adam's update of these elements, before the trust ratio."""
         (first, second), (beta1, beta2) = moments, self.betas
         lacks = (1 - beta1**step, 1 - beta2**step) if self.bias_correction else (1.0, 1.0)
         mean_square = second / lacks[1]
@@ -269,7 +269,9 @@ class LambRule:
         return update.add_(weights_n, alpha=self.weight_decay) if self.weight_decay else update
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Steps along the update, scaled by the rate and the bounded ratio of weights' norm to update's norm."""
+        """Subtracts the update times learning rate and bounded trust ratio (weights' norm over update's norm), in
+        place.
+        """
         ratio = _ratio(norms, norms[0] / norms[1], self.bounds)
         # computed twice, because an update stored for the norm would need the memory of the weights
         update = self.measured(weights_n, grads_n, moments, step)
@@ -278,7 +280,7 @@ class LambRule:
 
 @dataclass(frozen=True, slots=True)
 class LarsRule:
-    """Hyperparameters of one update of LARS."""
+    """Hyperparameters of LARS for one update."""
 
     lr: float
     momentum: float
@@ -288,23 +290,23 @@ class LarsRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "LarsRule":
-        """Makes the rule of an optimizer group."""
+        """Reads the hyperparameters from a parameter group."""
         return rule_of(cls, group)
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """The name of the momentum, if there is a momentum."""
+        """Name of the momentum; empty without momentum."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def take_in(self, grads_n: Tensor, moments: Moments) -> None:
         """Does nothing: the momentum is an average of steps, not of gradients."""
 
     def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
-        """Returns the gradient."""
+        """Returns the gradient, for the norm in the trust ratio."""
         return grads_n
 
     def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
-        """Steps along gradient and decay, or along the momentum of such steps."""
+        """Subtracts gradient and weight decay times the trust ratio, or a momentum of such steps, in place."""
         denominator = norms[1] + self.weight_decay * norms[0] + self.eps
         ratio = _ratio(norms, self.trust_coefficient * norms[0] / denominator, None)
         made = grads_n.add(weights_n, alpha=self.weight_decay).mul_((ratio * self.lr).to(grads_n.dtype))
@@ -320,17 +322,17 @@ def _ratio(norms: Tensor, ratio: Tensor, bounds: tuple[float, float] | None) -> 
 
 
 ROWS, COLUMNS, SQUARES = "row_var", "col_var", "variance"
-"""torch's names of the means: over the columns of each row, over the rows of each column, and per element."""
+"""torch's names of the running means: per row, per column, and per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdafactorRule:
-    """Hyperparameters of one Adafactor update."""
+    """Hyperparameters of Adafactor for one update."""
 
     lr: float
     beta2_decay: float
     eps: float | None
-    """Least root of a mean square; None: the epsilon of the dtype."""
+    """Lower bound of the root of a mean square; None: the epsilon of the dtype."""
     least_rms: float
     """Lower bound of the weights' RMS in the relative step."""
     clip: float
@@ -338,12 +340,12 @@ class AdafactorRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "AdafactorRule":
-        """Makes the rule of an optimizer group with torch's option names."""
+        """Reads the hyperparameters from a parameter group with torch's option names."""
         eps, least = group["eps"]
         return cls(float(group["lr"]), group["beta2_decay"], eps, least, group["d"], group["weight_decay"])
 
     def newest(self, step: int) -> float:
-        """Returns the weight of the squares of update number ``step`` (from 1) in the means."""
+        """Returns the weight of the squares of update ``step`` (from 1) in the running means."""
         return float(step**self.beta2_decay)
 
     def rate(self, step: int) -> float:
@@ -351,12 +353,12 @@ class AdafactorRule:
         return min(self.lr, 1 / math.sqrt(step))
 
     def least(self, dtype: torch.dtype) -> float:
-        """Returns the least root of a mean square."""
+        """Returns the lower bound of the root of a mean square in ``dtype``."""
         return torch.finfo(dtype).eps if self.eps is None else self.eps
 
 
 def mean_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns the names and shapes of Adafactor's running means of squared gradients for a parameter."""
+    """Returns the shapes of Adafactor's running means of squared gradients by name, for a parameter of ``shape``."""
     if len(shape) < 2:
         return {SQUARES: shape}
     return {ROWS: (*shape[:-1], 1), COLUMNS: (*shape[:-2], 1, shape[-1])}
@@ -369,7 +371,7 @@ def mean_elements(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
-    """Elements ``start:stop`` of a tensor of ``shape``, flat."""
+    """Flat elements ``start:stop`` of a tensor of ``shape``, as rows of matrices."""
 
     shape: tuple[int, ...]
     start: int
@@ -377,20 +379,20 @@ class MatrixPiece:
 
     @property
     def columns(self) -> int:
-        """Elements of a line."""
+        """Number of elements in one row."""
         return self.shape[-1]
 
     @property
     def lines(self) -> slice:
-        """The lines with elements of this piece."""
+        """Slice of the rows with elements in this piece."""
         return slice(self.start // self.columns, -(-self.stop // self.columns))
 
     def matrices(self, device: torch.device) -> Tensor:
-        """Returns the number of the matrix of each line [l]."""
+        """Returns the index of the matrix of each row, [l]."""
         return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
 
     def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Adds ``squares_n``, the squares of this piece, to the sums of the tensor, in the shapes of the means."""
+        """Adds ``squares_n``, the squared gradients of this slice, to the tensor's row and column sums, in place."""
         if SQUARES in sums:
             sums[SQUARES].view(-1)[self.start : self.stop] += squares_n
             return
@@ -407,7 +409,7 @@ class MatrixPiece:
             columns_LB.index_add_(0, self.matrices(squares_n.device), whole_lB.to(columns_LB.dtype))
 
     def update(self, grads_n: Tensor, scales: Mapping[str, Tensor], least: float) -> Tensor:
-        """Returns the update of this piece [n]; ``scales``: the result of :func:`scales_of` for the whole tensor."""
+        """Returns the update [n] of this piece; ``scales``: result of :func:`scales_of` for the whole tensor."""
         if SQUARES in scales:
             mean_n = scales[SQUARES].view(-1)[self.start : self.stop].clone()
         else:
@@ -419,14 +421,14 @@ class MatrixPiece:
 
 
 def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: float) -> None:
-    """Adds the squares of an update to the means; ``sums``: sums over the whole parameter."""
+    """Updates the running row and column means in place from ``sums``, the sums of squares over the whole parameter."""
     for name, mean in means.items():
         count = {ROWS: sums[COLUMNS].shape[-1], COLUMNS: sums[ROWS].shape[-2]}[name] if name != SQUARES else 1
         mean.lerp_(sums[name] / count, newest)
 
 
 def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
-    """Returns factors of the mean square of each element: one for rows and one for columns, or the mean itself."""
+    """Returns factors of each element's mean square: by row and by column, or the mean itself for vectors."""
     if SQUARES in means:
         return dict(means)
     # both means contain the mean of the full matrix, so one of them is divided by it
@@ -435,7 +437,7 @@ def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
 
 
 def step_size(weights_square: Tensor, update_square: Tensor, elements: int, rule: AdafactorRule, step: int) -> Tensor:
-    """Returns the factor of an update, a scalar on the device, from the sums of squares of weights and update."""
+    """Returns the factor of an update, 0-dim on the device, from the sums of squares of weights and update."""
     root = math.sqrt(elements)
     rms = (weights_square.sqrt() / root).clamp(min=rule.least_rms)
     return rms * rule.rate(step) / (update_square.sqrt() / (root * rule.clip)).clamp(min=1.0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, load_config
-from engine.config.between import check_plans
+from engine.config.grid_rules import check_plans
 from engine.config.sections import check_installed
 from engine.errors import ConfigError, EngineError
 from engine.launch.doctor.examined import AxisFigure, Examined, HostFacts, Hosts, RankFacts, host_facts, with_gpus
@@ -168,7 +168,7 @@ def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> 
 
 
 def result_json(seen: Examined, findings: Sequence[HostFinding]) -> dict[str, Any]:
-    """Returns all results as plain values."""
+    """Returns all results as a JSON object."""
     starts = not any(finding.severity == "error" for finding in findings)
     return {"starts": starts, "findings": [asdict(finding) for finding in findings], **seen.to_json()}
 

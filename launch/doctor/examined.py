@@ -50,11 +50,11 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Host, from the view of one of its ranks."""
+    """Facts about a host, as one of its ranks sees it."""
 
     name: str
     identity: str
-    """Equal for ranks that can share memory."""
+    """Identity of the host, equal for ranks that can share memory."""
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
     """Digest of the engine's sources."""
@@ -65,23 +65,25 @@ class HostFacts:
     named_addresses: tuple[str, ...] = ()
     """Addresses that the host's name resolves to."""
     route_address: str = ""
-    """Address from which it reaches the rendezvous of the job."""
+    """Local address of the route to the rendezvous."""
     gloo_wish: str = ""
-    """GLOO_SOCKET_IFNAME."""
+    """Value of GLOO_SOCKET_IFNAME."""
     nccl_wish: str = ""
-    """NCCL_SOCKET_IFNAME."""
+    """Value of NCCL_SOCKET_IFNAME."""
     shm_bytes: int | None = None
-    """Size of /dev/shm; None: there is none."""
+    """Bytes of /dev/shm; None: it is missing."""
     shm_free: int = 0
     memory_free: int | None = None
     open_files: int | None = None
-    """Limit of open files of a process; None: no limit."""
+    """Limit of a process's open files; None: unlimited."""
     locked_bytes: int | None = None
-    """Limit of locked memory of a process; None: no limit."""
+    """Limit of a process's locked memory in bytes; None: unlimited."""
     infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
-        """Returns gloo's interface: the configured one, or the one with an address of the host's name."""
+        """Returns the network interface of gloo: the configured one, or one with an address of the host's name; None if
+        unknown.
+        """
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
         for address in self.named_addresses:
@@ -93,7 +95,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Rank, and its host."""
+    """Facts about a rank: host, device, and reasons why training would not start."""
 
     rank: int
     local_rank: int
@@ -101,12 +103,12 @@ class RankFacts:
     device: str
     """Device, such as ``cuda:1``; empty if the rank has none."""
     problem: str
-    """Sentence with the reason why training would not start here; empty if it would."""
+    """Reason why training would not start on this rank; empty if it would."""
     host: HostFacts
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "RankFacts":
-        """Builds the facts from the result of ``asdict``."""
+        """Rebuilds the facts from the result of ``asdict``."""
         host = dict(facts["host"])
         host["gpus"] = tuple(GpuFacts(**gpu) for gpu in host["gpus"])
         given = ({**one, "addresses": tuple(one["addresses"])} for one in host["interfaces"])
@@ -117,42 +119,42 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockFigure:
-    """Difference between the clock of a host and the clock of rank 0."""
+    """Measured offset between the clocks of a host and of rank 0, in seconds."""
 
     host: str
     seconds: float
     uncertain: float
-    """Half of the shortest round trip: the largest error of ``seconds``."""
+    """Maximum error of ``seconds``: half of the shortest round trip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFigure:
-    """Measurement of one group of an axis, while all groups of the axis did the same."""
+    """Measured all-reduce of one group of an axis, while all groups of the axis communicated."""
 
     axis: str
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
-    """Hosts of the group; one if the group is within a host."""
+    """Names of the group's hosts; one for a group within a host."""
     over: str
-    """Library and link, in words."""
+    """Description of library and link."""
     latency: float
     """Seconds of a call with 8 bytes."""
     payload: int
-    """Bytes of the large call."""
+    """Bytes of the large collective."""
     rate: float
-    """Bytes that a rank sends per second."""
+    """Bytes per second that a rank sends."""
     expected_latency: float | None = None
     expected_rate: float | None = None
-    """Rate that the link should reach; None: unknown."""
+    """Expected bytes per second of the link; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFigure:
-    """Measurement of messages in both directions between two hosts."""
+    """Measured messages between two hosts, both directions at once."""
 
     hosts: tuple[str, str]
     latency: float
-    """Seconds in one direction."""
+    """Latency of a message in one direction, in seconds."""
     rate: float
     """Bytes per second in one direction."""
     expected_rate: float | None = None
@@ -160,38 +162,38 @@ class PairFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """All results until the end or until the first failure."""
+    """All results, up to the end or the first failure."""
 
     size: int
     """Number of ranks of the job."""
     facts: tuple[RankFacts, ...] = ()
-    """Facts of the ranks that joined, by rank."""
+    """Facts about the ranks that joined, by rank."""
     met: bool = False
-    """True if rank 0 reached the rendezvous and waited for the others."""
+    """True if rank 0 reached the rendezvous and waited for all other ranks."""
     grid: Mapping[str, int] | None = None
-    """Sizes (pipeline, data, tensor); None: the configuration does not fit."""
+    """Sizes of the grid by axis noun; None: the configuration does not fit the ranks."""
     order: Order = "tp-dp-pp"
-    """Order of the axes, from the innermost."""
+    """Order of the axes, from the fastest-varying with the rank."""
     seconds: float = 30.0
-    """Time limit of an answer."""
+    """Timeout of every wait in seconds."""
     place: str = ""
-    """Rendezvous, in words."""
+    """Description of the rendezvous."""
     shared_bytes: int = 0
     """Bytes that each tensor rank shares with the other tensor ranks of its host."""
     ranks_of_node: int = 0
-    """Processes that the launcher starts on each node; 0: unknown."""
+    """Number of processes per node from the launcher; 0: unknown."""
     failed: tuple[tuple[int, str], ...] = ()
-    """(rank, sentence) for each failure of training's own start or of a measurement."""
+    """Pairs (rank, error sentence) of failures in training's start or in a measurement."""
     silent: tuple[int, ...] = ()
-    """Ranks that joined and later did not answer."""
+    """Ranks that joined but later did not answer."""
     phase: str = ""
-    """Phase of all ranks at the failure."""
+    """Name of the phase in which the examination failed."""
     clocks: tuple[ClockFigure, ...] = ()
     axes: tuple[AxisFigure, ...] = ()
     pairs: tuple[PairFigure, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values."""
+        """Returns the results as a JSON object."""
         return asdict(self)
 
 
@@ -202,7 +204,7 @@ class Hosts:
     facts: tuple[RankFacts, ...]
     of_rank: dict[int, str] = field(init=False)
     ranks: dict[str, list[RankFacts]] = field(init=False)
-    """Ranks by name of the host, in the order of the first rank."""
+    """Ranks by host name, ordered by first rank."""
 
     def __post_init__(self) -> None:
         first = {one.host.identity: one.host for one in reversed(self.facts)}
@@ -217,12 +219,12 @@ class Hosts:
             self.ranks.setdefault(self.of_rank[one.rank], []).append(one)
 
     def host(self, name: str) -> HostFacts:
-        """Returns the facts of a host, from the view of its first rank."""
+        """Returns the facts that a host's first rank has reported."""
         return self.ranks[name][0].host
 
 
 def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
-    """Collects the facts that need no torch; ``target`` is the address of the rendezvous."""
+    """Collects the facts about this host that need no torch; ``target``: address of the rendezvous."""
     name, identity = socket.gethostname(), host_identity()
     size, free = _shared_memory()
     return HostFacts(
@@ -274,7 +276,7 @@ def _memory_free() -> int | None:
 
 
 def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> HostFacts:
-    """Returns the facts with GPUs and NCCL, which torch reports; ``device``, this rank's, is tested."""
+    """Adds GPUs and NCCL to the facts, from torch, after a test of ``device``."""
     import torch
 
     if not torch.cuda.is_available():
@@ -312,7 +314,7 @@ def _has_gpu() -> bool:
 
 
 _FLAGS, _ADDRESS, _ETHTOOL = 0x8913, 0x8915, 0x8946
-"""Requests SIOCGIFFLAGS, SIOCGIFADDR and SIOCETHTOOL of Linux."""
+"""Linux ioctl requests SIOCGIFFLAGS, SIOCGIFADDR and SIOCETHTOOL."""
 _UP, _LOOPBACK = 1, 8
 _SETTINGS = struct.Struct("IIIHBBBBBBIIHBBI8x")
 """``struct ethtool_cmd``: the first number is the command, 1 to read; speed is in two halves."""
@@ -320,7 +322,7 @@ _UNKNOWN = 0xFFFFFFFF
 
 
 def network_interfaces() -> tuple[InterfaceFacts, ...]:
-    """Returns all interfaces, with the addresses and speeds that are known."""
+    """Returns all network interfaces, with known addresses and speeds."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         return tuple(_interface(asking, name) for _, name in socket.if_nameindex())
 
@@ -361,7 +363,7 @@ def _megabits(asking: socket.socket, name: str) -> int | None:
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
-    """Returns the addresses of a host's name; none if it does not resolve."""
+    """Returns the addresses of a host name; empty if it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:

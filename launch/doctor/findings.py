@@ -1,4 +1,4 @@
-"""Findings from the results of an examination: obstacles to a start of training, and causes of slowness. Pure."""
+"""Turns doctor results into findings: reasons that training would not start, and causes of slow links."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ _MOST_SENTENCES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFinding:
-    """Finding about the job: an error or a warning."""
+    """Error or warning about a job."""
 
     severity: Literal["error", "warning"]
-    """error: training would not start."""
+    """Severity; "error": training would not start."""
     kind: str
-    """Topic, in a word."""
+    """Topic of the finding in a word."""
     sentence: str
 
 
@@ -273,14 +273,14 @@ _ROUGH = 0.1
 
 
 def link_findings(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, str]]:
-    """Yields (kind, sentence) for each problem of a link."""
+    """Yields (kind, sentence) for each problem with a link."""
     yield from _wide_tensor(seen, hosts)
     yield from _slow_axes(seen)
     yield from _slowest_pair(seen.pairs)
 
 
 def in_megabytes(rate: float) -> str:
-    """Formats a rate in bytes per second."""
+    """Formats bytes per second as MB/s or GB/s."""
     return f"{rate / 1e9:.1f} GB/s" if rate >= 1e10 else f"{rate / 1e6:.{0 if rate >= 1e7 else 1}f} MB/s"
 
 

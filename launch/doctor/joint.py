@@ -44,12 +44,12 @@ _REACHING = "reaching the meeting point"
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """One rank's part of the examination; ``run`` is called once.
+    """One rank's part in the examination of a job; call ``run`` once.
 
     Args:
-        own: the facts of this rank.
-        config: resolved for the job; None: there is none, and ``own`` has the reason.
-        tell: is called with the name of each phase.
+        own: facts about this rank.
+        config: configuration resolved for the job; None: ``own`` contains the reason.
+        tell: called with the name of each phase.
     """
 
     world: World
@@ -59,9 +59,9 @@ class Examination:
     tell: Callable[[str], None]
     seen: Examined = field(init=False)
     failure: str = ""
-    """Sentence with the reason why this rank could not continue."""
+    """Reason why this rank stopped; empty if it did not."""
     hung: bool = False
-    """True: a phase has not ended, or has failed, so that its resources cannot be released."""
+    """True if a phase of the examination hangs or failed, so that its resources cannot be released."""
     _store: KeyStore | None = None
     """Store for the doctor's own messages; None: this rank has not joined the others."""
     _phase: str = _REACHING
@@ -83,7 +83,7 @@ class Examination:
         )
 
     def run(self) -> Examined:
-        """Examines; on rank 0 the result is that of all ranks."""
+        """Runs the examination; the result on rank 0 covers all ranks."""
         ended = threading.Event()
         self._enter(self._phase, _MEETING_GRACE_SECONDS)
         threading.Thread(target=self._work, args=(ended,), daemon=True).start()
@@ -106,7 +106,7 @@ class Examination:
         return f"no answer within {self.seconds:g} s: {self._phase}{'; ' * bool(words)}{words}."
 
     def say(self, verdict: Mapping[str, Any]) -> None:
-        """Sends rank 0's verdict to the other ranks, and waits until they have read it: the store may end here."""
+        """Sends rank 0's verdict to all other ranks, and waits until they have read it."""
         store, others = self._store, [one.rank for one in self.seen.facts if one.rank not in (0, *self.seen.silent)]
         if store is None or not others:
             return
@@ -122,7 +122,7 @@ class Examination:
         self._limited(speak, 2 * _GRACE_SECONDS)
 
     def hear(self) -> dict[str, Any] | None:
-        """Returns rank 0's verdict on another rank; None if there is none."""
+        """Receives rank 0's verdict on another rank; None if there is none."""
         store, heard = self._store, list[dict[str, Any]]()
         if store is None:
             return None

@@ -23,18 +23,18 @@ from engine.parallel.comm.traffic import sent_bytes
 from engine.parallel.grid import Axis, Grid
 
 MOST_HOSTS = 16
-"""Largest number of hosts for which all pairs are measured."""
+"""Maximum number of hosts for which all pairs are measured."""
 SMALL, PROBE, LARGE = 8, 1 << 16, 1 << 23
-"""Bytes of messages: for the latency, to choose the size, and the largest."""
+"""Bytes of messages: for latency, for the choice of the size, and the maximum."""
 PATIENCE = 0.1
-"""Approximate seconds for the large messages, not counting one that was too large."""
+"""Approximate seconds for the large messages of one measurement."""
 _STEP = 2
 _REPEATS = 5
 _CLOCK_REPEATS = 8
 
 
 def tournament(count: int) -> list[list[tuple[int, int]]]:
-    """Returns rounds of pairs of ``count`` hosts; in a round each host has one pair at most."""
+    """Returns rounds of disjoint pairs of ``count`` hosts that include every pair once."""
     if count < 2:
         return []
     if count > MOST_HOSTS:
@@ -52,12 +52,12 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def ladder(call: Callable[[int], float]) -> int:
-    """Doubles the bytes of ``call`` while it is quick, then repeats the last size, which it returns.
+    """Doubles the bytes of ``call`` while it is fast, then repeats the last size; returns that size.
 
-    A small message says little about a slow link, since switches buffer it.
+    Switches buffer small messages, which hides a slow link.
 
     Args:
-        call: returns the seconds that it took.
+        call: function of a size that returns its seconds.
     """
     size = PROBE
     call(size)
@@ -69,25 +69,25 @@ def ladder(call: Callable[[int], float]) -> int:
 
 
 class Stopwatch:
-    """Seconds of calls, by size; the first of a size is ignored if there are others."""
+    """Durations in seconds by message size; ignores the first duration of a size if there are others."""
 
     def __init__(self) -> None:
         self._taken: dict[int, list[float]] = {}
 
     def note(self, size: int, seconds: float) -> float:
-        """Records a time, and returns it."""
+        """Records the seconds of a call, and returns them."""
         self._taken.setdefault(size, []).append(seconds)
         return seconds
 
     def median(self, size: int) -> float:
-        """Returns the median of the times of a size."""
+        """Returns the median seconds for a size."""
         found = self._taken[size]
         return median(found[1:] or found)
 
 
 @dataclass(frozen=True, slots=True)
 class PairTimes:
-    """Measurement of two hosts, reported by the first one."""
+    """Measured times of a pair of hosts, reported by the first one."""
 
     hosts: tuple[int, int]
     latency: float
@@ -95,7 +95,8 @@ class PairTimes:
 
 
 def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
-    """Plays the tournament; every leader calls it, with the same leaders. Returns the pairs that this leader reports.
+    """Measures all pairs in rounds; every leader (one rank per host) calls it. Returns the pairs that this leader
+    reports.
 
     Raises:
         EngineError: a leader does not answer.
@@ -171,9 +172,9 @@ def _follow(other: _Partner) -> None:
 
 
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
-    """Measures (seconds ahead of the first leader, largest error) of the others, on the first; all leaders call it.
+    """Measures (seconds ahead of the first leader, maximum error) of each host's clock; all leaders call it.
 
-    As in NTP: the answer was written between question and arrival, so the shortest round trip has the smallest error.
+    As in NTP, the shortest round trip has the smallest error.
 
     Raises:
         EngineError: a leader does not answer.
@@ -207,7 +208,7 @@ _Call = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class AxisTimes:
-    """Measurement by a rank of a group of an axis."""
+    """Measured times of one rank in a group of an axis."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -217,7 +218,7 @@ class AxisTimes:
 
 
 def measure_axes(comm: Comm, device: torch.device) -> Iterator[AxisTimes]:
-    """Measures each axis of several ranks; all groups of an axis at the same time, as in training.
+    """Measures the collectives of each axis with several ranks, in all groups at once, as in training.
 
     Raises:
         EngineError: a rank does not join.
@@ -308,7 +309,7 @@ class _Meter:
 def axis_figures(
     times: Sequence[AxisTimes], grid: Grid, hosts: Hosts, device: torch.device, shared: bool
 ) -> list[AxisFigure]:
-    """Returns the measurements by group, with the expected rate of each link; ``shared``: tensor ranks share memory.
+    """Combines the ranks' times by group, with the expected rate of each link; ``shared``: tensor ranks share memory.
 
     A group is as slow as the slowest of its ranks.
     """

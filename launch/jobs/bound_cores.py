@@ -16,7 +16,7 @@ MODULE = "engine.launch.jobs.bound_cores"
 
 
 def read_cores(text: str) -> tuple[int, ...]:
-    """Parses a list of cores such as ``0-3,8``.
+    """Parses a list of CPU cores such as ``0-3,8``.
 
     Raises:
         LaunchError: it is not such a list.
@@ -33,7 +33,7 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 
 def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """Returns the cores of one of ``ranks`` ranks.
+    """Returns the cores of local rank ``rank`` of ``ranks``: a contiguous slice of ``cores``.
 
     Raises:
         LaunchError: there are fewer cores than ranks.
@@ -48,10 +48,10 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Binds this process to its cores, and becomes the program.
+    """Binds this process to its cores, and executes the program.
 
     Raises:
-        LaunchError: there are too few cores, or the host does not have them.
+        LaunchError: there are too few cores, or the host lacks them.
     """
     allowed = sorted(os.sched_getaffinity(0))
     listed, words = (words[1], words[2:]) if words[0] == "--cores" else ("", words)

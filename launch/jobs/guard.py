@@ -1,13 +1,12 @@
 """Guard of torchrun on a host: runs it for as long as its launcher is connected.
 
-It is sent to the host as text and run there, so it imports only Python's own modules.
+The source is sent to the host and run there, so it imports only the standard library.
 
     launcher --ssh--> guard --> torchrun --> ranks
 
 The launcher sends a word per line: ``beat`` every few seconds, ``TERM`` or ``INT`` to pass a signal on, ``KILL`` to end
-everything. A connection that is closed, or silent for too long, counts as TERM. No descendant outlives the guard: it
-adopts orphans, and ends them. Its status is torchrun's, or 128 plus the signal's number, and never 255, which is ssh's
-own.
+everything. A closed or silent connection counts as TERM. No descendant outlives the guard, which adopts and ends
+orphans. The exit code is torchrun's, or 128 plus the signal's number; never 255, which is ssh's.
 """
 
 import contextlib
@@ -24,16 +23,16 @@ import time
 from typing import Any
 
 MARK = "\x1etrine-guard "
-"""Prefix of a line of the error stream that is only for the launcher."""
+"""Prefix of a line of stderr for the launcher only."""
 SILENCE_SECONDS = 30.0
 AFTER_SECONDS = 1.4
-"""Time for processes that outlive torchrun, such as the watchdog's monitor with its report."""
+"""Seconds for processes that run on after torchrun, such as the watchdog's monitor."""
 SET_CHILD_SUBREAPER = 36
 SET_PARENT_DEATH_SIGNAL = 1
 
 
 def watch_over_torchrun() -> None:
-    """Replaces an older guard of the same job and host, runs the requested command and ends with its status."""
+    """Replaces an older guard of the same job on this host, runs torchrun, and exits with its exit code."""
     wish = json.loads(sys.stdin.readline())
     libc = ctypes.CDLL(None)
     libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -30,18 +30,18 @@ _LINE = re.compile(rf"(?:{_NAME}|(?P<six>{_USER}{_SIX})(?:{_SLOTS.replace('slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Host of a job, from a line of the file."""
+    """Host of a job, from one line of a hostfile."""
 
     name: str
     """Name for ssh, such as ``node0`` or ``user@node0``."""
     slots: int | None
-    """Number of its ranks."""
+    """Number of ranks on the host; None: one per GPU."""
     devices: tuple[int, ...] = ()
-    """GPUs that its ranks may use; empty: all."""
+    """Indices of the GPUs for its ranks; empty: all."""
 
     @property
     def address(self) -> str:
-        """Address of the host, as the other hosts resolve it."""
+        """Host name or IP address without the user."""
         return self.name.rpartition("@")[2]
 
 
@@ -89,11 +89,10 @@ def _problems_of(host: Host, before: list[Host], place: str) -> Iterator[LaunchE
 
 
 def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """Returns the selected hosts, with the GPUs that they may use.
+    """Selects hosts, and GPUs on them, by ``--include`` or ``--exclude``.
 
     Raises:
-        LaunchError: both are given; one of them names a host that is not listed, or GPUs that it does not have, or
-            leaves nothing.
+        LaunchError: both are given; one names an unlisted host or missing GPUs; or no host remains.
     """
     if include is not None and exclude is not None:
         raise LaunchError("--include and --exclude both select hosts; give one of them.")

@@ -59,12 +59,12 @@ PLACES = {
     "namespace": ("kubernetes",),
     "max_restarts": ("kubernetes",),
 }
-"""Launch places of each option; options that are not listed apply everywhere."""
+"""Launch methods to which each option applies; options that are not listed apply to all."""
 POD_SECONDS = 600
-"""Seconds within which pods have to join: some may first have to load the image."""
+"""Timeout in seconds for pods to join, which may first pull the image."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 HERE = (*LOOPBACK, "worker-0")
-"""Names of this host in ``--include`` and ``--exclude``."""
+"""Names of the local host in ``--include`` and ``--exclude``."""
 FLAGS = {"local": "a job on this host", "ssh": "--hostfile", "slurm": "--slurm", "kubernetes": "--kubernetes"}
 
 
@@ -128,10 +128,10 @@ def _count(text: str) -> int:
 
 
 def launch(options: Namespace) -> int:
-    """Starts or writes the job; returns its exit status.
+    """Starts the job or writes its file; returns the exit status.
 
     Raises:
-        LaunchError: all problems, before anything is started.
+        LaunchError: options are wrong; the message lists all problems, before anything is started.
     """
     for line in options.became:
         print(f"trine launch: {line}.", file=sys.stderr)

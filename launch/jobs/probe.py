@@ -20,7 +20,7 @@ SOURCES = (".py", ".json")
 
 
 def gpu_names() -> list[str]:
-    """Returns the name of each GPU that a process of this host may use, from ``nvidia-smi``, without torch."""
+    """Returns the names of the GPUs on this host from ``nvidia-smi``, without torch."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None or given == "":
         return []
@@ -36,7 +36,7 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Answers the question in the input."""
+    """Reads the launcher's request from stdin, and prints facts about this host as one line of JSON."""
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
 
@@ -72,7 +72,7 @@ def _version(package: str) -> str:
 
 
 def sources_digest(folder: "str | os.PathLike[str]") -> str:
-    """Returns the digest of names and bytes of all sources below ``folder``, with links; empty if one is unreadable."""
+    """Returns a digest of names and bytes of all source files in ``folder``; empty if one is unreadable."""
     found = [
         os.path.join(base, name)
         for base, _, names in os.walk(folder, followlinks=True)

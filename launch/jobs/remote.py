@@ -20,9 +20,9 @@ from engine.launch.jobs.hostfile import Host
 from engine.launch.jobs.request import JobRequest, refuse_all
 
 LOST = 255
-"""ssh's exit status for a failed connection; the guard never ends with it."""
+"""Exit code of ssh for a failed connection, which the guard never uses."""
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-"""Options of ssh: a host that is silent for 15 s is lost."""
+"""Options of ssh that drop a host after 15 s of silence."""
 _FIRST = "import sys,json;exec(json.loads(sys.stdin.readline()))"
 
 
@@ -33,9 +33,9 @@ class SshRequest:
     hostfile: Path
     hosts: tuple[Host, ...]
     ssh: tuple[str, ...]
-    """Command with the user's options; they come first, so they override ours."""
+    """ssh command with the user's options, which precede and override Trine's."""
     seconds: float
-    """Time limit of a host's answer."""
+    """Timeout of a host's answer."""
     python: str
 
     def command(self, host: Host) -> list[str]:
@@ -46,28 +46,28 @@ class SshRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer of a host to the probe's question."""
+    """Answer of a host to the probe, or the reason why there is none."""
 
     facts: Mapping[str, Any] | None
-    """Facts of the host; None: it did not answer."""
+    """Facts about the host; None: no answer."""
     lost: bool = False
-    """True if ssh failed, and not the remote program."""
+    """True if ssh itself failed, not the remote program."""
     reason: str = ""
     """Error message of ssh or of the remote shell."""
 
 
 def input_of(program: Path, question: Mapping[str, Any]) -> bytes:
-    """Returns the two lines of input of a program."""
+    """Returns the two lines of stdin for a remote program: its source code and its request."""
     return f"{json.dumps(program.read_text(encoding='utf-8'))}\n{json.dumps(dict(question))}\n".encode()
 
 
 def guard_input(wish: Mapping[str, Any]) -> bytes:
-    """Returns the input of a host that runs torchrun."""
+    """Returns the stdin of the guard on a host, for the request ``wish``."""
     return input_of(Path(guard.__file__), wish)
 
 
 def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
-    """Runs the probe on a host, within the time limit."""
+    """Runs the probe on a host within the timeout, and returns its JSON answer."""
     given = input_of(Path(probe.__file__), question)
     try:
         done = subprocess.run(
@@ -86,7 +86,7 @@ def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
 
 
 def failure_message(lines: Sequence[str]) -> str:
-    """Returns the reason in ssh's last line, without its own name, the host and the port."""
+    """Returns the reason in ssh's last line, without program name, host and port."""
     content = [line.strip() for line in lines if line.strip()]
     if not content:
         return ""
@@ -95,38 +95,38 @@ def failure_message(lines: Sequence[str]) -> str:
 
 
 AT_ONCE = 64
-"""Maximal hosts that are asked at the same time."""
+"""Maximum number of hosts contacted at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReply:
-    """Facts of a host that answered."""
+    """Facts about a host that answered the probe."""
 
     host: Host
     folder: bool
-    """True if it has the launcher's folder."""
+    """True if the launcher's folder exists on the host."""
     python: str
     torch: str
     trine: str
-    """Versions, empty for a missing package; Trine may run from its sources."""
+    """Version of Trine; empty if not installed, since Trine may run from sources."""
     script: str
     engine: str
-    """Digests, empty for a missing file or package."""
+    """Digest of the engine's sources; empty if missing."""
     engine_folder: str
     gpus: Sequence[str]
     port: int
     """Free port on the first host; 0 if the requested port is taken."""
     unknown: Sequence[str]
-    """Host names that it cannot resolve."""
+    """Host names of the job that do not resolve on the host."""
 
     @property
     def gpu_text(self) -> str:
-        """Text such as ``2 x NVIDIA H100`` or ``no GPU``."""
+        """GPUs as text, such as ``2 x NVIDIA H100`` or ``no GPU``."""
         return ", ".join(f"{count} x {name}" for name, count in Counter(self.gpus).items()) or "no GPU"
 
 
 def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict[str, Any]:
-    """Returns the question to a host; ``port`` is the store's, 0 for any, on the host with the store."""
+    """Returns the probe's question; ``port``: port of the store on its host, 0 for any."""
     names = [host.address for host in ssh.hosts] if len(ssh.hosts) > 1 else []
     return {
         "folder": str(request.folder),
@@ -139,18 +139,18 @@ def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweringHosts:
-    """Hosts that a job starts on, in the order of the file, and hosts that an elastic job starts without."""
+    """Hosts on which a job starts, in the order of the hostfile, and unreachable hosts of an elastic job."""
 
     found: tuple[HostReply, ...]
     absent: Mapping[Host, str]
-    """Hosts that do not answer, with the reason."""
+    """Hosts without an answer, with the reason."""
 
 
 def examine(request: JobRequest, ssh: SshRequest) -> AnsweringHosts:
-    """Asks all hosts and compares them. An elastic job starts on the hosts that answer, if there are enough.
+    """Probes all hosts and compares them. An elastic job starts on the answering hosts, if there are enough.
 
     Raises:
-        LaunchError: every problem of every host.
+        LaunchError: hosts do not answer or differ; the message lists all problems.
     """
     wish = request.port or 0
     with ThreadPoolExecutor(min(AT_ONCE, len(ssh.hosts))) as pool:
@@ -180,7 +180,7 @@ def examine(request: JobRequest, ssh: SshRequest) -> AnsweringHosts:
 
 
 def unanswered(ssh: SshRequest, host: Host, answer: Answer) -> LaunchError:
-    """Returns the error about a host that did not answer the question."""
+    """Returns the error for a host that did not answer the probe."""
     if not answer.lost:
         return LaunchError(
             f"{host.name}: {ssh.python} does not run there ({answer.reason}); give --python PATH of one on all hosts."
@@ -215,7 +215,7 @@ def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostReply) -> Ite
 
 
 def differences(facts: HostReply, other: HostReply, script: str) -> Iterator[LaunchError]:
-    """Yields the differences between two hosts that must be equal."""
+    """Yields an error for each difference between two hosts that must be equal."""
     name, than = facts.host.name, other.host.name
     if facts.python != other.python:
         yield LaunchError(
@@ -257,11 +257,11 @@ def _port_problem(request: JobRequest, facts: HostReply) -> list[LaunchError]:
 
 
 def ranks_on(request: JobRequest, facts: HostReply) -> int:
-    """Returns the ranks of a host: as requested, as the hostfile has it, one for each GPU, or one."""
+    """Returns the number of ranks on a host: as requested, by the hostfile, one per GPU, or one."""
     return request.ranks_per_node or facts.host.slots or len(facts.gpus) or 1
 
 
 def free_port(request: JobRequest, ssh: SshRequest, host: Host) -> int:
-    """Returns a port for the store on a host that takes it over; 0 if it does not answer."""
+    """Returns a free port for the store on its new host; 0 if the host does not answer."""
     answer = ask(ssh, host, question_for(request, ssh, 0))
     return int(answer.facts["port"]) if answer.facts is not None else 0

@@ -14,16 +14,16 @@ from typing import Any, Literal, Self
 from engine.errors import LaunchError
 
 ScriptForm = Literal["script", "module", "program"]
-"""A file for Python, a module for ``python -m``, or a program that needs no Python."""
+"""Kind of a script: Python file, module for ``python -m``, or program without Python."""
 PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TRINE_*")
-"""Variables of the launcher that all hosts get, as names or globs."""
+"""Environment variables, as names or globs, that the launcher passes to all hosts."""
 
 
 def refuse_all(problems: Sequence[LaunchError]) -> None:
-    """Raises all problems as one error, a line each; does nothing without problems.
+    """Raises all problems as one error, one per line; does nothing without problems.
 
     Raises:
-        LaunchError: there is one or more.
+        LaunchError: ``problems`` is not empty.
     """
     if problems:
         raise LaunchError("\n".join(map(str, problems)))
@@ -31,7 +31,7 @@ def refuse_all(problems: Sequence[LaunchError]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCount:
-    """Number of nodes of a job: one number, or minimum and maximum for an elastic job."""
+    """Number of nodes of a job; minimum and maximum for an elastic job."""
 
     least: int
     most: int
@@ -60,27 +60,27 @@ class NodeCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """Part of a command that applies to every place."""
+    """Options of ``trine launch`` that apply to every launch method."""
 
     script: str
-    """A file, a module or a program, by ``form``."""
+    """Script file, module or program, by ``form``."""
     arguments: tuple[str, ...]
     python: str
     ranks_per_node: int | None
     nodes: NodeCount | None
     export: Mapping[str, str]
-    """Variables of the ranks: from ``--export``, and over ssh also ``PASSED_ON``."""
+    """Environment variables of the ranks: ``--export``, and ``PASSED_ON`` over ssh."""
     folder: Path
     """Working directory of the launcher."""
     name: str
     port: int | None
     join_seconds: int
-    """Time limit of the rendezvous of all nodes."""
+    """Timeout of the rendezvous of all nodes in seconds."""
     form: ScriptForm = "script"
     cores: str | None = None
-    """Cores that the ranks of a host share, such as 0-3,8; empty: all of its cores; None: ranks are not bound."""
+    """Cores to divide among the ranks of a host, such as 0-3,8; empty: all cores; None: ranks are not bound."""
     grace_seconds: int
-    """Time of ranks between SIGTERM and SIGKILL, to write a checkpoint."""
+    """Seconds between SIGTERM and SIGKILL, for a last checkpoint."""
 
     @property
     def elastic(self) -> bool:
@@ -88,10 +88,10 @@ class JobRequest:
         return self.nodes is not None and self.nodes.elastic
 
     def ranks(self, why: str) -> int:
-        """Returns the ranks of a node, for places where GPUs cannot be counted.
+        """Returns the ranks per node, for launch methods that cannot count GPUs; ``why``: reason for the error.
 
         Raises:
-            LaunchError: the number was not given.
+            LaunchError: the number is not specified.
         """
         if self.ranks_per_node is None:
             raise LaunchError(
@@ -118,7 +118,7 @@ def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str,
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that every host gets without ``--export``."""
+    """Returns the environment variables that every host gets without ``--export``."""
     return {
         name: value
         for name, value in environment.items()
@@ -138,7 +138,7 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "--bind-cores": ("--bind_cores_to_rank",),
     "--bind-cores-to": ("--bind_core_list",),
 }
-"""Options of Trine, with DeepSpeed's spellings."""
+"""Options of Trine, with DeepSpeed's spellings of them."""
 IDLE = {
     "--no_local_rank": "a script gets --local_rank only with --local-rank",
     "--no_ssh_check": "hosts are checked before anything starts, within --preflight-timeout",
@@ -147,7 +147,7 @@ IDLE = {
     "-q": "only the job's own lines are printed",
     "--elastic_training": "--elastic MIN:MAX makes a job elastic",
 }
-"""Flags without effect, with the reason."""
+"""DeepSpeed flags without effect, with the reason."""
 IDLE_VALUES = {
     "--save_pid": "the launcher of one host becomes torchrun, whose process id is its own",
     "--log_level": "TORCH_CPP_LOG_LEVEL and logging.getLogger('trine') set the level of messages",
@@ -162,7 +162,7 @@ REFUSED = {
     "--min_elastic_nodes": "give --elastic MIN:MAX",
     "--max_elastic_nodes": "give --elastic MIN:MAX",
 }
-"""Options with a value, and their replacements here."""
+"""Refused DeepSpeed options, with their replacement in Trine."""
 LAUNCHERS = {"pdsh": "--hostfile", "ssh": "--hostfile"}
 ENVIRONMENT_FILE = ".deepspeed_env"
 
@@ -231,7 +231,7 @@ class _Launcher(_Told):
 
 
 def drop_one_node(options: Namespace) -> None:
-    """Ignores ``--nodes 1`` without a place for nodes, which DeepSpeed's users pass for one host."""
+    """Ignores ``--nodes 1`` without a hostfile or scheduler, as DeepSpeed's users pass it for one host."""
     if options.nodes == "1" and options.hostfile is None and not options.slurm and options.kubernetes is None:
         options.nodes = None
 

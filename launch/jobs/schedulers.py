@@ -5,8 +5,7 @@ Kubernetes   manifests: a JobSet, or a TrainJob of Kubeflow Trainer v2 with the 
 
 A JobSet ``jobset.x-k8s.io/v1alpha2`` gives its pods the DNS names ``<set>-<job>-<job index>-<pod index>.<set>`` by a
 headless service. A ``TrainJob`` of ``trainer.kubeflow.org/v1alpha1`` fills the container ``node`` of the job that is
-labelled as the trainer. A volume can only be in its runtime for all versions, since 2.2 has renamed the fields that
-patch one.
+labelled as the trainer. Volumes are in its runtime, because version 2.2 has renamed the fields that patch them.
 """
 
 import json
@@ -25,14 +24,14 @@ from engine.launch.jobs.request import JobRequest
 from engine.launch.jobs.torchrun import RendezvousEndpoint, shell_line, torchrun_command, torchrun_environment
 
 WRITTEN = "# Written by trine launch"
-"""Mark of written files; only files with this line are overwritten."""
+"""First line of written files; other files are never overwritten."""
 
 
 def write_job_file(path: Path, text: str) -> None:
-    """Writes a file of the launcher, but never over a file that the launcher has not written.
+    """Writes a file of the launcher; refuses to overwrite a file from another source.
 
     Raises:
-        LaunchError: there is another file, or it cannot be written.
+        LaunchError: another file exists, or the path cannot be written.
     """
     try:
         if path.exists() and WRITTEN not in path.read_text(encoding="utf-8", errors="replace"):
@@ -43,32 +42,32 @@ def write_job_file(path: Path, text: str) -> None:
 
 
 SECONDS_BEFORE_THE_END = 60
-"""Seconds between the deadline of checkpoints and the time limit, in which torchrun and srun end."""
+"""Seconds between the deadline of the last checkpoint and Slurm's time limit, for torchrun and srun to end."""
 PROCESSORS_WITH_GPU = 8
-"""Processors of a rank with a GPU: Python, NCCL's threads and workers that read data; GPU nodes have that many."""
+"""CPUs per rank with a GPU, for Python, NCCL's threads and data workers."""
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 """Port below Linux's ephemeral range, different for each job of a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmRequest:
-    """Options that only Slurm has."""
+    """Options of ``trine launch`` for Slurm only."""
 
     time: str | None
     partition: str | None
     account: str | None
     gpus_per_node: int | None
     cpus_per_rank: int | None
-    """None: ``PROCESSORS_WITH_GPU`` for a rank with a GPU, 1 for one without."""
+    """CPUs per rank; None: ``PROCESSORS_WITH_GPU`` with a GPU, else 1."""
     more: tuple[str, ...]
-    """Other options of sbatch, as ``--qos=high``."""
+    """Other options of sbatch, such as ``--qos=high``."""
 
 
 def slurm_script(request: JobRequest, slurm: SlurmRequest) -> str:
-    """Returns the text of the script.
+    """Returns the batch script of a job for sbatch.
 
     Raises:
-        LaunchError: nodes or ranks were not given.
+        LaunchError: nodes or ranks are not specified.
     """
     if request.nodes is None:
         raise LaunchError("--slurm needs --nodes N, or --nodes MIN:MAX for an elastic job.")
@@ -176,18 +175,18 @@ def submit(path: Path) -> int:
 
 KINDS = ("jobset", "trainer")
 PORT = 29500
-"""Port of the store; Kubeflow Trainer opens this one."""
+"""Port of the store, as Kubeflow Trainer opens it."""
 NODE = "node"
-"""Name of the job and of its container, which Kubeflow Trainer expects."""
+"""Name of the replicated job and of its container, which Kubeflow Trainer requires."""
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 SECONDS_AFTER_GRACE = 30
 LONGEST_NAME = 40
-"""Limit of the name: pods append their indices, and may have 63 letters."""
+"""Maximum length of the job's name, since pods append indices, up to 63 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesRequest:
-    """Options that only Kubernetes has."""
+    """Options of ``trine launch`` for Kubernetes only."""
 
     kind: str
     image: str | None
@@ -197,7 +196,7 @@ class KubernetesRequest:
 
 
 def manifest(request: JobRequest, wish: KubernetesRequest) -> str:
-    """Returns the text of the file.
+    """Returns the YAML manifest of a job.
 
     Raises:
         LaunchError: image, nodes or ranks are missing, or the name is invalid.

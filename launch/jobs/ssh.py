@@ -2,9 +2,11 @@
 
 ``HostRun`` is one host from the view of the launcher, ``Running`` all of them, and ``SshJob`` decides when they end:
 
-a host ends with 0        it is done; the others continue with an error             the job ends everywhere its ssh ends
-(LOST)       the job ends everywhere; an elastic one continues while enough hosts are left .. and it had the store   an
-elastic job restarts on the remaining hosts, with the store on the next one a lost host answers       it joins again
+a host ends with 0        it is done; the others continue
+with an error             the job ends everywhere
+its ssh ends (LOST)       the job ends everywhere; an elastic one continues while enough hosts are left
+.. and it had the store   an elastic job restarts on the remaining hosts, with the store on the next one
+a lost host answers       it joins again
 """
 
 import contextlib
@@ -43,7 +45,7 @@ from engine.reporting.failure_message import is_consequence
 
 BEAT_SECONDS = 5.0
 NO_MEETING = ("RendezvousTimeoutError", "RendezvousConnectionError")
-"""torchrun's errors if its nodes have not joined."""
+"""Errors of torchrun if its nodes did not join."""
 KILLED = 128 + signal.SIGKILL
 _KEPT = 60
 """Number of the last lines of the error stream that are searched for a reason."""
@@ -53,25 +55,25 @@ _ITS_FRAMES = re.compile(rb"Exception raised from |frame #\d+: |<omitting python
 
 
 class Screen:
-    """Output of all hosts, line by line, prefixed with their names."""
+    """Printer of all hosts' output, line by line, prefixed by host names."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def show(self, stream: IO[bytes], host: str, line: bytes) -> None:
-        """Prints a line of a host."""
+        """Prints a line of a host's output to ``stream``."""
         with self._lock, contextlib.suppress(BrokenPipeError):
             stream.write(f"[{host}] ".encode() + line.rstrip(b"\r\n") + b"\n")
             stream.flush()
 
     def say(self, text: str) -> None:
-        """Prints a line of the launcher itself."""
+        """Prints a line of the launcher."""
         with self._lock:
             print(f"trine launch: {text}", file=sys.stderr, flush=True)
 
 
 class HostRun:
-    """torchrun on a host, with its output."""
+    """Process that runs torchrun on one host over ssh, with its output."""
 
     def __init__(self, host: Host, command: list[str], wish: Mapping[str, Any], screen: Screen) -> None:
         self.host = host
@@ -113,7 +115,7 @@ class HostRun:
             self._screen.show(target, self.host.name, line)
 
     def say(self, word: str) -> None:
-        """Sends a word to the guard."""
+        """Sends a control word to the guard on the host."""
         self._write(f"{word}\n".encode())
 
     def _write(self, given: bytes) -> None:
@@ -123,7 +125,7 @@ class HostRun:
                 self._process.stdin.flush()
 
     def status(self) -> int | None:
-        """Returns the exit status, once all output is printed; None while it runs."""
+        """Returns the exit status once all output is printed; None while torchrun runs."""
         code = self._process.poll()
         if code is not None:
             for reader in self._readers:
@@ -135,24 +137,24 @@ class HostRun:
 
     @property
     def taken_down(self) -> bool:
-        """True if torchrun's root cause here blames another rank, or was ended by a signal."""
+        """True if torchrun blames another rank, or was ended by a signal."""
         root = "".join(self._errors).rpartition("Root Cause")[2]
         return is_consequence(root) or re.search(r"exitcode +: -15\b", root) is not None
 
     @property
     def reason(self) -> str:
-        """ssh's own message about its end."""
+        """Last error message of ssh itself."""
         return failure_message(self._errors) or "without a message"
 
     def abandon(self) -> None:
-        """Ends ssh itself; the guard on the host then notices the closed connection."""
+        """Kills ssh; the guard on the host then notices the closed connection."""
         self._process.kill()
         self._process.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Rendezvous of the hosts, with the number of its round."""
+    """Rendezvous address of the hosts, with the number of restarts."""
 
     first: Host
     port: int
@@ -160,20 +162,20 @@ class MeetingPlace:
     round: int = 0
 
     def moved(self, first: Host, port: int) -> "MeetingPlace":
-        """Returns the rendezvous of the same job with the store on another host."""
+        """Returns the rendezvous with the store on another host, after a restart."""
         return replace(self, first=first, port=port, round=self.round + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshPlan:
-    """Request, hosts and ssh of a job."""
+    """Request, hosts and ssh command of a job."""
 
     request: JobRequest
     ssh: SshRequest
     hosts: tuple[HostReply, ...]
 
     def wish(self, facts: HostReply, meeting: MeetingPlace) -> dict[str, Any]:
-        """Returns the request to the guard of a host."""
+        """Returns the request to the guard on a host."""
         rendezvous = RendezvousEndpoint(
             address=meeting.first.address,
             port=meeting.port,
@@ -192,12 +194,12 @@ class SshPlan:
         }
 
     def start(self, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
-        """Starts torchrun on a host."""
+        """Starts torchrun on a host over ssh."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
 
 class Running:
-    """All hosts that currently run, and messages to them."""
+    """Processes on all running hosts; sends them control words."""
 
     def __init__(self, plan: SshPlan, screen: Screen) -> None:
         self._plan = plan
@@ -206,11 +208,11 @@ class Running:
         self.runs: dict[Host, HostRun] = {}
 
     def start(self, facts: HostReply, meeting: MeetingPlace) -> None:
-        """Starts torchrun on a host."""
+        """Starts torchrun on a host, and tracks it."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 
     def ended(self) -> list[tuple[HostRun, int]]:
-        """Waits briefly, sends beats to running hosts, and returns the hosts that have ended since the last call."""
+        """Waits briefly, sends keep-alives to running hosts, and returns hosts that have ended since the last call."""
         time.sleep(0.1)
         if time.monotonic() > self._beaten + BEAT_SECONDS:
             self._beaten = time.monotonic()
@@ -221,12 +223,12 @@ class Running:
         return found
 
     def say(self, word: str) -> None:
-        """Sends a word to all guards."""
+        """Sends a control word to all guards."""
         for run in self.runs.values():
             run.say(word)
 
     def end(self, seconds: float) -> list[tuple[HostRun, int]]:
-        """Ends all hosts: by TERM, then by KILL, then by ending ssh."""
+        """Ends torchrun on all hosts: TERM, then KILL after ``seconds``, then ssh itself."""
         found: list[tuple[HostRun, int]] = []
         for word, wait in (("TERM", seconds), ("KILL", 10.0)):
             self.say(word)
@@ -241,30 +243,30 @@ class Running:
 
 
 RETRY_SECONDS = 2.0
-"""Seconds between two attempts to reach a lost host; an attempt may take ``TRY_SECONDS``."""
+"""Seconds between two attempts to reach a lost host, of ``TRY_SECONDS`` each."""
 TRY_SECONDS = 5.0
 FAILED_SECONDS = 15.0
-"""Seconds for hosts to end after another one has failed: no step can end, but the watchdog can still report why."""
+"""Seconds for hosts to end after another one has failed, enough for the watchdog's report."""
 HURRY_SECONDS = 1.0
-"""Signals within this time count as one: Ctrl-C sends one, but schedulers may send several."""
+"""Seconds within which several signals count as one."""
 
 
 class AskedToStop:
-    """Signals that the launcher received."""
+    """Record of the signals that the launcher received."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self._last = float("-inf")
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Records a signal."""
+        """Records a signal, as a signal handler."""
         if time.monotonic() - self._last > HURRY_SECONDS:
             self.numbers.append(number)
         self._last = time.monotonic()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Makes SIGTERM and SIGINT end the job instead of the launcher inside this context."""
+        """Records SIGTERM and SIGINT inside the context instead of ending the launcher."""
         before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -275,19 +277,19 @@ class AskedToStop:
 
 @dataclass(slots=True)
 class JobEnd:
-    """Result of the job."""
+    """Exit status of the job, with its reason."""
 
     code: int = 0
     words: str = ""
 
     @property
     def given(self) -> bool:
-        """True if the result is known."""
+        """True if the job's result is known."""
         return bool(self.words)
 
 
 class SshJob:
-    """Job from its start to its end."""
+    """Job over ssh, from start to end."""
 
     def __init__(self, plan: SshPlan, meeting: MeetingPlace, absent: Mapping[Host, str] | None = None) -> None:
         """Takes ``absent``, the hosts that an elastic job starts without, with the reasons; they are tried again."""
@@ -306,7 +308,7 @@ class SshJob:
         """Facts of all hosts, lost or not."""
 
     def run(self) -> int:
-        """Starts all hosts; returns the exit status of the first that failed, else 0."""
+        """Runs the job; returns the exit status of the first failed host, else 0."""
         stop = AskedToStop()
         try:
             with stop.listening():

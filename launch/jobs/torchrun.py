@@ -13,33 +13,35 @@ from engine.launch.jobs.request import JobRequest
 
 JOIN_SECONDS = 60
 ELASTIC_CONF = MappingProxyType({"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"})
-"""Rendezvous settings: wait 1 s more once MIN nodes joined; drop a silent node after 3 s instead of 15."""
+"""Rendezvous settings of torchrun: 1 s more after MIN nodes joined; drop a silent node after 3 s instead of 15."""
 MAX_RESTARTS = "--max-restarts=100"
 ELASTIC_ENVIRONMENT = MappingProxyType({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-"""Otherwise torch caches the address of rank 0's first store, and a node that joins later waits for it forever."""
+"""Environment of elastic torchruns. Otherwise torch caches the address of rank 0's first store, and a later node
+hangs.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousEndpoint:
-    """Rendezvous of the nodes of a job."""
+    """Rendezvous endpoint of a job's nodes, for torchrun."""
 
     address: str
-    """Address of the node with the store, as all nodes resolve it."""
+    """Address of the node with the store, resolvable on all nodes."""
     port: int | str
     identity: str
     is_host: str
-    """"1" on that node and "0" elsewhere: torch's own guess fails for a name that its node cannot resolve to itself."""
+    """torchrun's ``is_host``: "1" on the node with the store, else "0"; torch's own guess can fail."""
     local_address: str | None = None
-    """Address of this node, as the others resolve it."""
+    """Address of this node, resolvable on the other nodes."""
 
     @property
     def endpoint(self) -> str:
-        """Address and port; an IPv6 address is in brackets."""
+        """Address with port; an IPv6 address is in brackets."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
 def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: RendezvousEndpoint | None) -> list[str]:
-    """Returns ``python -m torch.distributed.run ... script arguments``; without ``meeting``, for this host only."""
+    """Returns the command ``python -m torch.distributed.run ...``; ``meeting`` None: a job on this host only."""
     here = ["--standalone"]
     if request.port is not None:
         here = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{request.port}"]
@@ -70,9 +72,9 @@ def _program(request: JobRequest) -> list[str]:
 
 
 def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> dict[str, str]:
-    """Returns the variables of torchrun: the user's exports, settings of elastic jobs, and the time for a last save.
+    """Returns the environment of torchrun: exports, elastic settings, and the timeout for a last checkpoint.
 
-    ``devices``: GPUs of the host that its ranks may use; empty: all.
+    ``devices``: indices of the GPUs for its ranks; empty: all.
     """
     elastic = ELASTIC_ENVIRONMENT if request.elastic else {}
     seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
@@ -80,7 +82,7 @@ def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> di
 
 
 def shell_line(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """Returns the command for a shell; ``variables`` maps words of it, such as ``@HEAD@``, to shell expressions."""
+    """Quotes the command for a shell; ``variables``: shell expressions for placeholder words such as ``@HEAD@``."""
     line = shlex.join(command)
     for word, value in (variables or {}).items():
         line = line.replace(word, value)

@@ -25,17 +25,17 @@ from engine.planning.cost_model.hardware import FOLDER, known_gpus, spec_of
 
 REPEATS = 5
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
-"""Widths of the products."""
+"""Widths of the measured square matrix products."""
 COPIED = 1 << 31
-"""Bytes of the copy."""
+"""Bytes copied in the bandwidth measurement."""
 TOKENS, HEADS, HEAD_WIDTH = 8192, 32, 128
-"""Sizes of the attention."""
+"""Tokens, heads and head width of the measured attention."""
 FALLBACK = "h100"
-"""Kind of GPU that provides the unmeasured values of an unknown kind."""
+"""Kind of GPU with the data sheet for unmeasured numbers of unknown GPUs."""
 
 
 def calibrate(path: Path, links: Path | None = None) -> None:
-    """Measures, writes ``path`` and prints its measured entries.
+    """Measures this machine's GPU, writes the results to ``path``, and prints them.
 
     Raises:
         ConfigError: there is no GPU, or a file cannot be read or written.
@@ -66,12 +66,12 @@ def calibrate(path: Path, links: Path | None = None) -> None:
 
 
 def gpu_kind_of(name: str) -> str | None:
-    """Returns the known kind of GPU in a vendor's name."""
+    """Returns the known kind of GPU in a vendor's device name; None if unknown."""
     return next((kind for kind in known_gpus() if kind in name.lower().replace(" ", "")), None)
 
 
 def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns the file of a known kind as a starting point for another one."""
+    """Returns the data of a known GPU kind under ``name``, as a template for another GPU's file."""
     for entry in (*content.values(), *content["reached"].values()):
         if isinstance(entry, dict) and "source" in entry:
             entry["source"] = f"not measured, as in the file of its kind: {entry['source']}"
@@ -102,7 +102,7 @@ _Entry = tuple[str, float, str]
 
 
 def measured(device: torch.device) -> list[_Entry]:
-    """Measures this device alone."""
+    """Measures products, attention and copies on ``device``."""
     dtype = torch.bfloat16
     times = {width: _product_seconds(width, device, dtype) for width in WIDTHS}
     rate, half = line_of(times)
@@ -125,7 +125,7 @@ def measured(device: torch.device) -> list[_Entry]:
 
 
 def line_of(times: Mapping[int, float]) -> tuple[float, float]:
-    """Returns (FLOPs per second at infinite width, width at which half of it is reached) from seconds by width.
+    """Fits (FLOP/s at infinite width, width with half of it) to the seconds of products by width.
 
     2 w^3 / seconds = R w / (w + w0), so w / rate is the line (w + w0) / R; least squares.
     """
@@ -162,7 +162,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def link_entries(axes: Sequence[Mapping[str, Any]]) -> list[_Entry]:
-    """Returns the links from the axes of a doctor: the fastest group within a host, the slowest between hosts."""
+    """Returns the links for a GPU file from a doctor's axes: fastest group within a host, slowest between hosts."""
     found: list[_Entry] = []
     for inside, rate, latency in ((True, "link", "link_latency"), (False, "network", "network_latency")):
         groups = [axis for axis in axes if (len(axis["hosts"]) == 1) == inside and axis["rate"] > 0]

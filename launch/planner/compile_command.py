@@ -29,7 +29,7 @@ _UNUSED = {"nodes": None, "memory": None, "batch": None, "price": None, "top": N
 
 
 class StepSubject(NamedTuple):
-    """Model, configuration and request of a step."""
+    """Model, configuration and launch options of a training step."""
 
     planned: "PlannedModel"
     config: Config
@@ -56,10 +56,10 @@ def add_compile_options(command: ArgumentParser) -> None:
 
 
 def run_compile(options: Namespace) -> None:
-    """Notes the kernels of a step, and compiles the kernels that Triton's cache lacks.
+    """Collects the kernels of a step, and compiles the ones missing in Triton's cache.
 
     Raises:
-        EngineError: the model, the configuration or the GPU is refused; there is no Triton.
+        EngineError: the model, the configuration or the GPU is refused, or Triton is not installed.
     """
     if options.processes < 1:
         raise ConfigError(f"--processes {options.processes}: give a number of at least 1.")
@@ -98,8 +98,9 @@ def _noted(options: Namespace, name: str, gpu: "GpuShape") -> "list[NotedKernel]
 
 
 def note_subject(subject: StepSubject, name: str, gpu: "GpuShape") -> "list[NotedKernel]":
-    """Returns the kernels that a step launches on ``gpu``, of all pipeline ranks; ``name``: of the GPU, in the
-    table."""
+    """Returns the kernels that a step launches on ``gpu``, over all pipeline ranks; ``name``: the GPU in the tuning
+    table.
+    """
     from engine.kernels.gpu.warm_cache import noted_launches
 
     found: dict[NotedKernel, None] = {}
@@ -176,7 +177,7 @@ def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
 
 
 def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
-    """Compiles the kernels that Triton's cache lacks, in ``processes``, and prints progress and times."""
+    """Compiles kernels missing in Triton's cache in ``processes`` processes; prints progress and times."""
     from engine.kernels.gpu.warm_cache import compile_kernel, is_compiled
 
     if not noted:

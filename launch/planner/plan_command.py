@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from engine.planning.plan import Plan
 
 MOST_ACTIONS = 12_000
-"""Limit of forwards in all complete plans of a search, over stages and microbatches; one takes a millisecond."""
+"""Maximum number of forwards (stages x microbatches) in all full plans of a search; one takes a millisecond."""
 
 
 SLOW_SECONDS = 5.0
-"""Time after which progress is printed."""
+"""Seconds after which progress is printed."""
 OBJECTS = 50_000
-"""New objects that trigger Python's cycle collector during a plan, instead of 700."""
+"""Threshold of Python's cycle collector during a plan, instead of 700 objects."""
 TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)
-"""Parameters of glibc's mallopt, with their values in bytes; the second value is the largest allowed."""
+"""Parameters of glibc's ``mallopt`` with their numbers of bytes."""
 
 
 def run_plan(options: Namespace) -> None:
-    """Runs ``trine plan``.
+    """Runs ``trine plan`` and prints its report.
 
     Raises:
-        EngineError: the request, the model or the configuration is wrong; one sentence.
+        EngineError: the request, the model or the configuration is wrong.
     """
     if options.calibrate is not None:
         from engine.launch.planner.calibrate import calibrate
@@ -325,7 +325,7 @@ def _write(path: Any, settings: dict[str, Any]) -> None:
 
 
 def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the configuration of ``layout``; keys that it does not decide come from ``base``."""
+    """Returns the configuration with the sizes of ``layout``, and all other keys from ``base``."""
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
     more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 else {}

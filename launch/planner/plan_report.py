@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from engine.launch.planner.plan_request import PlanAsked
@@ -11,35 +12,36 @@ from engine.planning.cost_model.search import USABLE, SearchResult, changes
 
 if TYPE_CHECKING:
     from engine.planning.plan import Plan
+    from engine.planning.step_time.expert_traffic import ExpertTraffic
     from engine.planning.step_time.plan_costs import PlanCosts
 
 GIB = 2**30
 PICTURED = 16
-"""Maximal nodes that are drawn individually."""
+"""Maximum number of nodes drawn individually."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Plan with its costs."""
+    """Plan of a layout with its costs."""
 
     asked: PlanAsked
     plan: "Plan"
     costs: "PlanCosts"
     counted: str
-    """Description of the count of activations; empty if they are estimates of the cost model."""
+    """Method by which activations were counted; empty: estimates of the cost model."""
     settings: dict[str, Any]
-    """Configuration, if none was given."""
+    """Proposed configuration, if the user passed none."""
     fits: bool
     change: LayoutEstimate | None
-    """Nearest layout that fits, if this one does not and there is one."""
+    """Nearest layout that fits in memory, if the planned one does not; otherwise None."""
     smallest: LayoutEstimate | None
     """Layout with the least memory, if this one does not fit."""
     passed: tuple["PlanCosts", ...] = ()
-    """Layouts that were counted earlier and do not fit."""
+    """Layouts that were counted earlier and do not fit in memory."""
 
 
 def as_text(planned: Planned) -> str:
-    """Returns the banner of the plan, then its costs."""
+    """Formats the plan's banner and costs as text."""
     from engine.reporting.banner import banner_text
 
     lines = [banner_text(planned.plan, "no device: a plan")]
@@ -62,6 +64,8 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     if asked.world <= PICTURED * asked.node and asked.world > asked.node:
         picture = placement_picture(planned.plan.grid(0), asked.node)
         yield "placement", picture.replace("\n", "\n" + 13 * " ")
+    if costs.experts is not None:
+        yield "exchange", expert_text(costs.experts)
     fullest = max(range(len(costs.memory)), key=lambda pp: costs.memory[pp].total)
     for pp in sorted({0, fullest}):
         where = f"pipeline rank {pp}: " if len(costs.memory) > 1 else ""
@@ -93,6 +97,24 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
             ),
         )
     yield "fits", _verdict(planned)
+
+
+def expert_text(traffic: "ExpertTraffic") -> str:
+    """Describes the rows of shared experts that a rank exchanges, and the experts of each rank."""
+    places = "; ".join(_places(experts, bounds) for experts, bounds in traffic.placement)
+    return (
+        f"ep sends {traffic.expected / GIB:.2f} GiB a rank and step on average for even routing, at most "
+        f"{traffic.most / GIB:.2f} for any; a round takes at most {traffic.round / GIB:.2f} GiB; {places}"
+    )
+
+
+def _places(experts: int, bounds: Sequence[int]) -> str:
+    """Describes the experts of each rank: ranges if these are unequal."""
+    ranks = len(bounds) - 1
+    if experts % ranks == 0:
+        return f"{experts} experts: {experts // ranks} on each of {ranks} ranks, in order"
+    held = ", ".join(f"{first}-{stop - 1}" if stop - first > 1 else f"{first}" for first, stop in pairwise(bounds))
+    return f"{experts} experts on {ranks} ranks: {held}"
 
 
 def _memory_text(memory: RankMemory) -> str:
@@ -131,10 +153,10 @@ def _verdict(planned: Planned) -> str:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Formats a value of a layout's setting: ``dp4 x tp2 x pp1`` for (4, 2, 1)."""
+    """Formats a setting of a layout, such as ``dp4 x tp2 x pp1`` for (4, 2, 1)."""
     match name, value:
-        case "grid", (dp, tp, pp):
-            return f"dp{dp} x tp{tp} x pp{pp}"
+        case "grid", (dp, tp, pp, ep):
+            return f"dp{dp} x tp{tp} x pp{pp}{f' (ep{ep})' if ep > 1 else ''}"
         case "microbatches", (micro, count):
             return f"{count} of {micro} row{'s' * (micro != 1)}"
         case "schedule", (kind, virtual):
@@ -159,7 +181,7 @@ def room_text(memory_bytes: float) -> str:
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    """Returns the same data for programs; bytes, seconds."""
+    """Returns the report as a JSON object, in bytes and seconds."""
     costs, asked = planned.costs, planned.asked
     plan = planned.plan
     traffic = plan.rank(0).traffic
@@ -190,6 +212,11 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "mfu": costs.flops_per_second / asked.gpu.bf16_rate,
         "crossing_seconds": costs.crossing_seconds,
     }  # fmt: skip
+    if costs.experts is not None:
+        found["experts"] = {
+            "expected_bytes": costs.experts.expected, "most_bytes": costs.experts.most,
+            "round_bytes": costs.experts.round, "first_experts": dict(costs.experts.placement),
+        }  # fmt: skip
     if asked.dollars is not None:
         found["dollars_per_billion_tokens"] = _price(planned)
     if planned.change is not None:
@@ -202,7 +229,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
-    """Describes the finalists, and the reasons for the first place."""
+    """Describes the best layouts of a search, and why the first one won."""
     lines = [f"model: {planned[0].asked.model.words}"]
     lines += [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
     for one in planned:

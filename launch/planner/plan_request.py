@@ -15,43 +15,43 @@ from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
 from engine.planning.cost_model.workload import DecoderShape, decoder_shape_of, is_model_config
 
 STEP_TOKENS = 1 << 22
-"""Tokens of a step without given rows."""
+"""Tokens per step if rows are not specified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Source of the model: exactly one of the first three fields."""
+    """Source of the planned model: exactly one of the first three fields."""
 
     folder: Path | None = None
-    """Folder with a ``config.json`` of Hugging Face, or such a file of any name."""
+    """Hugging Face folder with ``config.json``, or a configuration file of any name."""
     function: str | None = None
     """``module:function`` that builds the model."""
     decoder: DecoderShape | None = None
     """Sizes of the built-in decoder."""
     shape: DecoderShape | None = None
-    """Sizes, if they are known without building the model."""
+    """Sizes of the model, if known without a build."""
     context: int | None = None
-    """Tokens of a row, if given."""
+    """Tokens per row, if specified."""
     words: str = ""
-    """Name of the model for the report."""
+    """Name of the model in the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAsked:
-    """Request of one command."""
+    """Options of one ``trine plan`` command."""
 
     model: ModelSource
     world: int
     node: int
-    """GPUs of a node."""
+    """Number of GPUs in a node."""
     gpu: GpuSpec
     config: Mapping[str, Any] | None
     rows: int | None
-    """Rows of a step; None: from the configuration, or the rows of STEP_TOKENS tokens."""
+    """Rows per step; None: by the configuration, or for ``STEP_TOKENS`` tokens."""
     dollars: float | None
-    """Dollars per GPU hour."""
+    """Price of a GPU hour in dollars; None: unknown."""
     counts: bool
-    """True: activations are counted on shapes, if the model runs on them."""
+    """True if activations are counted in a run on shapes, where the model allows it."""
 
 
 def add_plan_options(command: ArgumentParser) -> None:
@@ -105,10 +105,10 @@ _DEFAULTS = {"layers": 8, "width": 256, "heads": 4, "context": 128, "vocabulary"
 
 
 def read_request(options: Namespace) -> PlanAsked:
-    """Returns the checked request.
+    """Parses and checks the options of ``trine plan``.
 
     Raises:
-        ConfigError, GridError: one sentence about an input that does not exist or does not fit.
+        ConfigError, GridError: an input does not exist or does not fit.
     """
     overrides = [word for word in (options.model, options.config, *options.overrides) if word and is_override(word)]
     model, config = (None if word and is_override(word) else word for word in (options.model, options.config))

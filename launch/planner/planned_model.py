@@ -1,15 +1,14 @@
 """Model of a plan, on the meta device, and its activations, counted on shapes. Needs torch.
 
 The model comes from a Hugging Face folder, a function, or sizes. Activations of a whole plan are counted if that takes
-seconds. Otherwise the activations of one more block are counted, on a model of a few blocks without a pipeline, in
-about a second:
+seconds; otherwise those of one more block, on a model of a few blocks without a pipeline:
 
     blocks     | first | A A | last       plays a step, whose peak is counted; the increase of live bytes from the end
                                           of one period to the end of the next is the activations of a period
     layouts    with the same tensor ranks, sequence parallelism and recomputation share a sample
 
-A layout whose whole plan takes long to count thus has an estimate based on the code of the model, and the first layout
-that is counted completely is usually the one that fits.
+So a layout that takes long to count has an estimate based on the model's code, and the first layout that is counted in
+full usually fits.
 """
 
 import logging
@@ -64,28 +63,28 @@ KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {
         "lm_head": "vocabulary",
     },
 }  # fmt: skip
-"""Tensor plans of families with a slow search, which finds the same plans."""
+"""Tensor plans of model families with a slow search, equal to its results."""
 KNOWN_NOTE = "tensor: the known plan of this family, not searched here; training searches and proves its own"
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "olmo2", "smollm3", "granite")
 _ON_META = "build it without reading or computing values, under torch.device('meta')"
 WIDE = 1024
-"""Width from which a known plan replaces the search."""
+"""Minimum hidden size for which a known tensor plan replaces the search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """Model with parameters that have only shapes, and the other inputs of its plan."""
+    """Model on device meta, with the other inputs of a plan."""
 
     model: nn.Module
     loss_fn: LossFunction | None
     row: Batch
-    """One row of a batch, on the meta device."""
+    """Batch of one row, on the meta device."""
     styles: Mapping[str, str] | None
     """Known tensor plan; None: the plan is searched."""
     searched: dict[Hashable, FoundStyles] = field(default_factory=dict, repr=False, compare=False)
-    """Results of searches; plans share one if all inputs of the search are equal."""
+    """Cache of search results, shared by plans with equal search inputs."""
     programs: dict[Hashable, SearchedProgram] = field(default_factory=dict, repr=False, compare=False)
-    """Programs that searches for several numbers of tensor ranks share."""
+    """Cache of programs, shared by searches for several tensor sizes."""
 
     def plan(self, config: Config) -> Plan:
         """Returns the plan that the engine would run."""
@@ -105,19 +104,21 @@ class PlannedModel:
         return replace(plan, notes=(*notes, KNOWN_NOTE))
 
     def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
-        """Returns the plan of a copy with fewer blocks, under the configuration and with the styles of ``plan``."""
+        """Plans ``shorter``, a copy with fewer blocks, under the configuration and styles of ``plan``."""
         styles = None if plan.tensor is None else _present(shorter, plan.tensor.patterns)
         made = replace(self, model=shorter, styles=styles).plan(plan.config)
         return replace(made, config=plan.config)
 
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
-        """Returns the same for a copy with fewer blocks, with the styles of the whole model under ``config``."""
+        """Returns the inputs for ``shorter``, a copy with fewer blocks, with the whole model's styles under
+        ``config``.
+        """
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
         return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
 
     def called(self) -> set[int] | None:
-        """Returns the ids of the modules that a forward on shapes calls; None if the forward needs values."""
+        """Returns the ids of the modules that a forward on shapes calls; None if the forward reads data."""
         program = Program(self.model, self.loss_fn, Precision(None, None), torch.device("meta"))
         called = CalledModules()
         try:
@@ -130,7 +131,7 @@ class PlannedModel:
         return called.all
 
     def workload(self, config: Config) -> Workload:
-        """Returns the workload, from one forward on shapes."""
+        """Returns the workload of the cost model, traced in one forward on shapes."""
         return traced_workload(self._program(config), self.row)
 
     def _search(self, config: Config) -> FoundStyles:
@@ -155,7 +156,7 @@ def build_model(source: ModelSource) -> PlannedModel:
     """Builds the model on the meta device.
 
     Raises:
-        PlanError: it cannot be built there, with the reason.
+        PlanError: the model cannot be built on the meta device; the message contains the reason.
     """
     if source.decoder is not None:
         return _decoder(source.decoder)
@@ -227,19 +228,19 @@ def _present(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
 
 
 MOST_LEAVES = 2000
-"""Limit of leaf modules for counting a plan on shapes."""
+"""Maximum number of leaf modules for a count of activations on shapes."""
 MOST_SEARCHED = 400
-"""Limit of leaf modules x pipeline ranks in a search: each rank traces all of them, at about 40 ms each."""
+"""Maximum of leaf modules x pipeline ranks in a search, at about 40 ms each."""
 
 MOST_SILENT = 150
-"""Leaf modules up to which a run on shapes prints no progress: a few seconds."""
+"""Maximum number of leaf modules for a run on shapes without progress messages."""
 
 
 def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
-    """Returns the reason why the activations of ``plan`` remain estimates; empty if they are counted.
+    """Returns why the activations of ``plan`` are estimated, not counted; empty if they are counted.
 
     Args:
-        searches: the plan is one of several, so that a long pipeline of a deep model keeps the estimate too.
+        searches: True if the plan is one of several, for which deep models with long pipelines stay estimates too.
     """
     leaves = _leaves(planned)
     if searches and leaves * plan.config.pp > MOST_SEARCHED:
@@ -255,7 +256,7 @@ def _leaves(planned: PlannedModel) -> int:
 
 
 def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
-    """Returns the costs with live bytes of each pipeline rank instead of estimates, and a description.
+    """Returns costs with counted live bytes per pipeline rank, and a description of the count.
 
     A model that does not run on shapes keeps the estimate, and the description names the reason.
     """
@@ -280,10 +281,10 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
         replace(
             rank,
             activations=float(forecast.peak.bytes),
-            buffers=0.0,
+            buffers=costs.exchanges[pp].round if costs.exchanges else 0.0,  # a run on shapes exchanges nothing
             slack=CONTEXT_BYTES + SLACK * forecast.peak.bytes,
         )
-        for rank, forecast in zip(costs.memory, found, strict=True)
+        for pp, (rank, forecast) in enumerate(zip(costs.memory, found, strict=True))
     )
     where = ", ".join(f"{one.peak.bytes / 2**20:,.1f} MiB in {one.peak.action}" for one in found)
     words = f"activations and buffers of each pipeline rank, by storages on shapes: {where}"
@@ -291,7 +292,7 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
 
 
 def kernels_of(config: Config, gpu: GpuSpec) -> PlannedKernels | None:
-    """Returns the kernels that ``gpu`` would choose; None if the configuration selects the reference operators."""
+    """Returns the kernel choices on ``gpu``; None if the configuration selects the reference operators."""
     return None if config.kernels == "reference" else PlannedKernels(config.kernels, gpu.name)
 
 
@@ -308,12 +309,12 @@ def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[Rank
 
 
 class SampledBlocks:
-    """Samples of a model's blocks, made on first use.
+    """Cache of memory samples of a model's blocks, made at first use.
 
     Args:
-        planned: the model.
-        config_of: the configuration of a layout.
-        gpu: decides the operators that have kernels.
+        planned: model of the plan.
+        config_of: function of a layout that returns its configuration.
+        gpu: GPU that determines which operators have kernels.
     """
 
     def __init__(self, planned: PlannedModel, config_of: Callable[[TrainingLayout], Config], gpu: GpuSpec) -> None:
@@ -329,9 +330,9 @@ class SampledBlocks:
     def of(self, layout: TrainingLayout, fresh: bool = True) -> BlockSample | None:
         """Returns the sample of ``layout``.
 
-        None if the model has no run of equal blocks, does not run on shapes, or has fewer live bytes with more blocks.
+        None if the model has no run of equal blocks, does not run on shapes, or uses less memory with more blocks.
 
-        ``fresh``: make it if there is none yet.
+        ``fresh``: make the sample if it is not cached.
         """
         key = layout.tp, layout.sequence, layout.recomputation
         if key not in self._samples and fresh:
@@ -385,7 +386,7 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Returns a function of a layout's bytes of activations and buffers: its closed form, scaled to the sample."""
+    """Returns a function of a layout that scales the estimated bytes of activations and buffers to its sample."""
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:
         layout, closed = one.layout, working_bytes(work, one.layout)[0]

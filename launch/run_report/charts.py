@@ -19,18 +19,18 @@ _TIPS = 80
 """Maximal points of a curve with tooltips."""
 
 Form = Callable[[float], str]
-"""Format of a number, for an axis."""
+"""Function that formats a number on an axis."""
 
 
 class Curve(NamedTuple):
-    """Values over steps; None leaves a gap."""
+    """Numbers over steps for a chart; None leaves a gap."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
 
     @property
     def last(self) -> float | None:
-        """Newest value."""
+        """Newest number of the curve; None if empty."""
         return next((y for _, y in reversed(self.points) if y is not None), None)
 
 
@@ -50,11 +50,11 @@ class _Frame(NamedTuple):
 
 
 def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -> str:
-    """Returns a figure of one or more curves; the newest value of a single curve is next to the title.
+    """Returns an SVG figure of curves; the newest number of a single curve is next to the title.
 
     Args:
-        form: formats values.
-        zero: the axis of values begins at 0.
+        form: formats numbers.
+        zero: the vertical axis starts at 0.
     """
     found = [(x, y) for curve in curves for x, y in curve.points if y is not None]
     if not found:
@@ -75,7 +75,7 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -
 
 
 def figure(title: str, shown: str, picture: str) -> str:
-    """Returns a picture under its title; ``shown`` is next to the title."""
+    """Returns an HTML figure with a title, next to which ``shown`` is printed."""
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
     return f'<figure class="chart">{head}{picture}</figure>'
 
@@ -144,36 +144,36 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 _MAP_LEFT, _MAP_RIGHT, _MAP_TOP, _MAP_BOTTOM = 44, 6, 4, 22
 _LOWEST, _HIGHEST, _ROW = 164, 400, 3.0
-"""Bounds of the total height of cells, and the height of a row if there are many."""
+"""Minimum and maximum height of all cells, and height of a row if there are many, in pixels."""
 BOUNDS: Final = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
-"""Shares of the mean at which the colour changes; the middle colour is even."""
+"""Multiples of the mean at which the colour changes; the middle colour is even load."""
 _WORDS: Final = ("under 1/4", "under 1/2", "under 4/5", "even", "over 5/4", "over 2", "over 4")
 KEYS: Final = (
     '<p class="keys">times the mean of a layer: '
     + "".join(f'<span class="key m{level}">{word}</span>' for level, word in enumerate(_WORDS))
     + "</p>"
 )
-"""Legend of all heat maps."""
+"""HTML legend of the heat maps' colours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """Heat map with rows from top to bottom, columns from left to right."""
+    """Heat map of expert load: rows from top to bottom, columns from left to right."""
 
     title: str
     cells: Sequence[Sequence[float]]
-    """Shares of the mean by row, 1 is even."""
+    """Load by row and column, relative to the mean."""
     rows: Sequence[str]
-    """Names of the rows."""
+    """Row names."""
     tips: Sequence[str]
-    """Tooltip of each row."""
+    """Tooltip of each row, shown at the pointer."""
     columns: Sequence[float]
-    """Numbers of the columns, ascending."""
+    """Numbers of the columns (steps), ascending."""
     across: str
-    """Name of the columns."""
+    """Label of the columns."""
 
     def drawn(self, shown: str) -> str:
-        """Returns the figure; ``shown`` is next to its title."""
+        """Returns the heat map as HTML; ``shown`` is printed next to the title."""
         height = min(_HIGHEST, max(_LOWEST, _ROW * len(self.cells)))
         high = height / len(self.cells)
         size = f"{WIDTH} {_MAP_TOP + height + _MAP_BOTTOM:.0f}"
@@ -256,7 +256,7 @@ class _Layer(NamedTuple):
 
 
 def expert_charts(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Returns (figures, legend and sentence below them) of the logged steps; empty if no rows were counted."""
+    """Returns (figures, legend and caption) of expert load over logged steps; both empty without counted rows."""
     layers = list(_layers([row for row in steps if row.get("expert_load")]))
     if not layers:
         return "", ""

@@ -21,18 +21,18 @@ MIB = 2**20
 
 
 class PageSection(NamedTuple):
-    """Section of the page."""
+    """Section of a run's report page."""
 
     name: str
-    """Anchor of the section."""
+    """HTML id of the section."""
     title: str
     lead: str
-    """Sentence about the content and its measurement."""
+    """Introductory sentence: content and method of measurement."""
     body: str
 
 
 def page(run: RecordedRun) -> str:
-    """Returns the whole page as HTML."""
+    """Returns the report page as HTML."""
     sections = [part for part in (make(run) for make in _SECTIONS) if part.body]
     if run.warnings:
         sections = [sections[-1], *sections[:-1]]
@@ -226,14 +226,14 @@ def _thousands(value: float) -> str:
 
 
 def write_report(folder: Path, out: Path | None) -> None:
-    """Reads a run and writes its page, and next to it ``trace.json``, the trace of profiled steps.
+    """Reads a run's records and writes its page, with ``trace.json`` of profiled steps next to it.
 
     Args:
         folder: the ``monitor.report`` folder of the run.
         out: file of the page; None: ``report.html`` in that folder.
 
     Raises:
-        EngineError: no run has recorded there, a file of it is damaged, or the page cannot be written.
+        EngineError: the folder contains no records, a file is damaged, or the page cannot be written.
     """
     run = read_run(folder)
     file = out or folder / "report.html"
@@ -275,7 +275,7 @@ def traffic_table(run: RecordedRun) -> str:
 
 
 KEYS = '<span class="key k0">planned</span><span class="key k1">measured</span>'
-"""Legend of bars."""
+"""HTML legend of the colours for planned and measured bars."""
 
 
 def memory_table(ranks: Sequence[RecordedRank]) -> str:
@@ -295,12 +295,12 @@ def memory_table(ranks: Sequence[RecordedRank]) -> str:
 
 
 def wait_axes(ranks: Iterable[RecordedRank]) -> list[str]:
-    """Returns the axes on which any rank has waited."""
+    """Returns the axes on which any rank has waited, sorted."""
     return sorted({axis for rank in ranks for axis, seconds in (rank.waits or {}).items() if seconds})
 
 
 def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
-    """Returns a table of each rank's seconds of waiting by axis, and their share of its seconds in steps."""
+    """Returns a table of each rank's waiting seconds by axis, and their share of step time."""
     axes = wait_axes(ranks)
     rows = []
     for rank in (rank for rank in ranks if rank.waits is not None):
@@ -330,7 +330,7 @@ def bubble_table(run: RecordedRun, predicted: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Returns a table of finished cells.
+    """Returns an HTML table of formatted cells.
 
     Args:
         head: HTML of the headings.
@@ -350,22 +350,22 @@ def _placed(row: Sequence[str], right: Collection[int]) -> list[str]:
 
 
 def cell(text: str) -> str:
-    """Returns a cell of text."""
+    """Returns a table cell with text."""
     return f"<td>{escape(text)}</td>"
 
 
 def whole_number(count: int) -> str:
-    """Returns a cell of a whole number."""
+    """Returns a table cell with an integer."""
     return cell(f"{count:,}")
 
 
 def amount(count: int) -> str:
-    """Returns a cell of bytes, with the exact number as its tooltip."""
+    """Returns a table cell with a number of bytes, the exact number as tooltip."""
     return f'<td class="r" title="{count} bytes">{megabytes(count)}</td>'
 
 
 def bars(lines: Sequence[Sequence[tuple[int, float]]]) -> str:
-    """Returns a cell of stacked bars, each made of pieces (colour, share of the width)."""
+    """Returns a table cell with stacked bars; each bar is a list of pieces (colour, fraction of the width)."""
     drawn = (
         "".join(f'<i class="k{colour % 6}" style="width:{min(share, 1.0):.2%}"></i>' for colour, share in pieces)
         for pieces in lines

@@ -25,7 +25,9 @@ from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
 
 
 class SentBytes(NamedTuple):
-    """Bytes sent by a rank for one label on one axis in its last recorded step; None: not planned, or not sent."""
+    """Planned and sent bytes of a rank for one label on one axis in its last recorded step; None: not planned, or not
+    sent.
+    """
 
     axis: str
     label: str
@@ -35,15 +37,15 @@ class SentBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRank:
-    """Record of one rank."""
+    """Recorded facts and measurements of one rank."""
 
     rank: int
     place: Mapping[str, int]
-    """Index on each of dp, tp and pp."""
+    """Index of the rank on dp, tp and pp."""
     host: str
     step: int
     written: float
-    """Seconds since 1970."""
+    """Time of the record, in seconds since 1970."""
     memory: str
     """Measure of ``peak_bytes``: "allocated" on a GPU, "resident" on the host."""
     peak_bytes: int
@@ -55,13 +57,13 @@ class RecordedRank:
     in_steps: float
     """Seconds in training steps."""
     waits: Mapping[str, float] | None
-    """Seconds of waiting by axis; None without a watchdog."""
+    """Seconds of waiting for communication by axis; None without a watchdog."""
     spans: tuple[Span, ...] | None
-    """Actions of the last recorded step, in seconds since 1970; None for a step of a user's own loop."""
+    """Actions of the last recorded step, in seconds since 1970; None for a user's own loop."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "RecordedRank":
-        """Builds the record of a rank from its file."""
+        """Builds the record of a rank from its JSON file's content."""
         spans = record["spans"]
         return cls(
             rank=int(record["rank"]),
@@ -91,20 +93,20 @@ class RecordedRun:
 
     name: str
     steps: Sequence[Mapping[str, Any]]
-    """Logged steps; steps that were repeated after a resume count once."""
+    """Log rows of steps; steps repeated after a resume count once."""
     ranks: Sequence[RecordedRank]
     """Records in ascending order of rank; records of other hosts may be missing."""
     size: int
     """Number of ranks of the run."""
     facts: Mapping[str, Any]
-    """Grid, plan, notes, configuration and environment, as rank 0 recorded them."""
+    """Grid, plan, notes, configuration and environment, from rank 0's record."""
     schedule: Schedule
     notes: tuple[str, ...]
-    """Problems found while reading."""
+    """Problems found while the records were read."""
 
     @property
     def warnings(self) -> list[str]:
-        """Notes of the plan, and problems and gaps of the record."""
+        """Notes of the plan, problems and gaps in the records."""
         return [*map(str, self.facts["notes"]), *self.notes, *self._skipped(), *self._late(), *self._deviations()]
 
     def _skipped(self) -> Iterator[str]:
@@ -127,7 +129,7 @@ class RecordedRun:
             yield f"Planned and sent bytes differ on {len(off)} rank{'s' * (len(off) > 1)}: {_few(off)}."
 
     def timelines(self) -> dict[str, StepTimeline]:
-        """Returns the last recorded step of each pipeline with complete records, by its grid position in words."""
+        """Returns the last recorded step of each complete pipeline as a timeline, by its position in the grid."""
         found: dict[str, StepTimeline] = {}
         places = {(_outside_pipeline(rank), rank.place["pp"]): rank for rank in self.ranks}
         length = len(self.schedule.per_rank)
@@ -146,10 +148,10 @@ def _few(words: Sequence[str]) -> str:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Reads a folder of a run's ``monitor.report``.
+    """Reads the records in a folder of ``monitor.report``.
 
     Raises:
-        EngineError: there is no such folder, no run has recorded there, or a file is damaged.
+        EngineError: the folder is missing, contains no records, or a file is damaged.
     """
     if not folder.is_dir():
         raise EngineError(
@@ -180,7 +182,7 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def told_by(path: Path) -> dict[str, Any] | None:
-    """Returns the object in a file of a rank; None without a file.
+    """Reads a rank's JSON file; None if it is missing.
 
     Raises:
         EngineError: the file is damaged, or of another version.
@@ -206,7 +208,7 @@ def _rank(path: Path) -> Iterator[RecordedRank]:
 
 
 def damaged_file(path: Path, error: Exception) -> EngineError:
-    """Returns the error about a damaged file."""
+    """Returns the error for a damaged file."""
     cause = f"{type(error).__name__}: {error}".rstrip(".")
     return EngineError(f"{path} cannot be read ({cause}); it may be damaged: restore it, or train another step.")
 
@@ -277,7 +279,7 @@ _MICROSECOND = 1e3
 
 
 class TraceSlice(NamedTuple):
-    """Event with a duration, in nanoseconds of the clock of its host."""
+    """Trace event with a duration, in nanoseconds of its host's clock."""
 
     track: str
     name: str
@@ -287,20 +289,20 @@ class TraceSlice(NamedTuple):
 
 
 class RankTrace(NamedTuple):
-    """Trace of one rank."""
+    """Profiled step of one rank as trace events."""
 
     rank: int
     title: str
     host: str
     zero: int
-    """Time of the alignment of the clocks."""
+    """Time at which the clocks were aligned, in nanoseconds."""
     lost: int
-    """Events that the flight recorder overwrote before they were read."""
+    """Number of events that the flight recorder overwrote before they were read."""
     slices: Sequence[TraceSlice]
 
 
 def read_traces(folder: Path, size: int) -> list[RankTrace]:
-    """Reads the traces of a run, by rank; none if no step was profiled.
+    """Reads the traces of all ranks; empty if no step was profiled.
 
     Raises:
         EngineError: a file is damaged.
@@ -345,7 +347,7 @@ def _event(event: Mapping[str, Any], newest: int) -> TraceSlice:
 
 
 def perfetto(traces: Sequence[RankTrace]) -> str:
-    """Returns the text of a JSON file, one event per line."""
+    """Formats traces as JSON for ui.perfetto.dev, one event per line."""
     zeros: dict[str, int] = {}
     for trace in traces:
         zeros[trace.host] = min(trace.zero, zeros.get(trace.host, trace.zero))

@@ -32,18 +32,18 @@ class _EndOfScript(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class ScriptCall:
-    """Call of ``engine.initialize``."""
+    """Recorded call of ``engine.initialize`` in a user's script."""
 
     model: Any
     config: Any
     loss_fn: Any
     more: Mapping[str, Any]
-    """Further arguments for a comparison."""
+    """Other arguments for the comparison."""
     rows: Batch | None
-    """Some rows with content; None: the script has passed none."""
+    """Rows with data that the script passed to a step; None: it passed none."""
     notes: tuple[str, ...] = ()
     example: Batch = None
-    """Microbatch as it was passed; on the meta device it has only shapes."""
+    """Example microbatch as passed; only shapes on the meta device."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class _Calls:
 
 
 class EngineStandIn:
-    """Stand-in for an engine in a script; the first use that needs an engine ends the script."""
+    """Substitute for an engine in a script; a use that needs an engine ends the script."""
 
     def __init__(self, call: ScriptCall, resolve: Callable[[Any], Config]) -> None:
         self._call, self._resolve = call, resolve
@@ -81,12 +81,12 @@ class EngineStandIn:
 
     @property
     def grid(self) -> Grid:
-        """Grid from the view of rank 0."""
+        """Grid of the configuration, as rank 0."""
         config = self._resolve(self._call.config)
         return config.grid(0)
 
     def train_batch(self, batch: Any) -> None:
-        """Stores the rows, and ends the script."""
+        """Records the rows of ``batch``, and ends the script."""
         given = next(batch) if isinstance(batch, Iterator) else batch
         self._call.rows = _with_content(given) or self._call.rows
         raise _EndOfScript
@@ -113,13 +113,13 @@ def _with_content(batch: Any) -> Batch | None:
 
 
 def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[Any], Config]) -> list[ScriptCall]:
-    """Runs a script up to its first use of an engine.
+    """Runs a script up to its first use of an engine, and returns its recorded calls of ``engine.initialize``.
 
     Args:
-        resolve: reads its configuration for a number of processes.
+        resolve: resolves the script's configuration for a number of processes.
 
     Raises:
-        PlanError: it fails earlier, or never calls ``engine.initialize``.
+        PlanError: the script fails earlier, or never calls ``engine.initialize``.
     """
     calls = _Calls(resolve)
     try:

@@ -49,26 +49,26 @@ from engine.program.loss import LossFunction
 from engine.verify import Parity, verify
 
 TOKENS = 16
-"""Tokens of a row."""
+"""Tokens per row of a trial."""
 SEED = 7
-"""Seed of the rows."""
+"""Random seed of the token rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Model under test."""
+    """Model under test, with token rows for it."""
 
     words: str
-    """Description for the first line."""
+    """Description of the model for the first line of output."""
     build: Callable[[], nn.Module]
     loss_fn: LossFunction | None
     rows: Batch
-    """Rows from which batches are drawn, in the first dim of each tensor."""
+    """Pool of rows for batches, along the first dim of each tensor."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of :func:`engine.verify.verify`."""
+    """Other arguments of :func:`engine.verify.verify`."""
 
     def batches(self, count: int, size: int) -> list[Batch]:
-        """Draws ``count`` batches of ``size`` rows with replacement, the same on every call."""
+        """Draws ``count`` batches of ``size`` rows with replacement, equal in every call."""
         chance = torch.Generator().manual_seed(SEED)
         rows = len(next(leaf for leaf in tree_leaves(self.rows) if isinstance(leaf, Tensor)))
         draws = [torch.randint(rows, (size,), generator=chance) for _ in range(count)]
@@ -153,7 +153,7 @@ def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
     """Builds the model of a call of ``engine.initialize``: a model of transformers shrunk, any other one unchanged.
 
     Args:
-        sizes: tensor ranks and blocks of a model that is shrunk.
+        sizes: (tensor ranks, blocks) of a shrunk model.
 
     Raises:
         PlanError: the model cannot be built again, or its rows are unknown.
@@ -184,10 +184,10 @@ def _folded(rows: Batch) -> Batch:
 
 
 HEAD = 8
-"""Elements of a head; rotary embeddings split it in halves."""
+"""Width of an attention head in shrunk models."""
 VOCABULARY, POSITIONS, WINDOW = 128, 64, 8
 CHOSEN = 2
-"""Maximal experts of a token."""
+"""Maximum experts per token of shrunk models."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
            "decoder_layers")  # fmt: skip
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
@@ -212,11 +212,11 @@ _MOST: Mapping[str, int] = MappingProxyType({
 def shrink(config: Any, tensor: int, layers: int) -> None:
     """Shrinks a Hugging Face configuration in place, so that ``tensor`` ranks can share its heads and experts.
 
-    Settings that decide the path of the forward stay: activations, norms, biases, ties, kinds of attention, shared key
-    heads, the pattern of layers. Widths, numbers of heads, experts and layers, vocabulary and positions shrink.
+    Settings that determine the forward's code path stay: activations, norms, biases, ties, kinds of attention, shared
+    key heads, the pattern of layers. Widths, numbers of heads, experts and layers, vocabulary and positions shrink.
 
     Args:
-        layers: maximal number of blocks.
+        layers: maximum number of blocks.
     """
     for name in getattr(config, "sub_configs", {}):
         if (inner := getattr(config, name, None)) is not None:
@@ -293,19 +293,20 @@ def _shorten_lists(config: Any, before: int | None, layers: int) -> None:
 Chosen = TypeVar("Chosen", bound=OptimizerConfig)
 
 MOST_DATA = 2
-"""Data ranks of a trial; further ones would repeat these two."""
+"""Maximum number of data ranks in a trial."""
 MICROBATCHES = 4
 CLIP = 0.05
-"""Norm below that of every gradient, for configurations that clip."""
+"""Clipping norm, below the norm of every gradient, for configurations that clip."""
 EPS = 1e-5
-"""Adam's eps: with a smaller one, a gradient that is zero except for rounding makes full steps."""
+"""Adam's eps in trials; a smaller one turns rounding errors of zero gradients into full steps."""
 
 
 def small_config(config: Config) -> Config:
-    """Returns the configuration of the first trial: its grid with at most two data ranks, few microbatches, in fp32.
+    """Returns the configuration of the first trial: the user's grid with at most two data ranks, few microbatches,
+    fp32.
 
-    Shard groups become two groups of two data ranks each, and two ranks share experts. Checkpoints, monitors and
-    watchdogs are off, since they change no number.
+    Shard groups become two groups of two data ranks, and two ranks share experts. Checkpoints, monitors and watchdogs
+    are off, since they change no number.
     """
     optimizer = config.optimizer
     if optimizer is not None:
@@ -335,7 +336,7 @@ def _steadied(optimizer: Chosen) -> Chosen:
 
 
 def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yields each feature that the configuration uses, with the configuration without it."""
+    """Yields (feature, configuration without it) for each feature that the configuration enables."""
     parallel, (dp, tp, pp) = config.parallel, (config.dp, config.tp, config.pp)
     parts = replace(parallel, sequence_parallel=False, sequence_parallel_regather=False)
     line = replace(parallel, schedule="1f1b", virtual_stages=1)
@@ -364,7 +365,7 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
-    """Trains on the grid of ``config``, with threads of this process as ranks, and in one process of plain torch.
+    """Trains on the grid of ``config``, with thread ranks, and in one process of plain torch; compares both.
 
     Raises:
         EngineError: as :func:`engine.initialize` and a step raise it.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.verify import Parity
 
 BOUNDS = (1e-6, 1e-5, 1e-5)
-"""Bounds of losses and norms, relative, and of weights, absolute."""
+"""Maximum deviations: relative for losses and norms, absolute for weights."""
 
 
 def add_verify_options(command: ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_verify_options(command: ArgumentParser) -> None:
 
 
 def run_verify(options: Namespace) -> int:
-    """Prints the deviations and the verdict; returns 0 if the configuration trains as one process.
+    """Runs ``trine verify``: prints deviations and verdict; returns 0 if training equals one process's.
 
     Raises:
         EngineError: the model, the configuration or their combination is refused; the error that a run would raise.

@@ -37,28 +37,29 @@ class CheckpointPolicy(Protocol):
 
     @property
     def mode(self) -> str:
-        """``none``, ``full``, ``selective`` or ``offload``."""
+        """Mode of recomputation: ``none``, ``full``, ``selective`` or ``offload``."""
 
     @property
     def save(self) -> tuple[str, ...] | None:
-        """Mode selective: the operators with saved outputs; None: matmul and attention."""
+        """Operators with saved outputs in mode ``selective``; None: matrix products and attention."""
 
     @property
     def every(self) -> int | None:
-        """Mode selective: every n-th block is recomputed in full; None: ``save`` decides. Mode offload: every n-th
-        block keeps its activations on the host; None: all."""
+        """Interval n. Mode ``selective``: every n-th block is recomputed in full; None: ``save`` decides. Mode
+        ``offload``: every n-th block stores its activations on the host; None: all blocks.
+        """
 
     @property
     def others(self) -> str:
-        """Mode offload: the mode of the other blocks."""
+        """Mode of the blocks that are not offloaded, in mode ``offload``."""
 
     @property
     def inputs(self) -> str:
-        """``device`` or ``host``: where recomputed blocks keep their inputs."""
+        """Device of the saved inputs of recomputed blocks: ``device`` or ``host``."""
 
 
 def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """The modules that run again in backward in full, by name.
+    """Returns the blocks that backward recomputes in full, by module name.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -73,7 +74,7 @@ def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[s
 
 
 def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """The modules that run again in backward except for some operators, by name."""
+    """Returns the blocks that backward recomputes except for the saved outputs of some operators, by module name."""
     if _switched_on(model):
         return MappingProxyType({})
     if settings.mode == "offload" and settings.others == "selective":
@@ -83,7 +84,7 @@ def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
-    """Returns the modules with activations on the host, by name.
+    """Returns the blocks with activations offloaded to the host, by module name.
 
     Raises:
         ConfigError: ``every`` is larger than the number of blocks.
@@ -94,7 +95,7 @@ def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[st
 
 
 def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
-    """Returns the operators with saved outputs.
+    """Returns the torch operators with outputs that selective checkpointing saves.
 
     Raises:
         ConfigError: torch has no such operator, or its outputs share the memory of its arguments.
@@ -116,10 +117,11 @@ def recompute_blocks(
     device: torch.device = CPU,
     draw_again: Callable[[], None] | None = None,
 ) -> HostActivations:
-    """Make the blocks that ``settings`` chooses run again in backward, or keep their activations on the host.
+    """Patches the blocks selected by ``settings``: backward recomputes their activations, or host memory stores them.
 
-    Returns what keeps them there. ``axis``: the axis of the sharded layers, whose sums selective checkpointing keeps.
-    ``draw_again``: called before a block runs again, which then draws from the host's generators as in its forward.
+    Returns the store of activations on the host. ``axis``: tensor axis of the sharded layers; selective checkpointing
+    saves the results of sums over it. ``draw_again``: called before a block is recomputed; it restores the random state
+    of the forward in Python's and NumPy's generators.
     """
     host = HostActivations(device)
     if _switched_on(model):
@@ -145,7 +147,7 @@ def recomputed_in_part(
     block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None,
     draw_again: Callable[[], None] | None = None,
 ) -> Any:  # fmt: skip
-    """Returns a forward for ``block`` that saves the choice of ``selective`` and appends it to ``started``."""
+    """Returns a forward of ``block`` under selective checkpointing; calls append saved tensors to ``started``."""
     inner, state = block.forward, BlockState(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

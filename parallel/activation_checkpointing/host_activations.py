@@ -1,12 +1,12 @@
-"""Activations on the host: tensors that a block saves for its backward leave the device and come back in time.
+"""Activation offloading: tensors that a block saves for backward are copied to host memory and back in time.
 
     forward    block 0 | block 1        | block 2        |
                        | out: block 0   | out: block 1   | out: block 2        copies on a stream of their own
     backward   block 2           | block 1           | block 0
                in: block 1       | in: block 0       |
 
-The first tensor that the backward of a block reads waits for the copies of that block and begins to copy the block
-that ran before it, so that one block computes while another one comes. The device holds two blocks at most.
+The first tensor that the backward of a block reads waits for the copies of that block and begins to copy the block that
+ran before it, so that one block computes while another one comes. The device holds two blocks at most.
 
 The copies are of runs of memory that autograd saves: once each, however many views of it are saved. Parameters and
 buffers stay, and so do tensors of less than a page. A tensor that is written after it was saved comes back as it was
@@ -64,11 +64,11 @@ class _BlockRun:
 
 
 class HostActivations:
-    """The activations of one engine that are kept on the host.
+    """Store of the activations of one engine in host memory.
 
     Attributes:
-        bytes_out: bytes that were copied to the host since the engine was built.
-        observer: is shown every new run of memory of the host; None: nobody is.
+        bytes_out: bytes copied to the host since the engine was built.
+        observer: called with each new tensor of host memory; None: no call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +83,9 @@ class HostActivations:
         """The call in backward."""
 
     def keeping(self, block: nn.Module) -> Any:
-        """Returns a forward for ``block`` that stores its saved tensors on the host."""
+        """Returns a forward of ``block`` that copies the tensors saved for backward to the host, and back in
+        backward.
+        """
         inner = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,5 @@
-"""The operators that a configuration can name, whose outputs are kept while the rest is recomputed. No torch.
-
-A name stands for a kind ("matmul"), or is one of torch's own: "aten.mm", "aten.mm.default".
+"""Names of torch operators whose outputs selective checkpointing saves, by their names in the configuration. No
+torch.
 """
 
 from collections.abc import Mapping
@@ -37,5 +36,5 @@ OPERATOR_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dropout": ("aten.native_dropout",),
     }
 )
-"""The operators of each kind; those that the installed torch lacks are skipped."""
+"""Names of torch operators by kind, such as "matmul"; names that the installed torch lacks are skipped."""
 DEFAULT = ("matmul", "attention")

@@ -1,12 +1,12 @@
-"""The state of a recomputed block: its second run reads the state of the first one, and restores the state before it.
+"""Random and module state of a recomputed block: the second run reads the state of the first, then restores it.
 
     first run     counter 3 -> 4, list of 5 -> 6, running mean m -> m'
     ...           the state goes on: other microbatches, other blocks
     second run    on counter 3, the list of 5 and a copy of m; then everything is as it was before this run
 
-A forward reaches state from the block or from its arguments: attributes of modules and of plain objects that
-they hold, dicts, lists, sets and deques among these, and buffers, also those that are written in place. State
-elsewhere, in globals or closures, is not seen. Generators of random numbers are seeded by whoever recomputes.
+A forward reaches state from the block or from its arguments: attributes of modules and of plain objects that they hold,
+dicts, lists, sets and deques among these, and buffers, also those that are written in place. State elsewhere, in
+globals or closures, is not seen. Generators of random numbers are seeded by whoever recomputes.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -39,7 +39,7 @@ _NOTHING = object()
 
 
 class BlockState:
-    """State that the forwards of one block read and write, without their parameters."""
+    """Python attributes and buffers, without parameters, that the forwards of one block read and write."""
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
@@ -51,7 +51,9 @@ class BlockState:
         """State that the forward before has found in the modules: most of it, or all, is found again."""
 
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` for one call of the block: later calls run in the state that the first one has found."""
+        """Returns a wrapper of ``forward`` for one call of the block; recomputations run from the state before the
+        first run.
+        """
         found: list[_Found] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -73,9 +75,9 @@ class BlockState:
         return run
 
     def run_twice(self, first: Callable[[], Any], second: Callable[[], Result], arguments: tuple[Any, ...]) -> Result:
-        """Runs ``first`` in the present state, which it leaves as it was, and then ``second``, which changes it.
+        """Runs ``first`` and restores the state of the block before it; then runs ``second``, and retains the changes.
 
-        ``arguments``: those of the block, which may hold state too.
+        ``arguments``: arguments of the block; objects among them may contain state too.
         """
         state = self._begin(arguments)
         before = state.enter()

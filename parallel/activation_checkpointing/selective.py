@@ -34,7 +34,7 @@ from engine.parallel.model.rng_streams import generators_of
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 Operator = Any
-"""A ``torch._ops.OpOverload``."""
+"""Type of ``torch._ops.OpOverload``."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class _Entry:
 
 
 class SavedActivations:
-    """The tensors that are kept of one run of one block."""
+    """Tensors that selective checkpointing saves in one forward of one block."""
 
     def __init__(self) -> None:
         self._calls: dict[Operator, deque[_Entry]] = defaultdict(deque)
@@ -89,14 +89,14 @@ class SavedActivations:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors that are kept."""
+        """Bytes of all saved tensors."""
         outputs = [leaf for entries in self._calls.values() for entry in entries for leaf in entry.leaves]
         tensors = [output.like for output in (*outputs, *self._sums) if isinstance(output, _Output)]
         sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
         return sum(sizes.values())
 
     def note(self, operator: Operator, out: Any, random: tuple[Tensor, ...] | None) -> None:
-        """Keep ``out``."""
+        """Saves ``out``, the output of a call of ``operator`` in the forward."""
         leaves, spec = pytree.tree_flatten(out)
         noted = tuple(self._noted(leaf, leaf._version) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
@@ -104,7 +104,7 @@ class SavedActivations:
         self._latest.append(self._calls[operator])
 
     def note_sum(self, tensor: Tensor) -> None:
-        """Keep the result of a sum."""
+        """Saves the result of an all-reduce over the tensor axis."""
         self._sums.append(self._noted(tensor, None))
         self._latest.append(self._sums)
 
@@ -114,12 +114,13 @@ class SavedActivations:
         return output
 
     def saved(self) -> None:
-        """Autograd saves a tensor: the second run will get at least this far."""
+        """Notes that autograd has saved a tensor: the recomputation runs at least up to this operator."""
         self._latest.clear()
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """The block has ended. Drop entries that the second run will not reach, and copy tensors that share memory with
-        ``outputs``."""
+        """Ends the forward: drops outputs that the recomputation does not reach, and copies tensors that share memory
+        with ``outputs``.
+        """
         for entries in self._latest:
             entries.pop()
         self._latest.clear()
@@ -128,28 +129,28 @@ class SavedActivations:
         self._in_memory.clear()
 
     def before_write(self, tensor: Tensor) -> None:
-        """This memory is about to be written: copy the tensors that are kept in it."""
+        """Copies saved tensors that share memory with ``tensor``, just before an in-place write to it."""
         for output in self._in_memory.pop(_memory(tensor), ()):
             output.copy()
 
     def before_sum(self, tensor: Tensor) -> None:
-        """A sum is about to be made in this memory: the sum will be kept, and outputs that lie there are dropped."""
+        """Drops saved outputs in the memory of ``tensor``, just before an in-place all-reduce of it."""
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             self.before_write(tensor)
         for output in self._in_memory.pop(_memory(tensor), ()):
             output.drop()
 
     def take(self, operator: Operator) -> _Entry | None:
-        """The outputs of the next call of ``operator``; None if none are left."""
+        """Returns the saved outputs of the next call of ``operator`` in the recomputation; None if none are left."""
         calls = self._calls.get(operator)
         return calls.popleft() if calls else None
 
     def take_sum(self) -> Tensor | None:
-        """The result of the next sum; None if none are left."""
+        """Returns the saved result of the next all-reduce in the recomputation; None if none are left."""
         return self._sums.popleft().take("a sum", torch.device("cpu")) if self._sums else None
 
     def clear(self) -> None:
-        """Free all tensors."""
+        """Frees all saved tensors."""
         self._calls.clear()
         self._sums.clear()
         self._in_memory.clear()
@@ -250,13 +251,15 @@ def _states(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 class Selective:
-    """Selective checkpointing of blocks: results of listed operators, and of sums over ``axis``, are saved."""
+    """Selective checkpointing of blocks: saves results of listed operators, and of all-reduces over ``axis``."""
 
     def __init__(self, operators: frozenset[Operator], axis: TensorAxis | None = None) -> None:
         self._operators, self._axis = operators, axis
 
     def contexts(self, kept: SavedActivations) -> "tuple[_Run, _Run]":
-        """The contexts of the first and the second run of a block, as ``torch.utils.checkpoint`` wants them."""
+        """Returns the contexts of a block's forward and recomputation, as the ``context_fn`` of
+        ``torch.utils.checkpoint``.
+        """
         first, second = _Saving(self._operators, kept), _Reusing(self._operators, kept)
         return _FirstRun(first, self._axis, kept), _Run(second, self._axis, kept.clear)
 

@@ -22,7 +22,7 @@ _UNREADY = "could not prepare for this run, so no rank starts"
 
 @contextmanager
 def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> Iterator[None]:
-    """Run the block on all ranks; if it fails on one, all raise: that rank its own error, the others ``failure``.
+    """Runs the block on all ranks; if one rank raises, it re-raises its error and all other ranks raise ``failure``.
 
     One all-reduce of 8 bytes over the world, label "start". The block itself must not communicate. The error of the
     other ranks begins with the number of the first rank that has failed.
@@ -43,10 +43,11 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
 def raise_together(
     host: HostGroup, describe: Callable[[Exception], str], advice: Callable[[], str] = str
 ) -> Iterator[None]:
-    """Run the block on all ranks; if it fails on one, all raise the same: the first problem, then rank 0's ``advice``.
+    """Runs the block on all ranks; if any raises, all raise the error of the first failed rank, with rank 0's
+    ``advice``.
 
-    ``describe`` words this rank's error. The sentences travel over the host group, on which the block itself must not
-    communicate.
+    ``describe`` formats this rank's error as a sentence. The sentences travel over the host group, on which the block
+    itself must not communicate.
 
     Raises:
         CheckpointError: a rank has failed, or does not answer.
@@ -71,21 +72,22 @@ def raise_together(
 
 
 def take_from(data: Tensor, first: bool, comm: Comm, axis: Axis, label: str) -> None:
-    """Give the ranks of an axis the bytes that one of them, the ``first``, has in ``data`` (uint8, any shape)."""
+    """Broadcasts ``data`` (uint8, any shape) in place over ``axis``, from the rank with ``first``; one all-reduce."""
     if not first:
         data.zero_()
     comm.all_reduce(data, axis, label).wait()
 
 
 def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, patience: float | None = None) -> bytes:
-    """The bytes that rank 0 makes, on every rank. Other ranks do not call ``make``.
+    """Returns on every rank the bytes that ``make()`` returns on rank 0, where alone it is called.
 
     Two all-reduces over the world, label "start": 16 bytes with the length, then the bytes. With ``patience``, ``make``
-    may take longer than a group waits: every so many seconds a thread of rank 0 and all others reduce 16 bytes more.
+    may exceed the timeout of a collective: every ``patience`` seconds, a thread of rank 0 and all other ranks
+    all-reduce 16 bytes more.
 
     Raises:
-        EngineError: ``make`` has failed. An ``EngineError`` is raised alike on every rank; of another error, which is
-            raised on rank 0, the other ranks say where it is.
+        EngineError: ``make`` has failed. Every rank raises the same ``EngineError``. Rank 0 raises an error of another
+            class itself, and the other ranks refer to rank 0.
     """
     made, problem = b"", None
     if comm.grid.rank == 0:
@@ -163,7 +165,7 @@ def _error_of_first(text: str) -> EngineError:
 def gather_from_all(
     values: Tensor, comm: Comm, device: torch.device, label: str = "equal weights", axis: Axis = "world"
 ) -> Tensor:
-    """``values`` of every rank of ``axis`` as rows [ranks, elements], on the CPU; one all-gather over the axis."""
+    """All-gathers ``values`` [elements] over ``axis``; returns [ranks, elements] on the CPU."""
     here = comm.grid.index(axis)
     table = torch.zeros(comm.grid.size(axis), values.numel(), dtype=values.dtype, device=device)
     table[here] = values.to(device)
@@ -172,7 +174,7 @@ def gather_from_all(
 
 
 def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int | None:
-    """Returns the first rank of the world with a true ``own``, on every rank; None if there is none.
+    """Returns the lowest rank of the world with ``own`` True, equal on every rank; None if there is none.
 
     One all-reduce of 8 bytes, whatever the number of ranks.
     """
@@ -184,9 +186,10 @@ def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int |
 
 
 def differing(values: Tensor, comm: Comm, device: torch.device, label: str) -> list[bool]:
-    """For each of the ``values`` (int64), whether the ranks of the world have different ones; the same on every rank.
+    """Compares ``values`` (int64) over all ranks; returns, equal on every rank, True for each that differs between
+    ranks.
 
-    One all-reduce of 16 bytes a value: who has which is to be asked only if they differ.
+    Communicates one all-reduce of 16 bytes per value.
     """
     both = torch.stack([values, ~values]).to(device)  # the complement reverses the order, and every integer has one
     comm.all_reduce(both, "world", label, "max").wait()
@@ -197,7 +200,9 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's memory as integer words: int64, 0-dim, in any order of addition the same; 0 without memory."""
+    """Returns the sum of a tensor's memory read as integers: int64, 0-dim, independent of order; 0 for a tensor without
+    memory.
+    """
     if tensor.is_meta or not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
     flat = tensor.detach().contiguous().reshape(-1)

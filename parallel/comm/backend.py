@@ -19,11 +19,11 @@ Flow = Literal["forward", "backward", "state"]
 
 
 class Channel(NamedTuple):
-    """The messages of one flow from one place to another, first in, first out.
+    """Sequence of messages of one flow between two pipeline stages, first in, first out.
 
-    Places are stages of the model, not ranks: two ranks may share several stages and run them in different orders. So
-    an activation never waits for a gradient, or for a message of another pair of stages. For "state", places are
-    indices of axis pp.
+    ``source`` and ``target`` are stages, not ranks: two ranks may run several stages in different orders. So an
+    activation never waits for a gradient, or for a message of another pair of stages. For "state" they are indices of
+    axis pp.
     """
 
     flow: Flow
@@ -32,7 +32,7 @@ class Channel(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A channel, and the indices of axis pp that it connects."""
+    """Channel, with the indices on axis pp of its sending and receiving rank."""
 
     channel: Channel
     source: int
@@ -40,12 +40,12 @@ class Link(NamedTuple):
 
 
 def state_link(source: int, target: int) -> Link:
-    """The link for messages between steps, from one index of axis pp to another."""
+    """Returns the link for messages between steps, from index ``source`` to ``target`` of axis pp."""
     return Link(Channel("state", source, target), source, target)
 
 
 def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
-    """Links that need a group of two ranks, in rounds: an index of axis pp is the end of one link of a round at most.
+    """Sorts links that need a process group of two ranks into rounds; each index of axis pp is in one link of a round.
 
     A chain of stages takes two rounds for each flow, whatever its length. State needs no groups: all ranks of a
     pipeline send it in one order, over the group of the axis.
@@ -64,107 +64,114 @@ def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
 
 
 class Backend(Protocol):
-    """Moves tensors between the ranks of one axis; each method returns a function that completes the operation.
+    """Interface for communication along the axes of a grid; each method returns a function that waits for the result.
 
-    ``shard`` may be this rank's own slice of ``full``. Preparations and ``close`` do nothing by default.
+    ``shard`` may be this rank's own slice of ``full``. Methods that prepare groups, and ``close``, do nothing by
+    default.
     """
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Sum ``tensor`` in place over the axis, or take the elementwise maximum."""
+        """Sums ``tensor`` in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Sum ``full`` over the axis and leave this rank's slice in ``shard``; may overwrite ``full``."""
+        """Sums ``full`` over ``axis`` and writes this rank's slice to ``shard``; may overwrite ``full``."""
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Concatenate the shards of the axis into ``full``."""
+        """Concatenates the shards of all ranks along ``axis`` into ``full``."""
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Prepare ``all_to_all`` between these indices of the shard line; every rank calls it."""
+        """Creates the group for ``all_to_all`` among these indices of the data axis; every rank calls it."""
         return
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Send slice i of ``given`` to the i-th of these indices of ``axis``; slice i of ``received`` comes from it.
+        """Sends slice i of ``given`` to rank ``members[i]`` of ``axis``, and receives slice i of ``received`` from that
+        rank.
 
-        Of an axis other than the shard line they are all indices.
+        ``members`` are all indices of ``axis``, unless it is the data axis.
         """
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Send ``gives[i]`` rows of ``given`` to index i of ``axis``, and receive ``gets[i]`` rows from it."""
+        """Sends ``gives[i]`` rows of ``given`` to index i of ``axis``, and receives ``gets[i]`` rows from it into
+        ``received``.
+        """
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Prepare ``gather_parameters``; every rank calls it.
+        """Creates the groups of ``gather_parameters``; every rank calls it.
 
-        ``within``: over so many data ranks, side by side, instead of all. ``axis``: over it instead.
+        ``within``: groups of so many neighbouring data ranks instead of all. ``axis``: groups along this axis instead.
         """
         return
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gather each (full, shard) over ``axis``, or ``within`` ranks of the shard line, apart from other traffic.
+        """All-gathers each (full, shard) pair in a process group separate from other collectives.
 
-        Neither: over all ranks of the shard line.
+        The group is ``axis``, or ``within`` neighbouring data ranks; without either, all data ranks.
         """
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """The bytes of all ranks that ``gather_parameters`` joins, of equal length; between hosts: no device waits."""
+        """All-gathers ``data`` on the hosts over the ranks of ``gather_parameters``; equal lengths; no device
+        synchronizes.
+        """
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Send ``tensor`` to index ``to`` of axis pp; it must not change before the wait."""
+        """Sends ``tensor`` to index ``to`` of axis pp; the tensor must not change before the wait."""
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Fill ``tensor`` with the message that index ``source`` of axis pp sends."""
+        """Receives into ``tensor`` the next message of ``channel`` from index ``source`` of axis pp."""
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Prepare ``sum_over_stages``; every rank calls it."""
+        """Creates the group of ``sum_over_stages`` for these indices of axis pp; every rank calls it."""
         return
 
     def link(self, links: Sequence[Link]) -> None:
-        """Prepare messages over these links; every rank calls it."""
+        """Creates the groups of messages over these links; every rank calls it."""
         return
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sum ``tensor`` in place over these indices of axis pp."""
+        """Sums ``tensor`` in place over these indices of axis pp."""
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
-        """Memory of ``size`` bytes on each rank that all ranks of the axis can write; None on all of them if there is
-        none. Every rank calls it."""
+        """Allocates ``size`` bytes on each rank of ``axis``, writable by all of its ranks; every rank calls this. None
+        on all ranks where the devices cannot share memory.
+        """
         return None
 
     def close(self) -> None:
-        """Release groups and memory."""
+        """Destroys the groups and releases shared memory."""
         return
 
 
 class RecordingBackend(Backend):
-    """Moves nothing: every other rank seems to contribute zeros, and a gather places only this rank's shard."""
+    """Backend without communication: other ranks contribute zeros, and a gather writes only this rank's shard."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Leave ``tensor`` unchanged."""
+        """Leaves ``tensor`` unchanged."""
         return lambda: None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Copy this rank's slice of ``full``."""
+        """Copies this rank's slice of ``full`` to ``shard``."""
         shard.copy_(self._own(full, axis))
         return lambda: None
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copy ``shard`` to this rank's slice of ``full``."""
+        """Copies ``shard`` to this rank's slice of ``full``."""
         self._own(full, axis).copy_(shard)
         return lambda: None
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Receives this rank's own values, and zeros."""
+        """Copies this rank's own slice; slices of other ranks are zeros."""
         own, slices = members.index(self._grid.index(axis)), received.view(len(members), -1)
         slices.zero_()
         slices[own].copy_(given.view(len(members), -1)[own])
         return lambda: None
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Receives this rank's own rows, and zeros."""
+        """Copies this rank's own rows; rows of other ranks are zeros."""
         own = self._grid.index(axis)
         received.zero_()
         before = slice(sum(gets[:own]), sum(gets[: own + 1])), slice(sum(gives[:own]), sum(gives[: own + 1]))
@@ -174,7 +181,7 @@ class RecordingBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Copy each shard to this rank's slice of its full tensor."""
+        """Copies each shard to this rank's slice of its full tensor."""
         line = axis or self._grid.shard_line
         ranks = within or self._grid.size(line)
         for full, shard in pairs:
@@ -182,19 +189,19 @@ class RecordingBackend(Backend):
         return lambda: None
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Every rank seems to give the same."""
+        """Returns this rank's ``data`` for each of ``within`` ranks."""
         return [data] * within
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Leave ``tensor`` unchanged."""
+        """Leaves ``tensor`` unchanged."""
         return lambda: None
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Send nothing."""
+        """Sends nothing."""
         return lambda: None
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Receive zeros."""
+        """Fills ``tensor`` with zeros, in place of a message."""
         tensor.zero_()
         return lambda: None
 

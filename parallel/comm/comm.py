@@ -30,11 +30,11 @@ from engine.parallel.grid import Axis, Grid
 logger = logging.getLogger("trine")
 
 FLIGHT_RECORD_LENGTH = 256
-"""Number of most recent collectives and messages that are kept."""
+"""Number of most recent collectives and messages that the flight record retains."""
 
 
 class Pending:
-    """A collective or message in flight; ``wait`` completes it and names it if it fails."""
+    """Handle of a collective or message in progress; ``wait`` completes it and names the call in errors."""
 
     def __init__(
         self,
@@ -54,24 +54,24 @@ class Pending:
 
     @property
     def under_way(self) -> bool:
-        """The result has not been waited for."""
+        """True until ``wait`` or ``drop`` has been called."""
         return self._wait is not None
 
     def beside(self, work: Callable[[], None]) -> "Pending":
-        """Calls ``work`` once, just before the wait, because it does not need this result."""
+        """Registers ``work``, which ``wait`` runs before it blocks, for overlap with the communication."""
         self._beside = work
         return self
 
     def then(self, work: Callable[[], object]) -> "Pending":
-        """Calls ``work`` once, after the wait and earlier ``work``: it computes the result from the received data."""
+        """Registers ``work``, which ``wait`` runs on the received data, after earlier ``work``."""
         self._then.append(work)
         return self
 
     def wait(self) -> None:
-        """Block (on a GPU: the current stream) until the result may be read.
+        """Blocks (on a GPU: the current stream) until the result can be read.
 
         Raises:
-            EngineError: the collective failed or timed out; the message names it and its ranks.
+            EngineError: the collective failed or timed out; the message names the call and its ranks.
         """
         wait, self._wait = self._wait, None
         if wait is not None:
@@ -81,7 +81,7 @@ class Pending:
             work()
 
     def drop(self) -> None:
-        """Drops the wait, because the memory and the connection of the call are freed."""
+        """Discards the handle without a wait, when the memory and the connection of the call are freed."""
         self._wait = self._beside = None
         self._then = []
 
@@ -138,8 +138,8 @@ def _named_failure(
 class Comm:
     """Named, counted collectives over the axes of a grid.
 
-    ``tally`` sums calls and sent bytes by axis and label; ``records`` holds the most recent collectives in the order of
-    their issue. An axis of one rank sends nothing and counts nothing.
+    ``tally`` counts calls and sent bytes by axis and label; ``records`` contains the most recent calls in order of
+    issue. An axis of one rank sends nothing and counts nothing.
     """
 
     def __init__(self, grid: Grid, backend: Backend) -> None:
@@ -166,11 +166,11 @@ class Comm:
         self._closed = False
 
     def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
-        """Sum ``tensor`` (any shape) in place over ``axis``; with ``op`` "max" take the elementwise maximum."""
+        """Sums ``tensor`` (any shape) in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
         return self._issue("all_reduce", tensor, axis, label, lambda: self._backend.all_reduce(tensor, axis, op))
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...], label: str) -> Pending:
-        """Sum ``tensor`` in place over some indices of axis pp, which ``connect`` has prepared."""
+        """Sums ``tensor`` in place over these indices of axis pp, for which :meth:`connect` has created the group."""
         call = partial(self._backend.sum_over_stages, tensor, stages)
         name = f"pp stages {','.join(map(str, stages))}"
         route = _Route(len(stages), Stream(EventKind.COLLECTIVE, "pp", name))
@@ -178,7 +178,7 @@ class Comm:
 
     @contextmanager
     def within(self, step: int) -> Iterator[None]:
-        """Note for the flight recorder that this rank is in a call of the engine, after ``step`` steps."""
+        """Records in the flight file that this rank is inside a call of the engine, after ``step`` steps."""
         if self.recorder is None:
             yield
             return
@@ -190,7 +190,7 @@ class Comm:
 
     @contextmanager
     def noted(self, call: str) -> Iterator[None]:
-        """Note for the flight recorder that this rank makes a call that every rank makes, and waits inside."""
+        """Records in the flight file that this rank is inside ``call``, which every rank makes."""
         if self.recorder is None:
             yield
             return
@@ -204,56 +204,60 @@ class Comm:
 
     @property
     def issued(self) -> int:
-        """Number of collectives and messages so far."""
+        """Number of collectives and messages issued by this rank so far."""
         return self._sequence
 
     def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
-        """Note that ``call`` has failed on this rank where others may wait for it.
+        """Records that ``call`` has failed on this rank while other ranks may wait for it.
 
-        ``alike``: ranks that fail alike have issued as many collectives, so that their next ones match.
+        ``alike``: True if every rank that fails in this call has issued the same number of collectives.
         """
         self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 
     def join(self, call: str) -> None:
-        """Wait until every rank of the world makes this call of the engine, the first few times.
+        """Waits until every rank of the world makes this call of the engine; only the first calls of a name wait.
 
         Raises:
-            EngineError: a rank does not come, or has closed its engine or ended.
+            EngineError: a rank does not make the call in time, has closed its engine, or has ended.
         """
         with self.noted(call):
             if self.joint is not None:
                 self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Prepare sums over these indices of axis pp. Every rank of the world calls it, in the same order."""
+        """Creates the process group of :meth:`sum_over_stages`. Every rank of the world calls this, in the same
+        order.
+        """
         self._backend.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
-        """Prepare messages over these links. Every rank of the world calls it with the same links."""
+        """Creates the process groups for messages over these links. Every rank of the world calls this with the same
+        links.
+        """
         self._backend.link(links)
 
     def send(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Send ``tensor`` over ``link``, labelled with its flow by default; unchanged until the wait."""
+        """Sends ``tensor``, unchanged until the wait, over ``link``; the default label is the link's flow."""
         call = partial(self._backend.send, tensor, link.target, link.channel)
         route = self._route(EventKind.SEND, link, link.target)
         return self._issue("send", tensor, "pp", label or link.channel.flow, call, route)
 
     def receive(self, tensor: Tensor, link: Link, label: str = "") -> Pending:
-        """Fill ``tensor`` with the next message of ``link``; messages of one channel keep their order."""
+        """Receives the next message of ``link`` into ``tensor``; messages of one channel arrive in order."""
         call = partial(self._backend.receive, tensor, link.source, link.channel)
         route = self._route(EventKind.RECEIVE, link, link.source)
         return self._issue("receive", tensor, "pp", label or link.channel.flow, call, route)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis, label: str) -> Pending:
-        """Sum ``full`` [N*s] over ``axis`` and leave slice ``index`` in ``shard`` [s]; may overwrite ``full``."""
+        """Sums ``full`` [N*s] over ``axis`` and writes this rank's slice to ``shard`` [s]; may overwrite ``full``."""
         return self._issue("reduce_scatter", full, axis, label, lambda: self._backend.reduce_scatter(shard, full, axis))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
-        """Concatenate every rank's ``shard`` [s] into ``full`` [N*s] over ``axis``."""
+        """Concatenates every rank's ``shard`` [s] along ``axis`` into ``full`` [N*s]."""
         return self._issue("all_gather", full, axis, label, lambda: self._backend.all_gather(full, shard, axis))
 
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
-        """Memory of ``axis`` that kernels of all its ranks write; None where there is none. Every rank calls it."""
+        """Opens memory that kernels of all ranks of ``axis`` can write; None where unsupported. Every rank calls it."""
         memory = self._backend.share_bytes(axis, sizes.total) if sizes.ranks > 1 else None
         buffer = SymmetricBuffer(memory, sizes, seconds, self.grid.peers(axis)) if memory is not None else None
         if buffer is not None:
@@ -261,22 +265,25 @@ class Comm:
         return buffer
 
     def in_kernel(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
-        """A collective that a kernel does by itself: launched by ``call``, named and counted as any other.
+        """Starts a collective inside a kernel: ``call`` launches the kernel; the call is named and counted like other
+        collectives.
 
         ``full``: the full tensor; only its size and dtype are read.
         """
         return self._issue(op, full, axis, label, call)
 
     def bring_status(self) -> None:
-        """Start copies for the next ``check_kernels``, which then waits for no kernel that is launched after them."""
+        """Starts copies of kernel status words to the host, so that the next :meth:`check_kernels` waits for no later
+        kernel.
+        """
         for buffer in self._symmetric:
             buffer.bring_status()
 
     def check_kernels(self) -> None:
-        """Fail if a kernel that communicates did not get something in time. A GPU has to have ended its step.
+        """Checks that no communicating kernel has timed out; on a GPU the step must have ended.
 
         Raises:
-            EngineError: it names the rank, the tile and the call.
+            EngineError: a kernel timed out; the message names the rank, the tile and the call.
         """
         try:
             for buffer in self._symmetric:
@@ -287,13 +294,16 @@ class Comm:
             raise EngineError(f"{error}: that rank has ended, hangs, or makes other calls.") from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Prepare ``all_to_all`` between these indices of the shard line. Every rank calls it, in the same order."""
+        """Creates the process group of :meth:`all_to_all` among these data ranks. Every rank calls this, in the same
+        order.
+        """
         self._backend.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis) -> Pending:
-        """Send slice i of ``given`` to the i-th of these indices of ``axis``, and receive slice i from it.
+        """Sends slice i of ``given`` to rank ``members[i]`` of ``axis``, and receives slice i from that rank.
 
-        This rank is one of them; its own slice is copied. Of other axes than the shard line all indices take part.
+        This rank is a member; its own slice is copied. ``members`` are all indices of ``axis``, unless it is the data
+        axis.
         """
         if len(members) == 1:
             received.copy_(given)
@@ -306,10 +316,11 @@ class Comm:
     def exchange(
         self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis, label: str
     ) -> Pending:
-        """Send the first ``gives[0]`` rows of ``given`` [sum of gives, ..] to index 0 of ``axis``, the next to index 1.
+        """Exchanges rows along ``axis``: ``gives[i]`` rows of ``given`` [sum of gives, ..] are sent to index i, in
+        order.
 
-        ``received`` [sum of gets, ..] gets ``gets[i]`` rows from index i, in the order of the indices. This rank's own
-        rows are copied, and are not counted as sent.
+        ``received`` [sum of gets, ..] receives ``gets[i]`` rows from index i, in the same order. This rank's own rows
+        are copied, and are not counted as sent.
         """
         size = given.element_size() * (math.prod(given.shape[1:]) if given.dim() > 1 else 1)
         if self.grid.size(axis) == 1:
@@ -321,7 +332,7 @@ class Comm:
         return self._launch(work, axis, label, call, self._axis_route(axis))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Prepare ``gather_parameters``. Every rank of the world calls it."""
+        """Creates the groups of :meth:`gather_parameters`. Every rank of the world calls it."""
         if axis is None:
             self._backend.open_gathers(within or self.grid.shard_size)
         elif self.grid.size(axis) > 1:
@@ -330,10 +341,10 @@ class Comm:
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None, axis: Axis | None = None
     ) -> Pending:
-        """``all_gather`` of several (full, shard) pairs over the shard line at once, apart from its other traffic.
+        """All-gathers several (full, shard) pairs over the data ranks in one call, in a process group separate from
+        other collectives.
 
-        ``within``: the group has so many data ranks, which are neighbours, instead of all ranks of a shard group.
-        ``axis``: over this axis instead.
+        ``within``: the group is so many neighbouring data ranks. ``axis``: the group is this axis instead.
         """
         within = within or self.grid.shard_size if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)
@@ -357,9 +368,10 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """All-gathers ``said`` over the ranks that ``gather_parameters`` joins, in order of index; sizes are equal.
+        """All-gathers ``said`` (equal lengths) on the hosts over the ranks of :meth:`gather_parameters`, in order of
+        index.
 
-        The hosts communicate, so no rank waits for a device.
+        Only the hosts communicate, so no rank synchronizes with a device.
         """
         size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []
@@ -374,10 +386,10 @@ class Comm:
         return answers
 
     def close(self) -> None:
-        """End the communication of this engine; the process group itself belongs to the :class:`World`.
+        """End the communication of this engine; the default process group remains.
 
-        After a call that has failed here, ranks that wait for this one fail at once, where gloo sends: a message that
-        nobody waits for would keep its connection open.
+        After a failed call with gloo, ranks that wait for this one then fail at once; an abandoned message would
+        otherwise keep the connection open.
         """
         self._closed = True
         self.failures.close()

@@ -1,19 +1,18 @@
-"""Collectives of activations in fewer bits, over one axis.
+"""Quantized collectives of activations over one axis.
 
     all-reduce        encode -> all-to-all -> add in fp32 -> encode -> all-gather -> decode
     reduce-scatter    encode -> all-to-all -> add in fp32
     all-gather        encode -> all-gather -> decode
 
-Every rank decodes all messages of a gather, its own as well, so after an all-reduce or an all-gather all ranks hold the
-same bits. Nothing is differentiated here: the autograd functions of the layers call these collectives in forward for
-activations and in backward for gradients, each as if it were exact (straight-through).
+Every rank decodes all messages of a gather, including its own, so all ranks get equal bits. The layers' autograd
+functions call these collectives in forward and backward as if they were exact (straight-through).
 
 Shape suffixes: T ranks, p elements of a shard, s of a shard in whole blocks, m bytes of its message.
 
-Every contribution is encoded, this rank's own too, so that a sum is the same whoever makes it.
+A sum adds encoded contributions only, this rank's own included, so that it does not depend on the rank that adds.
 
-A tensor is encoded if its dtype is fp32, bf16 or fp16 and its messages are shorter than it is; small ones, where the
-last block is mostly padding, integers, bools and fp64 are sent as they are. Over T ranks, for n elements of b bytes:
+A tensor is encoded if it is fp32, bf16 or fp16 and its message is shorter than the tensor; others are sent unencoded.
+Bytes over T ranks, for n elements of b bytes:
 
                     exact                     encoded, m(s) bytes for s elements in whole blocks
     all-reduce      2 n b (T-1)/T             all-to-all and all-gather, each T m(n/T) (T-1)/T
@@ -21,8 +20,8 @@ last block is mostly padding, integers, bools and fp64 are sent as they are. Ove
     all-gather      n b (T-1)/T               all-gather, T m(n/T) (T-1)/T
     message         n b                       m(n)
 
-An element that is gathered or sent errs by half a scale of its block; one that is summed by half a scale of each of
-the T contributions, and after an all-reduce by half a scale of the sum besides.
+The error of a gathered or sent element is at most half its block's scale; of a sum, half the scale of each of T
+contributions, and in an all-reduce half the scale of the sum in addition.
 """
 
 from collections.abc import Callable
@@ -40,37 +39,37 @@ from engine.parallel.comm.traffic import Op
 from engine.parallel.grid import Axis
 
 Exchange = Callable[[Tensor, Tensor], Pending]
-"""(received, given) -> the all-to-all of their rows."""
+"""Function (received, given) that starts an all-to-all of the rows of both, [ranks, bytes]."""
 
 
 def sum_messages(given_Rm: Tensor, out_s: Tensor, codec: Codec, exchange: Exchange) -> Pending:
-    """Send each row to its owner; the wait leaves the sum of the rows that have come in ``out_s``."""
+    """Sends row r of ``given_Rm`` to rank r; after the wait, ``out_s`` is the sum of the decoded received rows."""
     received_Rm = torch.empty_like(given_Rm)
     return exchange(received_Rm, given_Rm).then(partial(codec.add, received_Rm, out_s))
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """The format of the activations of one axis and of their gradients."""
+    """Codec of the activations and activation gradients that are communicated over one axis."""
 
     wire: NumberFormat
     labels: frozenset[str] = frozenset()
-    """Labels of the collectives that are encoded; all others are exact."""
+    """Labels of encoded collectives; all others are sent unencoded."""
 
     def message_bytes(self, elements: int) -> int:
-        """Bytes of ``elements`` numbers in whole blocks."""
+        """Returns the bytes of an encoded message of ``elements`` numbers, padded to whole blocks."""
         return self.wire.message_bytes(self.wire.padded(elements))
 
     def shortens(self, dtype: torch.dtype, elements: int) -> bool:
-        """A message of so many numbers is shorter than they are."""
+        """Returns True if an encoded message of ``elements`` numbers of ``dtype`` is smaller than the numbers."""
         return dtype in ENCODED_DTYPES and self.message_bytes(elements) < elements * dtype.itemsize
 
     def encodes(self, label: str, dtype: torch.dtype, elements: int, ranks: int) -> bool:
-        """Returns True if a collective with a full tensor of ``elements`` is encoded."""
+        """Returns True if a collective with this label and a full tensor of ``elements`` numbers is encoded."""
         return label in self.labels and self.shortens(dtype, -(-elements // ranks))
 
     def collectives(self, op: Op, elements: int, ranks: int) -> tuple[tuple[Op, int], ...]:
-        """The collectives that take the place of ``op``, each with the bytes of its full tensor."""
+        """Returns the collectives that replace ``op`` when encoded, each with the bytes of its full tensor."""
         size = ranks * self.message_bytes(-(-elements // ranks))
         if op == "all_reduce":
             return ("all_to_all", size), ("all_gather", size)
@@ -78,9 +77,9 @@ class ActivationFormat:
 
 
 class EncodedCollectives:
-    """The collectives of one axis; tensors are contiguous, in fp32, bf16 or fp16.
+    """Collectives of one axis with encoded messages, for contiguous tensors in fp32, bf16 or fp16.
 
-    Ranks wait for sums in one order, since the wait of an all-reduce's exchange sends its gather.
+    All ranks wait for their sums in one order, because the wait of an all-reduce issues its all-gather.
     """
 
     def __init__(self, comm: Comm, axis: Axis, form: ActivationFormat, kernels: Kernels) -> None:
@@ -89,7 +88,7 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, label: str) -> Pending:
-        """Sum ``tensor`` in place; one all-to-all and one all-gather with this label."""
+        """Sums ``tensor`` in place over the axis, by one all-to-all and one all-gather with this label."""
         size = self._form.wire.padded(-(-tensor.numel() // len(self._members)))
         values_Ts = _padded(tensor.view(1, -1), len(self._members) * size).view(-1, size)
         sum_s = torch.empty(size, dtype=torch.float32, device=tensor.device)
@@ -97,7 +96,7 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def reduce_scatter(self, part_p: Tensor, full: Tensor, label: str) -> Pending:
-        """Sum ``full`` [T p] and leave this rank's slice in ``part_p``; one all-to-all."""
+        """Sums ``full`` [T p] over the axis and writes this rank's slice to ``part_p``, by one all-to-all."""
         values_Ts = self._rows(full)
         if values_Ts.shape[1] == part_p.numel():
             return self._sum(values_Ts, part_p, label)
@@ -106,7 +105,7 @@ class EncodedCollectives:
 
     @torch.no_grad()
     def all_gather(self, full: Tensor, part_p: Tensor, label: str) -> Pending:
-        """Every rank's ``part_p`` in ``full`` [T p]; one all-gather."""
+        """Concatenates every rank's ``part_p`` into ``full`` [T p], by one all-gather of encoded messages."""
         size = self._form.wire.padded(part_p.numel())
         own_m = self._codec.encode(_padded(part_p.view(1, -1), size)).view(-1)
         full_Tm = own_m.new_empty((len(self._members), own_m.numel()))

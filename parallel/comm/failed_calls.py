@@ -1,14 +1,14 @@
-"""Calls of the engine that have failed on a rank in the middle of communication, and whether the engine goes on.
+"""Failed communication calls of this rank, and the decision whether the engine can continue.
 
     all ranks fail at one place     their communication matches, so the engine goes on from the state before the call
     one rank fails, or elsewhere    others wait for messages of this rank: the engine has ended on every rank
 
-The error is raised at once. Whoever catches it learns the verdict at the next call: a thread waits for the votes of the
-other ranks in the store of the job. If the engine is over, the rank ends its communication, so that ranks that wait for
-it fail too instead of standing still; they find the sentence of the first rank that failed.
+The error is raised at once; the verdict applies from the next call: a thread waits for the other ranks' votes in the
+job's store. If the engine has ended, the rank aborts its communication, so that waiting ranks fail too, with the error
+of the first rank that failed.
 
-A vote for the verdict "the engine is over" counts ``_OVER``, any other one 1. The sum tells each voter in which order
-the votes came: the engine goes on only if the votes of all ranks came before any that ended it.
+A vote for the end adds ``_OVER`` to a sum, any other vote 1; the engine continues only if all ranks voted before any
+vote for the end.
 """
 
 import atexit
@@ -32,22 +32,22 @@ _POLL_SECONDS = 0.02
 
 
 def has_lost_ranks(error: BaseException) -> bool:
-    """Returns True if a rank raises this error because its communication has failed."""
+    """Returns True if ``error`` reports failed communication."""
     return isinstance(error, EngineError) and isinstance(error.__cause__, RuntimeError)
 
 
 def worded(error: BaseException) -> str:
-    """Kind and first line of an error."""
+    """Returns class name and first line of ``error``, such as ``ValueError: ...``."""
     line = first_line(error) if isinstance(error, Exception) else str(error)
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 class FailedCalls:
-    """Finds with all other ranks whether an engine can go on after a call that has failed on this rank.
+    """Vote of all ranks on a failed call: the engine continues if all ranks failed at one point, and ends otherwise.
 
     Args:
-        store: of the job, with a prefix of this engine; None: there are no other processes.
-        leave: ends the communication of this rank.
+        store: store of the job, with a prefix of this engine; None: this process is alone.
+        leave: called to end the communication of this rank.
     """
 
     def __init__(self, store: KeyStore | None, rank: int, size: int, leave: Callable[[], None]) -> None:
@@ -61,13 +61,14 @@ class FailedCalls:
 
     @property
     def noted(self) -> bool:
-        """A call has failed here from which the engine has not gone on."""
+        """True if a call has failed on this rank and the engine has not resumed since."""
         return self._verdict != ""
 
     def note(self, call: str, error: BaseException, place: str | None) -> None:
-        """Note that ``call`` has failed here; it returns at once.
+        """Records that ``call`` has failed on this rank; returns at once.
 
-        ``place``: where, in words that are equal on ranks whose communication matches; None: no other rank's does.
+        ``place``: the point of failure as text, equal on ranks with matching communication; None: no other rank
+        matches.
         """
         if self._verdict != "":
             return
@@ -84,10 +85,10 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Refuse ``call`` if the engine is over, as a check of calls; wait for the verdict on a call that has failed.
+        """Refuses ``call`` if the engine has ended; first waits for the vote on a failed call.
 
         Raises:
-            EngineError: the engine is over; the same sentence on every rank.
+            EngineError: the engine has ended; the same message on every rank.
         """
         if self._verdict is None:
             self._known.wait()
@@ -95,14 +96,14 @@ class FailedCalls:
             raise EngineError(self._verdict)
 
     def sentence(self, error: BaseException) -> EngineError | None:
-        """Returns the error of the rank that failed first, if ``error`` is a lost connection to it; None if unknown."""
+        """Returns the error of the rank that failed first, if ``error`` is a lost connection to it; else None."""
         if not has_lost_ranks(error) or self._store is None:
             return None
         self._known.wait(2 * _WORDS_SECONDS)
         return EngineError(self._verdict) if self._verdict and _REMEDY in self._verdict else None
 
     def close(self) -> None:
-        """End without a verdict. A second call does nothing."""
+        """Ends without a vote. A second call does nothing."""
         self._exits.set()
         atexit.unregister(self._exits.set)
 

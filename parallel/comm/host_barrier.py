@@ -6,10 +6,8 @@
     hand out   memory of index 0       memfd, an unnamed file that ends with the last process holding it
     hand out   bells                   eventfds: who waits for a rank in the barrier gives it one to ring
 
-So nothing is left over however a rank ends, and the kernel closes its sockets, which informs the others at once. A
-byte through a socket could say that a rank has come, too, but then the kernel takes the sender for one that is about to
-sleep, and wakes the other on the same processor: both compute on one, in turn, with another processor idle.
-No torch here.
+So a rank that ends leaves no files, and its closed sockets inform the others at once. Eventfds signal arrival, because
+a byte through a socket makes the kernel wake the receiver on the sender's processor, where both run in turn. No torch.
 """
 
 import mmap
@@ -26,29 +24,29 @@ from hashlib import sha256
 from pathlib import Path
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""All-gathers bytes, by index; all ranks pass the same number."""
+"""Function that all-gathers bytes of equal length, in order of index."""
 
 _PART = 32
 """Bytes of each of the three parts of a rank's announcement: host, address, secret."""
 NO_HOST = bytes(_PART)
-"""Replaces the host's identity for a rank that shares no memory."""
+"""Host identity of a rank that shares no memory."""
 _SETUP_SECONDS = 30.0
 """Timeout for a setup step that a peer has done already or does next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """Connections of a rank to the others of its axis, by their index."""
+    """Sockets and eventfds between a rank and the others of its axis, by their index on the axis."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
-    """Connected streams, closed by the system when a rank ends."""
+    """Connected Unix sockets; the system closes them when a rank ends."""
     rung: dict[int, int] = field(default_factory=dict)
-    """Bells of others, which this rank rings: descriptors of an eventfd."""
+    """Eventfds that this rank writes to signal other ranks."""
     heard: dict[int, int] = field(default_factory=dict)
-    """Own bells, which others ring."""
+    """Eventfds that this rank reads for signals of other ranks."""
 
     def close(self) -> None:
-        """Close everything."""
+        """Closes all sockets and eventfds."""
         for link in self.sockets.values():
             link.close()
         for bell in (*self.rung.values(), *self.heard.values()):
@@ -58,14 +56,14 @@ class RankLinks:
 
 
 class HostBarrier:
-    """Memory that all ranks see, and a barrier in which a rank rings and hears log2(ranks) bells.
+    """Shared memory of the ranks of one host, and a barrier of log2(ranks) rounds of signals.
 
     The dissemination barrier of Hensgen, Finkel and Manber 1988 ("Two algorithms for barrier synchronization"): in
     rounds d = 1, 2, 4, .. < ranks, index i signals i + d and waits for i - d; a signal means that its sender has
     arrived and has received all signals of the rounds before.
 
     Args:
-        links: sockets to every other rank, and the bells of :func:`told_ranks`; ``close`` closes them.
+        links: sockets to every other rank, and the eventfds of :func:`told_ranks`; ``close`` closes them.
         memory: the shared memory, the same on all ranks.
         seconds: timeout of waiting for a rank.
     """
@@ -81,11 +79,11 @@ class HostBarrier:
 
     @property
     def descriptors(self) -> dict[int, int]:
-        """Descriptor of the link to each other rank, by index; the system closes it when that rank ends."""
+        """File descriptor of the socket to each other rank, by index; the system closes it when that rank ends."""
         return {index: link.fileno() for index, link in self._links.sockets.items()}
 
     def arrive(self) -> None:
-        """Signal that this rank has arrived at the barrier; ``meet`` must follow.
+        """Signals that this rank has reached the barrier; ``meet`` must follow.
 
         Raises:
             RuntimeError: this rank has left the barrier.
@@ -93,7 +91,7 @@ class HostBarrier:
         self._tell(*self._told[0])
 
     def meet(self) -> None:
-        """Returns when all ranks have arrived; their earlier writes can then be read.
+        """Blocks until all ranks have arrived; their earlier writes to shared memory are then visible.
 
         Raises:
             RuntimeError: a rank has ended or did not arrive in time.
@@ -104,7 +102,7 @@ class HostBarrier:
             self._hear(*heard)
 
     def close(self) -> None:
-        """Leave the barrier, which fails for every rank that waits for this one. Garbage collection closes it too."""
+        """Leaves the barrier, which then fails on every waiting rank. Garbage collection leaves it too."""
         self._leave()
         vars(self).pop("memory", None)
 
@@ -128,12 +126,12 @@ class HostBarrier:
 
 
 def told_ranks(index: int, size: int) -> list[int]:
-    """Whom a rank signals in each round of the barrier."""
+    """Returns the index that a rank signals in each round of the barrier."""
     return [(index + distance) % size for distance in _distances(size)]
 
 
 def heard_ranks(index: int, size: int) -> list[int]:
-    """Whom a rank waits for in each round of the barrier."""
+    """Returns the index that a rank waits for in each round of the barrier."""
     return [(index - distance) % size for distance in _distances(size)]
 
 
@@ -152,9 +150,9 @@ def _poll(links: RankLinks, index: int) -> select.poll:
 def open_neighbours(
     index: int, size: int, host: bytes, shared_bytes: int, seconds: float, exchange: Exchange
 ) -> HostBarrier | None:
-    """Set up the barrier; None on all ranks if they are on several hosts or one of them cannot take part.
+    """Opens shared memory with a barrier; None on all ranks if the ranks are on several hosts or one cannot share.
 
-    Every rank calls it; it calls ``exchange`` up to three times.
+    Every rank of the axis calls it, and communicates through ``exchange`` up to three times.
 
     Args:
         host: identity of this rank's host, from :func:`host_identity`; ``NO_HOST`` keeps all ranks from sharing.
@@ -268,7 +266,7 @@ class _Opening:
 
 
 def host_identity() -> bytes:
-    """Equal for processes of one user on one booted system; ``NO_HOST`` if memory cannot be shared this way."""
+    """Returns bytes equal for processes of one user on one booted system; ``NO_HOST`` if memory cannot be shared."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(socket, "AF_UNIX") and boot.exists()):
         return NO_HOST

@@ -1,4 +1,4 @@
-"""Messages between the hosts' memories, independent of training: a gloo group of its own, for background threads.
+"""Messages between host memories for background threads: a separate gloo group, independent of training.
 
 Its messages are not counted as traffic of a step and do not wait for a GPU, and a rank that dies breaks only this
 group. Messages between two ranks keep their order; an error names the rank that was waited for.
@@ -22,16 +22,16 @@ Wait = Callable[[], None]
 
 
 class HostGroup(Protocol):
-    """Sends bytes between the ranks of a job."""
+    """Interface for messages of bytes between the hosts' memories of all ranks."""
 
     rank: int
     size: int
 
     def send(self, data: memoryview, to: int) -> Wait:
-        """Start sending ``data``, which must not change before the wait."""
+        """Starts to send ``data`` to rank ``to``; the data must not change before the wait."""
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Start receiving ``len(target)`` bytes into ``target``."""
+        """Starts to receive ``len(target)`` bytes from rank ``source`` into ``target``."""
 
 
 class TorchHostGroup:
@@ -67,15 +67,15 @@ class TorchHostGroup:
             ) from error
 
     def send(self, data: memoryview, to: int) -> Wait:
-        """Start sending."""
+        """Starts to send ``data`` to rank ``to`` with gloo."""
         return self._begin(data, to, lambda part: dist.isend(part, to, self._group))
 
     def receive(self, target: memoryview, source: int) -> Wait:
-        """Start receiving."""
+        """Starts to receive from rank ``source`` with gloo."""
         return self._begin(target, source, lambda part: dist.irecv(part, source, self._group))
 
     def close(self) -> None:
-        """Destroy the group on this rank. A second call does nothing."""
+        """Destroys the group on this rank. A second call does nothing."""
         self._closed, self._group = True, None
         self._owned.close()
 
@@ -110,7 +110,9 @@ class TorchHostGroup:
 
 @contextmanager
 def noting(lost: list[EngineError]) -> Iterator[None]:
-    """Keep the error of a lost rank for later: the other ranks wait until their messages are taken."""
+    """Appends an EngineError inside the context to ``lost`` instead of raising it, so that other ranks are still
+    served.
+    """
     try:
         yield
     except EngineError as error:
@@ -118,10 +120,10 @@ def noting(lost: list[EngineError]) -> Iterator[None]:
 
 
 def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
-    """The bytes of every rank, in order of rank, on rank 0; None elsewhere.
+    """Gathers the bytes of every rank on rank 0, in order of rank; returns None on other ranks.
 
     Raises:
-        EngineError: names the first lost rank, after all other ranks have been received.
+        EngineError: a rank is lost; the message names the first one, after all other ranks have been received.
     """
     if host.rank:
         _send_text(host, data, 0)
@@ -138,10 +140,10 @@ def collect(host: HostGroup, data: bytes) -> list[bytes] | None:
 
 
 def announce(host: HostGroup, data: bytes) -> bytes:
-    """The bytes of rank 0, on every rank; the ``data`` of other ranks is ignored.
+    """Broadcasts the bytes of rank 0 to every rank; the ``data`` of other ranks is ignored.
 
     Raises:
-        EngineError: names a lost rank, after all other ranks have been sent the bytes.
+        EngineError: a rank is lost; the message names it, after all other ranks have been sent the bytes.
     """
     if host.rank:
         return _receive_text(host, 0)

@@ -1,19 +1,18 @@
-"""The place of this process in a job, from the variables of whatever has started it. No torch, no communication.
+"""Rank, world size and address of this process, from the environment of its launcher. No torch, no communication.
 
     torchrun     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK; they come first
     Open MPI     OMPI_COMM_WORLD_RANK, .._SIZE, .._LOCAL_RANK
     PMI          PMI_RANK, PMI_SIZE: MPICH, Intel MPI, Cray, and srun with such a library
     Slurm        SLURM_PROCID and SLURM_STEP_NUM_TASKS inside a step that srun has started
 
-Only torchrun says where the ranks meet. MASTER_ADDR and MASTER_PORT may be given to the others, too. Without them, a
-Slurm step meets at its first node, where task 0 runs, at a port made of the numbers of job and step.
+Only torchrun sets the rendezvous address; with the others set MASTER_ADDR and MASTER_PORT. Without them, a Slurm step
+uses its first node, where task 0 runs, and a port derived from the job and step ids.
 
-A shell is no rank. In the script of sbatch, Slurm sets SLURM_PROCID=0 and SLURM_NTASKS=N although there is one process;
-in the shell of salloc it sets SLURM_NTASKS only, or runs the shell as an "interactive step" with a reserved number. So
-only an ordinary SLURM_STEP_ID counts, together with the number of tasks of that step, not of the job. The shell of
-``srun --pty`` is a step of its own, of one task unless it was asked for more.
+A shell is not a rank. In an sbatch script Slurm sets SLURM_PROCID=0 and SLURM_NTASKS=N for one process; in a shell of
+salloc it sets SLURM_NTASKS only, or runs an "interactive step" with a reserved id. So the Slurm variables are used only
+with an ordinary SLURM_STEP_ID, with the step's task count, not the job's.
 
-``TRINE_LAUNCHER=none`` makes every process that torchrun has not started a job of its own, for N runs side by side.
+With ``TRINE_LAUNCHER=none`` every process that torchrun has not started is a job of one rank.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ _Variables = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A process of a job that a launcher has started, and the address at which its ranks meet."""
+    """Rank, local rank and size of this process in a job, with the address of the rendezvous."""
 
     rank: int
     size: int
@@ -54,10 +53,10 @@ class _Task:
 
 
 def find_place(variables: _Variables) -> Place | None:
-    """The place of this process; None if it is alone.
+    """Reads rank, size and rendezvous address from environment variables; None if no launcher started this process.
 
     Raises:
-        GridError: the variables are incomplete or contradict each other, or do not tell where the ranks meet.
+        GridError: the variables are incomplete or contradict each other, or lack the address of the rendezvous.
     """
     task = _find_task(variables)
     if task is None or "RANK" in variables:
@@ -75,16 +74,16 @@ def find_place(variables: _Variables) -> Place | None:
 
 
 def local_rank(variables: _Variables, rank: int) -> int:
-    """Returns this process's local rank on its node; ``rank`` if no variable has it."""
+    """Returns this process's local rank on its node; ``rank`` if no variable contains it."""
     task = _find_task(variables)
     return read_count(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
 
 
 def read_count(variables: _Variables, name: str, default: int) -> int:
-    """The value of a variable that counts something.
+    """Returns an environment variable as an integer of at least 0; ``default`` if it is unset.
 
     Raises:
-        GridError: it is not a number of 0 or more, or longer than any clock or job has.
+        GridError: the value is not such a number, or has too many digits.
     """
     text = variables.get(name, str(default))
     if not (text.isascii() and text.isdigit()):
@@ -100,7 +99,7 @@ _DIGITS = 9
 
 
 def check_rank(rank: int, size: int, launcher: str) -> None:
-    """Refuse a rank outside the job."""
+    """Checks that ``rank`` < ``size``; raises GridError otherwise."""
     if rank >= size:
         raise GridError(f"RANK={rank} is outside WORLD_SIZE={size}, since ranks count from 0; let {launcher} set both.")
 
@@ -200,10 +199,10 @@ def _slurm_port(task: _Task, variables: _Variables) -> int | None:
 
 
 def end_with_agent(variables: _Variables) -> None:
-    """Let the kernel send this rank SIGTERM when torchrun's agent, its parent, ends without ending its ranks.
+    """Makes the kernel send SIGTERM to this rank when torchrun's agent, its parent process, ends.
 
-    A rank of an agent that was killed would go on without its store and hold its GPU. As with a launcher that is lost
-    over ssh, a rank that saves checkpoints finishes its step and saves.
+    A rank of a killed agent would otherwise continue without a store and occupy its GPU. On SIGTERM, a rank with
+    checkpoints finishes its step and saves.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
         with contextlib.suppress(OSError, AttributeError):  # no Linux
@@ -214,7 +213,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm list: ``a[07-09,12]-x[1-2],b3`` begins with ``a07-x1``."""
+    """Returns the first host of a Slurm node list: ``a07-x1`` for ``a[07-09,12]-x[1-2],b3``."""
     host, rest = "", nodes
     while rest and rest[0] != ",":
         if rest[0] == "[":
@@ -226,7 +225,7 @@ def first_host(nodes: str) -> str:
 
 
 def route_address(target: str) -> str:
-    """The address of this host from which it reaches ``target``; empty if it does not."""
+    """Returns the local IP address of the route to ``target``; empty if there is no route."""
     with contextlib.suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -236,7 +235,7 @@ def route_address(target: str) -> str:
 
 
 def loopback_words(place: Place, variables: _Variables) -> str:
-    """Returns the cause and the remedy if a job of several nodes meets at an address of one node alone; else ''."""
+    """Returns cause and remedy if a job of several nodes has a loopback rendezvous address; otherwise ''."""
     here = read_count(variables, "LOCAL_WORLD_SIZE", place.size)
     if not 0 < here < place.size:
         return ""
@@ -253,5 +252,5 @@ def loopback_words(place: Place, variables: _Variables) -> str:
 
 
 def own_address() -> str:
-    """The address of this host that others reach: the one from which it reaches the store of the job."""
+    """Returns the IP address at which other ranks reach this host: the local address of its route to MASTER_ADDR."""
     return route_address(os.environ.get("MASTER_ADDR") or "localhost") or "127.0.0.1"

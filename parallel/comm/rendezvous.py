@@ -34,44 +34,44 @@ _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 5.0
 """Seconds that other ranks wait longer than rank 0, which sends them the list of absent ranks."""
 SLOW_SECONDS = 10.0
-"""After this time a rank that waits in a joint call says for whom."""
+"""Seconds of waiting in a joint call after which a rank logs the missing ranks."""
 _MOST_PAUSE_SECONDS = 0.25
 JOINED_CALLS = 3
-"""Calls of a kind that are joined."""
+"""Number of calls of each name that all ranks join."""
 _ALL = "every rank calls it; take it out of `if rank == 0:`, where only printing belongs."
 _REPORT_SECONDS = 2.0
 """Seconds that a rank with failed communication waits for reports of others, which notice at the same time."""
 
 
 class KeyStore(Protocol):
-    """The part of ``torch.distributed.Store`` that is used here; every call may raise RuntimeError."""
+    """Interface of the methods of ``torch.distributed.Store`` in use; each may raise RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
+        """Sets ``key`` to ``value`` in the store."""
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key that exists."""
+        """Returns the value of an existing key."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Returns True if the keys exist."""
+        """Returns True if all keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return when the keys exist."""
+        """Blocks until all keys exist, at most ``timeout``."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, which begins with 0; returns the sum."""
+        """Adds ``amount`` to an integer, initially 0; returns the sum."""
 
     def delete_key(self, key: str, /) -> bool:
-        """Forget a key."""
+        """Deletes ``key``; returns True if it existed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first key for which ranks were given different values."""
+    """First key with different values on different ranks."""
 
     key: str
     values: tuple[tuple[tuple[int, ...], str | None], ...]
-    """(ranks, their value), rank 0's first; None: these ranks have no such key."""
+    """Pairs (ranks, their value), rank 0's first; None: these ranks lack the key."""
 
     def __str__(self) -> str:
         told = (f"{'absent' if value is None else value} on {name_ranks(ranks)}" for ranks, value in self.values)
@@ -91,20 +91,20 @@ class _Verdict(TypedDict):
 
 @dataclass(slots=True)
 class Rendezvous:
-    """All ranks of a job, which have come together at ``place``; every rank calls ``meet`` at the same point."""
+    """Synchronization of all ranks of a job through its store; every rank calls :meth:`meet` at the same point."""
 
     store: KeyStore
     rank: int
     size: int
     place: str
-    """In words, for messages."""
+    """Description of the meeting for error messages."""
     seconds: float
     name: str = ""
-    """Prefix of all keys of this meeting, unknown before ``meet``."""
+    """Prefix of the meeting's keys in the store, set by :meth:`meet`."""
     _heard: dict[int, str] = field(default_factory=dict)
 
     def meet(self, given: Mapping[str, str]) -> Difference | None:
-        """Waits for all ranks and compares their ``given``; the same result on every rank.
+        """Waits for all ranks and compares their ``given`` settings; returns the first difference, equal on every rank.
 
         Raises:
             GridError: ranks did not come within ``seconds``; the message names them.
@@ -212,10 +212,10 @@ class Rendezvous:
 
 
 def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[str, str]]) -> Difference | None:
-    """The first key, in the order of the first text, that does not have one value in all ``texts``.
+    """Returns the first key, in the order of the first text, with different values among ``texts``.
 
     Args:
-        alike: ranks that were given the same, by text.
+        alike: ranks with equal values, for each text.
     """
     keys = dict.fromkeys(key for text in texts for key in text)
     for key in keys:
@@ -230,13 +230,15 @@ def first_difference(alike: Sequence[tuple[int, ...]], texts: Sequence[Mapping[s
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """``rank 3``, or ``ranks 0, 2``; of many, the first ones. With the ``hosts`` of all ranks: ``rank 3 (node1)``."""
+    """Formats ranks as ``rank 3`` or ``ranks 0, 2``, at most eight; with the ``hosts`` of all ranks: ``rank 3
+    (node1)``.
+    """
     shown = [f"{rank} ({hosts[rank]})" if hosts else str(rank) for rank in ranks[:8]]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}" + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
 
 
 class FailureReports:
-    """Finder of the ranks that did not join a failed collective, from the record that each rank writes when one fails.
+    """Reports of failed collectives in the store, from which the ranks that did not join one are found.
 
     Args:
         store: of the job, with a prefix of the meeting.
@@ -246,9 +248,9 @@ class FailureReports:
         self._store, self._rank = store, rank
 
     def absent(self, what: str, peers: Sequence[int]) -> str:
-        """Words about the ``peers`` whose collective was not ``what``; empty if nothing is known.
+        """Names the ``peers`` that did not join the collective ``what``, as text for an error; empty if unknown.
 
-        It never takes much longer than two seconds: the store may be that of a rank that has ended or hangs.
+        Takes at most about two seconds, even if the store's rank has ended or hangs.
         """
         words: list[str] = []
         asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)
@@ -257,7 +259,7 @@ class FailureReports:
         return words[0] if words else ""
 
     def tell(self, what: str) -> None:
-        """Records the failure of ``what`` here for other ranks; waits for no rank."""
+        """Reports through the store that ``what`` failed on this rank; other ranks read it. Does not wait."""
         threading.Thread(target=self._ask, args=(what, (), str), daemon=True).start()
 
     def _ask(self, what: str, peers: Sequence[int], tell: Callable[[str], object]) -> None:
@@ -279,7 +281,7 @@ class FailureReports:
 
 
 class JointCalls:
-    """Finds ranks that do not make a call which every rank has to make, such as a save or an evaluation.
+    """Check that every rank makes a rare collective call of the engine, such as a save or an evaluation.
 
     join       nobody begins before all have come: ``if rank == 0: eng.eval_batch()`` would let messages of two calls
                meet in one group, where gloo ends the process without a word for Python
@@ -290,8 +292,8 @@ class JointCalls:
     unlike here.
 
     Args:
-        store: of the job, with a prefix of this engine.
-        seconds: how long to wait for a rank.
+        store: store of the job, with a prefix of this engine.
+        seconds: timeout of the wait for a rank.
     """
 
     def __init__(self, store: KeyStore, rank: int, size: int, seconds: float) -> None:
@@ -302,9 +304,10 @@ class JointCalls:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Write that this rank makes no call any more, unless an error ends it, which then is the first one to read.
+        """Records in the store that this rank makes no more calls, so that others do not wait; an earlier error
+        remains.
 
-        A second call does nothing more. The store may be gone.
+        A second call does nothing. The store may have ended.
         """
         atexit.unregister(self.leave)
         if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
@@ -322,10 +325,10 @@ class JointCalls:
             self._store.delete_key(f"{call}/{self._made[call] - 2}/{self._rank}")
 
     def join(self, call: str) -> None:
-        """Return when every rank has made this call; the first ``JOINED_CALLS`` times.
+        """Waits until every rank has made this call; only the first ``JOINED_CALLS`` calls of a name wait.
 
         Raises:
-            EngineError: a rank did not come in time, or has left.
+            EngineError: a rank did not make the call in time, or has left.
         """
         if self._made[call] == JOINED_CALLS:
             return

@@ -8,10 +8,9 @@ Every rank has two slots and writes them alternately. A slot is written again tw
 the next barrier only after it has read all slots, so one barrier per piece is enough. A tensor larger than a slot is
 moved in pieces.
 
-Every rank computes a sum itself from all slots, which costs less than another barrier. Large sums of four and more
-ranks are computed in parts, one by each rank, and fetched after a second barrier. Both add in one order, adjacent pairs
-first, so the result has the same bits on all ranks. Half precision is added in fp32 and rounded once, while gloo rounds
-every addition.
+Every rank computes the sum of all slots, which takes less time than another barrier; large sums of four or more ranks
+are computed in parts, one by each rank, and read after a second barrier. Both add in the same order, adjacent pairs
+first, so all ranks get equal bits. Half precision is added in fp32 and rounded once.
 
 Shape suffixes: R ranks, s elements of a shard, n elements of a piece.
 """
@@ -43,7 +42,7 @@ _Steps = Iterator[None]
 
 
 def shared_bytes(ranks: int) -> int:
-    """Bytes of memory that the ranks share."""
+    """Returns the bytes of memory that ``ranks`` ranks share."""
     return 2 * ranks * SLOT_BYTES
 
 
@@ -67,19 +66,19 @@ class SharedMemory:
         self._failure = ""
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Wait:
-        """Sum ``tensor`` in place, or take the elementwise maximum, in which NaN is larger than any number."""
+        """Sums ``tensor`` in place over the axis; ``op`` "max" takes the elementwise maximum, NaN above all numbers."""
         return self._start(self._all_reduce(tensor.data, op))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Wait:
-        """Sum ``full`` [R*s] and leave this rank's slice in ``shard`` [s], which may lie in ``full``."""
+        """Sums ``full`` [R*s] and writes this rank's slice to ``shard`` [s], which may be a slice of ``full``."""
         return self._start(self._reduce_scatter(shard.data, full.data.view(self.ranks, -1)))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Wait:
-        """Concatenate every rank's ``shard`` [s] into ``full`` [R*s]."""
+        """Concatenates every rank's ``shard`` [s] into ``full`` [R*s]."""
         return self._start(self._all_gather(full.data.view(self.ranks, -1), shard.data))
 
     def close(self) -> None:
-        """Leave the other ranks and release the memory. A second call does nothing."""
+        """Leaves the other ranks and releases the memory. A second call does nothing."""
         self._under_way = iter(())
         self._give_up("it is closed")
 
@@ -174,7 +173,7 @@ class SharedMemory:
 
 
 class HostMessages:
-    """Small messages that all ranks of a group on one host exchange in memory; no tensor takes part.
+    """Small messages among all ranks of a group on one host, through shared memory; no tensors.
 
     All methods raise RuntimeError if a rank has ended or does not arrive in time; every later call then fails too.
     """
@@ -183,7 +182,7 @@ class HostMessages:
         self._barrier, self._turn, self._failure = barrier, 0, ""
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """The messages of all ranks, in order of index; all give the same number of bytes."""
+        """All-gathers ``data`` of equal length; returns the messages of all ranks in order of index."""
         if self._failure:
             raise RuntimeError(self._failure)
         try:
@@ -204,12 +203,12 @@ class HostMessages:
         return [memory[start : start + len(own)] for start in starts]
 
     def close(self) -> None:
-        """Leave the other ranks and release the memory. A second call does nothing."""
+        """Leaves the other ranks and releases the memory. A second call does nothing."""
         self._barrier.close()
 
 
 def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> HostMessages | None:
-    """Messages in memory; None on all ranks if one of them does not want them or is on another host.
+    """Opens host messages of a group; None on all ranks if a rank does not want them or is on another host.
 
     Every rank of the group calls it; see :func:`open_neighbours`.
     """
@@ -219,7 +218,7 @@ def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exc
 
 
 def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:
-    """Shared memory of an axis; None on all ranks if one of them does not want it or is on another host.
+    """Opens shared memory of an axis; None on all ranks if a rank does not want it or is on another host.
 
     Every rank of the axis calls it; see :func:`open_neighbours`.
     """
@@ -229,7 +228,7 @@ def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exc
 
 
 def open_shared_bytes(index: int, ranks: int, size: int, seconds: float, exchange: Exchange) -> SharedBytes | None:
-    """Memory of ``size`` bytes for each rank, in the address space of all of them; None as :func:`open_shared_memory`.
+    """Allocates ``size`` bytes per rank that all ranks of the axis map; None if the ranks are on several hosts.
 
     Every rank of the axis calls it.
     """

@@ -1,4 +1,4 @@
-"""Communication of accelerators whose process group carries tensors of the host alone: through pinned memory.
+"""Communication of accelerators with a process group for host tensors only: copies through pinned memory.
 
     device            host                      other rank
     tensor -- copy --> pinned memory -- gloo --> pinned memory -- copy --> tensor
@@ -19,91 +19,90 @@ from engine.parallel.grid import Axis, Grid
 
 
 def open_backend(grid: Grid, device: torch.device) -> Backend:
-    """Open the backend of a rank that is a process, after the process group is there."""
+    """Opens the backend of a rank that is a process; the process group must exist."""
     if carries_tensors_of(device):
         return TorchBackend(grid, device)
     return StagedBackend(TorchBackend(grid, torch.device("cpu")))
 
 
 class StagedBackend(Backend):
-    """The ``inner`` backend of the host for tensors of a device.
+    """Backend that copies tensors of a device through host memory to the ``inner`` backend of the host.
 
-    The host waits for the device at each call, and for the result at each wait. Kernels share no memory: they write
-    into that of devices.
+    Each call synchronizes the device, and each wait blocks the host. ``share_bytes`` returns None.
     """
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Reduce in place."""
+        """Reduces a host copy of ``tensor``, and copies the result back at the wait."""
         host = _on_host(tensor)
         return _brought(self._inner.all_reduce(host, axis, op), (tensor, host))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Reduce into ``shard``."""
+        """Reduce-scatters host copies, and copies the result to ``shard`` at the wait."""
         host = host_memory_like(shard)
         return _brought(self._inner.reduce_scatter(host, _on_host(full), axis), (shard, host))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Gather into ``full``."""
+        """All-gathers host copies, and copies the result to ``full`` at the wait."""
         host = host_memory_like(full)
         return _brought(self._inner.all_gather(host, _on_host(shard), axis), (full, host))
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Prepare as the inner backend does."""
+        """Calls the same method of the wrapped backend."""
         self._inner.connect_data(members)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Exchange into ``received``."""
+        """Exchanges host copies, and copies the result to ``received`` at the wait."""
         host = host_memory_like(received)
         return _brought(self._inner.all_to_all(host, _on_host(given), members, axis), (received, host))
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Exchange into ``received``."""
+        """Exchanges host copies of rows, and copies the result to ``received`` at the wait."""
         host = host_memory_like(received)
         return _brought(self._inner.exchange(host, _on_host(given), gets, gives, axis), (received, host))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Prepare as the inner backend does."""
+        """Calls the same method of the wrapped backend."""
         self._inner.open_gathers(within, axis)
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """Gather each pair."""
+        """All-gathers a host copy of each (full, shard) pair."""
         hosts = [(host_memory_like(full), _on_host(shard)) for full, shard in pairs]
         filled = [(full, host) for (full, _), (host, _) in zip(pairs, hosts, strict=True)]
         return _brought(self._inner.gather_parameters(hosts, within, axis), *filled)
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Exchange bytes between the hosts."""
+        """Calls the same method of the wrapped backend."""
         return self._inner.exchange_gathers(data, within)
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Send a copy."""
+        """Sends a host copy of ``tensor``."""
         return self._inner.send(_on_host(tensor), to, channel)
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Receive, and copy to ``tensor`` at the wait."""
+        """Receives into host memory, and copies to ``tensor`` at the wait."""
         host = host_memory_like(tensor)
         return _brought(self._inner.receive(host, source, channel), (tensor, host))
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Prepare as the inner backend does."""
+        """Calls the same method of the wrapped backend."""
         self._inner.connect(stages)
 
     def link(self, links: Sequence[Link]) -> None:
-        """Prepare as the inner backend does."""
+        """Calls the same method of the wrapped backend."""
         self._inner.link(links)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sum in place."""
+        """Sums a host copy over the stages, and copies it back at the wait."""
         host = _on_host(tensor)
         return _brought(self._inner.sum_over_stages(host, stages), (tensor, host))
 
     def close(self) -> None:
-        """Close the inner backend."""
+        """Closes the wrapped backend."""
         self._inner.close()
 
 

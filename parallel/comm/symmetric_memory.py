@@ -3,21 +3,20 @@
     of each rank      slots of two epochs │ arrivals     the layout of :class:`Mailbox`
     of this one       who has ended                      memory of the host, see :class:`PeerWatch`
 
-The memory comes from the backend: shared memory between processes of one host on CPUs, symmetric memory of torch
-between GPUs that reach each other. Where there is none, collectives do the same work.
+The backend allocates it: shared memory of one host on CPUs, torch's symmetric memory between GPUs with peer access.
+Without it, collectives do the same work.
 
-An *epoch* is one call. It is counted on every rank, and all ranks make the same calls in one order, as they do with
-collectives; there is nothing else that a call has to agree on.
+An *epoch* is the number of a call, counted on every rank: all ranks make the same calls in the same order.
 
-Who has ended is known by a thread that the operating system wakes, and a word that kernels look at:
+A thread, woken by the operating system, notices ranks that end, and writes a word that kernels poll:
 
     a rank ends, however    the system closes its sockets, and informs all who have a descriptor of its process
     every other rank        poll returns at once, the thread writes ended[index] = 1, of the next one that ends 2, ..
     a kernel that waits     looks at the word every so often, and gives up
 
-The descriptor is for a rank that leaves running children, such as workers that load data: they keep its sockets open.
-The socket is for a rank that closes its engine and goes on, and where processes are hidden from each other. It costs
-nothing while nobody ends. Ranks of other hosts are not watched; their end is found by time.
+The process descriptor covers a rank with running children, such as data loaders, which keep its sockets open; the
+socket covers a rank that closes its engine and continues, and processes hidden from each other. Ranks of other hosts
+are detected by timeouts only.
 """
 
 import logging
@@ -43,16 +42,16 @@ logger = logging.getLogger("trine")
 
 
 class PeerEndedError(RuntimeError):
-    """Error of a wait for a rank that has ended and so cannot send."""
+    """Raised by a wait for a rank that has ended."""
 
 
 class PeerWatch:
-    """Watches the other ranks of an axis until ``close``.
+    """Thread that detects the end of other ranks of an axis until ``close``.
 
     Args:
-        links: by index of a rank, the descriptor of a socket whose other end that rank alone holds.
-        ended: int32 [W] in memory of the host, zeros; a word is set when its rank has ended, or closed its end, to how
-            many had by then.
+        links: file descriptor of a socket by rank index; only that rank owns the other end.
+        ended: int32 [W] of zeros in host memory; when a rank ends or closes its socket, its element becomes 1, 2, ...
+            in order of the ends.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
@@ -63,7 +62,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; call it before the links are closed. A second call does nothing."""
+        """Ends the thread; must precede the close of the links. A second call does nothing."""
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
@@ -101,45 +100,46 @@ _ALIGNED: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBytes:
-    """Memory of equal size on every rank of an axis, which all of them can write; zeros at first."""
+    """Memory of equal size on every rank of an axis, writable by all of them, initially zeros."""
 
     parts: tuple[Tensor, ...]
-    """Each rank's part, uint8 [n], as this rank reaches it."""
+    """Each rank's memory as uint8 [n], mapped by this rank."""
     index: int
-    """Of this rank."""
+    """Index of this rank on the axis."""
     close: Callable[[], None]
-    """Release the memory; a second call does nothing."""
+    """Releases the memory; a second call does nothing."""
     multicast: int = 0
-    """Address of all parts at once, for loads that add and stores that reach all (NVLink SHARP); 0: there is none."""
+    """Multicast address of all ranks' memories (NVLink SHARP); 0: unsupported."""
     links: Mapping[int, int] = field(default_factory=dict)
-    """By index of another rank, the descriptor of a socket that the system closes when that rank ends; ranks without
-    one are not watched."""
+    """File descriptor, by index of another rank, of a socket that the system closes when that rank ends; ranks without
+    a descriptor are not watched.
+    """
 
     @property
     def own(self) -> Tensor:
-        """This rank's part."""
+        """This rank's memory, uint8 [n]."""
         return self.parts[self.index]
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Address of each rank's part in this rank's address space."""
+        """Address of each rank's memory in this rank's address space."""
         return tuple(part.data_ptr() for part in self.parts)
 
     @property
     def looks_a_second(self) -> float:
-        """Approximate number of times a second that a kernel can poll a signal."""
+        """Approximate number of times per second that a waiting kernel polls a signal."""
         return _LOOKS_A_SECOND[not is_host(self.own.device)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSizes:
-    """Sizes of the slots: the most that a rank can send to another in one call."""
+    """Sizes of the slots: the maximum that a rank can send to another rank in one call."""
 
     ranks: int
     capacity: int
-    """Bytes."""
+    """Size of one slot in bytes."""
     most: int
-    """Tiles."""
+    """Maximum number of tiles of one slot."""
 
     @property
     def slots(self) -> int:
@@ -148,25 +148,25 @@ class SlotSizes:
 
     @property
     def total(self) -> int:
-        """Bytes of a rank's part."""
+        """Bytes of a rank's memory: slots and arrival words."""
         return self.slots + self.arrivals
 
     @property
     def arrivals(self) -> int:
-        """Bytes of the arrivals of a rank."""
+        """Bytes of the arrival words of a rank."""
         return padded_bytes(2 * _WORD * self.ranks * self.most)
 
 
 def padded_bytes(size: int) -> int:
-    """``size`` rounded up to where the next part of the memory may begin."""
+    """Rounds ``size`` up to a multiple of the alignment, 256 bytes."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 class SymmetricBuffer:
-    """One rank's end. All ranks of the axis make the same calls.
+    """One rank's end of the symmetric memory of an axis. All ranks of the axis make the same calls.
 
     Args:
-        seconds: how long a kernel waits for a signal of a rank that has not ended.
+        seconds: timeout of a kernel's wait for a signal.
         peers: the ranks of the axis, by index.
     """
 
@@ -196,8 +196,9 @@ class SymmetricBuffer:
 
     @cached_property
     def copies(self) -> SideStream:
-        """Stream of copies to other ranks while this rank computes. Each virtual rank has its own: a device has few
-        streams, and two ranks that share one would wait for each other."""
+        """Stream of copies to other ranks during computation. Each virtual rank has its own, because two ranks that
+        share a stream would wait for each other.
+        """
         return SideStream(self._memory.own.device)
 
     def fits(self, size: int, tiles: int) -> bool:
@@ -205,18 +206,18 @@ class SymmetricBuffer:
         return size <= self.sizes.capacity and tiles <= self.sizes.most
 
     def say_once(self, sentence: str) -> None:
-        """Logs a call that is not sent this way, the first time."""
+        """Logs ``sentence``, the reason why a call does not use this memory, once."""
         if sentence not in self._said:
             self._said.add(sentence)
             logger.info("overlap: %s", sentence)
 
     def next_epoch(self) -> int:
-        """Begin a call; its number."""
+        """Starts the next call and returns its epoch."""
         self._epoch += 1
         return self._epoch
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a view of the data that ``writer`` has sent to this rank; valid until its next call but one."""
+        """Returns a view of the data that ``writer`` has sent to this rank; valid until the second next call."""
         return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
 
     def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -237,18 +238,19 @@ class SymmetricBuffer:
         return (epoch % 2) * self.sizes.ranks + writer
 
     def bring_status(self) -> None:
-        """Start a copy of the status word to the host, which the next ``check`` reads.
+        """Starts a copy of the status word to the host, which the next ``check`` reads.
 
-        The caller waits for the device before that check, so that the check itself waits for nothing launched since.
+        The caller waits for the device before that check, so the check waits for no later kernel.
         """
         self._brought = self.mailbox.status.to("cpu", non_blocking=True, copy=True)
 
     def check(self) -> None:
-        """Fail if a signal did not come. Waits for the kernel on a GPU, unless the status word was brought.
+        """Checks that no signal has timed out. Synchronizes the GPU, unless ``bring_status`` has copied the status
+        word.
 
         Raises:
-            PeerEndedError: the rank that had to send it has ended; it names the rank, the tile and the call.
-            RuntimeError: it has not come in time, likewise.
+            PeerEndedError: the rank of the signal has ended; the message names the rank, the tile and the call.
+            RuntimeError: a signal has timed out; the message names the same.
         """
         word, self._brought = self._brought, None
         missing = read_status(int((self.mailbox.status if word is None else word).item()))
@@ -265,7 +267,7 @@ class SymmetricBuffer:
         raise RuntimeError(f"{what} has not come in time")
 
     def close(self) -> None:
-        """Release the memory. A second call does nothing."""
+        """Releases the memory. A second call does nothing."""
         if self._watch is not None:
             self._watch.close()
         self._memory.close()

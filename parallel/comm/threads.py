@@ -40,7 +40,7 @@ _NUMPY: Any = np.random  # its stubs lack the exchange of generators
 
 
 class DeadlockError(EngineError):
-    """Error of ranks that all wait for each other; the message names each rank's call."""
+    """Error raised when all ranks wait for each other; the message names each rank's call."""
 
 
 class _AbortedError(EngineError):
@@ -63,7 +63,7 @@ class _Rank(Generic[Result]):
 
 
 class Turns:
-    """``size`` ranks that take turns; the order depends on their waits alone.
+    """Scheduler of ``size`` thread ranks that run one at a time; the order depends only on their waits.
 
     ``generators`` belong to devices that several ranks share.
     """
@@ -75,11 +75,11 @@ class Turns:
         self._deadlock = ""
 
     def run(self, body: Callable[[int], Result]) -> list[Result]:
-        """``body(rank)`` of every rank, in rank order.
+        """Runs ``body(rank)`` for every rank; returns the results in rank order.
 
         Raises:
             DeadlockError: all ranks that have not ended wait for each other.
-            Exception: the one of the first rank that raised; others end in the wait that cannot complete.
+            Exception: first error of a rank; the other ranks end in a wait that cannot complete.
         """
         process = _ProcessState.take(self._generators)
         grad = torch.is_grad_enabled()
@@ -124,10 +124,11 @@ class Turns:
         return next(own, problems[0] if problems else None)
 
     def wait(self, index: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Let other ranks run until ``ready``; ``what`` this rank waits for, in words. Called by its thread alone.
+        """Runs other ranks' threads until ``ready()``; ``what`` describes the wait in errors. Only the thread of rank
+        ``index`` calls this.
 
         Raises:
-            DeadlockError: no rank can go on.
+            DeadlockError: no rank can continue.
         """
         rank = self._ranks[index]
         if ready():
@@ -216,7 +217,7 @@ class _Round:
 
 @dataclass(slots=True)
 class Rounds:
-    """The collectives of ``ranks``, in the order in which each of them makes them."""
+    """Collectives of ``ranks``, matched by each rank's order of calls."""
 
     turns: Turns
     ranks: Sequence[int]
@@ -225,11 +226,11 @@ class Rounds:
     """How many collectives a rank has issued."""
 
     def bring(self, rank: int, call: Any, part: Tensor) -> Callable[[], list[Tensor]]:
-        """Bring a copy of ``part`` to the next collective; the result waits, and gives the parts in the order of ranks,
-        on the device of ``part``.
+        """Contributes a copy of ``part`` to the next collective; returns a function that waits and returns the parts of
+        all ranks in order, on the device of ``part``.
 
         Raises:
-            EngineError: another rank has brought a part to another ``call``, which is named by its ``str``.
+            EngineError: another rank contributed to a different ``call``; the message contains ``str(call)``.
         """
         number = self._brought[rank] = self._brought.get(rank, -1) + 1
         round_ = self._open.setdefault(number, _Round())
@@ -255,19 +256,18 @@ class Rounds:
 def run_thread_ranks(
     size: int, body: Callable[[World], Result], devices: Sequence[torch.device] | None = None
 ) -> list[Result]:
-    """``body(world)`` of ``size`` ranks, each a thread of this process; their results in rank order.
+    """Runs ``body(world)`` on ``size`` ranks, each a thread of this process; returns the results in rank order.
 
     ``engine.initialize(..., world=world)`` makes an engine whose other ranks are the other threads. Each rank needs a
     model of its own. Nothing is sent between processes.
 
     Args:
-        devices: one for each rank, in place of the CPU; several ranks may share one. torch runs all backwards of a
-            device in one thread, which a rank that waits for another one would keep: those of a shared device run in
-            the threads of their ranks.
+        devices: device of each rank, by default the CPU. Backwards on a shared device run in the threads of their
+            ranks, because torch's one thread per device would deadlock.
 
     Raises:
-        DeadlockError: all ranks wait for each other; it names each rank's call.
-        Exception: the first one that a rank raised.
+        DeadlockError: all ranks wait for each other; the message names each rank's call.
+        Exception: first error of a rank.
     """
     shared = [device for device, ranks in Counter(devices or ()).items() if ranks > 1 and not is_host(device)]
     generators = [generator for device in shared if (generator := device_generator(device)) is not None]
@@ -311,7 +311,7 @@ class _Box:
 
 
 Group = tuple[str, tuple[int, ...]]
-"""Purpose and ranks."""
+"""Pair (purpose, global ranks) that identifies a group."""
 
 
 @dataclass(slots=True)
@@ -323,21 +323,21 @@ class _Post:
 
 
 class ThreadBackend(Backend):
-    """The backend of one rank that is a thread.
+    """Backend of one rank that runs as a thread of this process.
 
-    Groups and channels are opened by their first use. No memory is shared: kernels are interpreted one at a time in a
-    process, and would wait for each other.
+    The first use opens a group or channel. ``share_bytes`` returns None: a process interprets one kernel at a time, so
+    kernels would deadlock.
     """
 
     def __init__(self, grid: Grid, turns: Turns, post: _Post) -> None:
         self._grid, self._turns, self._post = grid, turns, post
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Sum ``tensor`` in place, or take the elementwise maximum."""
+        """Sums ``tensor`` in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
         return self._reduce(tensor, (axis, self._grid.peers(axis)), op)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sum ``tensor`` in place over these indices of axis pp."""
+        """Sums ``tensor`` in place over these indices of axis pp."""
         line = self._grid.peers("pp")
         return self._reduce(tensor, ("stages", tuple(line[stage] for stage in stages)), "sum")
 
@@ -349,7 +349,7 @@ class ThreadBackend(Backend):
         return self._meet(f"all_reduce ({op})", group, tensor, place)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Sum ``full`` and leave this rank's slice in ``shard``."""
+        """Sums ``full`` over ``axis`` and writes this rank's slice to ``shard``."""
         index, ranks = self._grid.index(axis), self._grid.size(axis)
 
         def place(parts: list[Tensor]) -> None:
@@ -359,11 +359,11 @@ class ThreadBackend(Backend):
         return self._meet("reduce_scatter", (axis, self._grid.peers(axis)), full, place)
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Concatenate the shards into ``full``."""
+        """Concatenates the shards of ``axis`` into ``full``."""
         return self._gather(full, shard, (axis, self._grid.peers(axis)))
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Exchange slices."""
+        """Exchanges slice i with rank ``members[i]`` of ``axis``."""
         line, own = self._grid.peers(axis), members.index(self._grid.index(axis))
 
         def place(parts: list[Tensor]) -> None:
@@ -373,7 +373,7 @@ class ThreadBackend(Backend):
         return self._meet("all_to_all", (f"{axis} slices", tuple(line[index] for index in members)), given, place)
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Exchange rows: each rank brings its counts, then all of its rows."""
+        """Exchanges rows over ``axis`` with uneven counts: each rank publishes its counts, then all of its rows."""
         own, group = self._grid.index(axis), (f"{axis} rows", self._grid.peers(axis))
         counts: list[Tensor] = []
         count = self._meet("exchange of counts", group, torch.tensor(gives, dtype=torch.int64), counts.extend)
@@ -394,7 +394,7 @@ class ThreadBackend(Backend):
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None, axis: Axis | None = None
     ) -> Wait:
-        """All-gather each pair over ``axis``, or over ranks of the shard line, apart from other traffic."""
+        """All-gathers each (full, shard) pair over ``axis``, or over data ranks, independent of other collectives."""
         line = axis or self._grid.shard_line
         size = within or self._grid.size(line)
         first = self._grid.index(line) // size * size
@@ -408,7 +408,7 @@ class ThreadBackend(Backend):
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Exchange bytes between the ranks of ``gather_parameters``."""
+        """All-gathers ``data`` over the ranks of ``gather_parameters``."""
         line = self._grid.shard_line
         first = self._grid.index(line) // within * within
         group = ("agreement", tuple(self._grid.peers(line)[first : first + within]))
@@ -445,7 +445,7 @@ class ThreadBackend(Backend):
         return finish
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Send; complete when the receiver has offered to receive it."""
+        """Sends ``tensor``; complete when the receiver has posted the receive."""
         target = self._grid.peers("pp")[to]
         box = self._post.boxes[channel, self._grid.rank, target]
         number, box.sent = box.sent, box.sent + 1
@@ -454,7 +454,7 @@ class ThreadBackend(Backend):
         return lambda: self._turns.wait(self._grid.rank, lambda: number < box.asked, lambda: what)
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Fill ``tensor`` with the next message."""
+        """Receives the next message of ``channel`` into ``tensor``."""
         sender = self._grid.peers("pp")[source]
         box = self._post.boxes[channel, sender, self._grid.rank]
         number, box.asked = box.asked, box.asked + 1

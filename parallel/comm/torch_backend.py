@@ -121,7 +121,7 @@ class TorchBackend:
         return axis in self._shared
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
-        """On CPUs memory of the host; on GPUs torch's symmetric memory, where all of them reach each other."""
+        """Allocates host memory on CPUs, and torch's symmetric memory on GPUs that all reach each other."""
         group = self._groups[axis]
         assert group is not None
         if not is_host(self._device):
@@ -131,7 +131,7 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Create the groups of these indices, in every line; all of the line have one already."""
+        """Creates a group of these data ranks for each other coordinate; the group of all data ranks exists already."""
         if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
         axis = self._grid.shard_line
@@ -141,17 +141,17 @@ class TorchBackend:
         self._groups[_DataMembers(members)] = self._open(groups, own)
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
-        """Exchange slices."""
+        """Exchanges slice i with rank ``members[i]`` of ``axis``."""
         group = self._groups[axis if len(members) == self._grid.size(axis) else _DataMembers(members)]
         return _all_to_all(received, given, group)
 
     def exchange(self, received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], axis: Axis) -> Wait:
-        """Exchange rows."""
+        """Exchanges rows over ``axis`` with ``all_to_all_single``."""
         group = self._groups[axis]
         return _finisher(dist.all_to_all_single(received, given, list(gets), list(gives), group=group, async_op=True))
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
-        """Create a second group of ``axis``, or of the data axis, or of each run of ``within`` ranks of it."""
+        """Creates a second group of ``axis``, or of all data ranks, or of each ``within`` neighbouring data ranks."""
         if axis is not None:
             self._groups[_AxisGathers(axis)] = self._along(axis)
             return
@@ -184,13 +184,13 @@ class TorchBackend:
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """Exchange bytes in the group that ``open_gathers`` has created for them."""
+        """All-gathers ``data`` on the hosts, in the group that ``open_gathers`` has created."""
         group = self._groups[_DataGathers("agreement", within)]
         assert group is not None
         return _exchange(group, data) if self._agreement is None else self._agreement.exchange(data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
-        """Create the groups of these stages, for every data and tensor coordinate."""
+        """Creates the groups of these stages, one for each data and tensor coordinate."""
         if stages not in self._groups:
             self._groups[stages] = self._among(stages)
 
@@ -200,11 +200,13 @@ class TorchBackend:
         return self._open(groups, tuple(line[stage] for stage in stages) if self._here in stages else None)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
-        """Sum ``tensor`` in place."""
+        """Sums ``tensor`` in place over these indices of axis pp."""
         return _finisher(dist.all_reduce(tensor, group=self._groups[stages], async_op=True))
 
     def link(self, links: Sequence[Link]) -> None:
-        """Create the groups of these links and use each once, in one order on all ranks: NCCL connects at first use."""
+        """Creates the groups of these links and uses each once, in equal order on all ranks: NCCL connects at first
+        use.
+        """
         new = [link for link in links if link.channel not in self._groups]
         for links_at_once in link_rounds(new) if self._linked else ():
             own = next((link for link in links_at_once if self._here in link[1:]), None)
@@ -229,12 +231,12 @@ class TorchBackend:
             self.receive(token, link.source, link.channel)()
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
-        """Send to a rank of this pipeline."""
+        """Sends ``tensor`` to index ``to`` of axis pp."""
         group, index, tag = self._way(to, channel)
         return _finisher(group.send([tensor], index, tag))  # isend looks up the group for every message
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
-        """Receive from a rank of this pipeline."""
+        """Receives from index ``source`` of axis pp into ``tensor``."""
         group, index, tag = self._way(source, channel)
         return _finisher(group.recv([tensor], index, tag))
 
@@ -255,7 +257,7 @@ class TorchBackend:
         return group, int(other > self._here) if paired else other, tag
 
     def close(self) -> None:
-        """Destroy the groups and leave the shared memory. A second call does nothing."""
+        """Destroys the groups and leaves the shared memory. A second call does nothing."""
         atexit.unregister(self._groups.clear)
         self._groups.clear()
         for shared in (*self._shared.values(), *([self._agreement] if self._agreement is not None else ())):
@@ -265,14 +267,14 @@ class TorchBackend:
         self._owned.close()
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
-        """Sum ``tensor`` in place, or take the elementwise maximum."""
+        """Sums ``tensor`` in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
         if axis in self._shared:
             return self._shared[axis].all_reduce(tensor, op)
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         return _finisher(dist.all_reduce(tensor, reduction, self._groups[axis], async_op=True))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Reduce-scatter; on gloo by exchanging slices and adding them in rank order."""
+        """Reduce-scatters ``full`` to ``shard``; with gloo, ranks exchange slices and add them in rank order."""
         if axis in self._shared:
             return self._shared[axis].reduce_scatter(shard, full)
         group = self._groups[axis]
@@ -281,14 +283,14 @@ class TorchBackend:
         return _finisher(_REDUCE_SCATTER(shard, full, group=group, async_op=True))
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Concatenate the shards of the axis into ``full``."""
+        """Concatenates the shards of ``axis`` into ``full``."""
         if axis in self._shared:
             return self._shared[axis].all_gather(full, shard)
         return _all_gather(full, shard, self._groups[axis])
 
 
 def carries_tensors_of(device: torch.device) -> bool:
-    """Return whether the process group moves tensors of ``device``: gloo moves tensors of the host."""
+    """Returns True if the process group moves tensors of ``device``; gloo moves host tensors only."""
     return is_host(device) or dist.get_backend() != "gloo"
 
 

@@ -22,14 +22,14 @@ _PASSES: Mapping[Op, int] = MappingProxyType({"all_reduce": 2, "reduce_scatter":
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes as text in B, KiB, MiB or GiB."""
+    """Formats a number of bytes as B, KiB, MiB or GiB."""
     if count < 100 * 2**10:
         return f"{count} B" if count < 10_000 else f"{count / 2**10:.1f} KiB"
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
-    """Returns the bytes that one rank sends for a collective with a full tensor of ``payload_bytes``, or a message."""
+    """Returns the bytes that one rank sends for a message, or for a ring collective, of ``payload_bytes`` in full."""
     if op in ("send", "exchange"):
         return payload_bytes
     if op == "receive":
@@ -39,7 +39,7 @@ def sent_bytes(op: Op, payload_bytes: int, ranks: int = 2) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Calls and sent bytes of one label on one axis, on one rank. Receives are not counted as calls."""
+    """Number of calls and sent bytes of one label on one axis, on one rank. Receives do not count as calls."""
 
     axis: Axis
     label: str
@@ -51,7 +51,7 @@ class Traffic:
 
 
 class Record(NamedTuple):
-    """One collective or message as it was issued; the flight record keeps the most recent ones."""
+    """Collective or message as issued, an entry of the flight record."""
 
     sequence: int
     op: Op
@@ -65,7 +65,7 @@ class Record(NamedTuple):
 
 
 class Tally:
-    """Sums of :class:`Traffic` by axis and label."""
+    """Totals of :class:`Traffic` by axis and label."""
 
     def __init__(self, entries: Iterable[Traffic] = ()) -> None:
         self._rows: dict[tuple[Axis, str], tuple[int, int]] = {}
@@ -74,28 +74,28 @@ class Tally:
             self.add(entry)
 
     def add(self, entry: Traffic) -> None:
-        """Add an entry to the sum of its axis and label."""
+        """Adds an entry to the totals of its axis and label."""
         self.count(entry.axis, entry.label, entry.calls, entry.bytes)
 
     def count(self, axis: Axis, label: str, calls: int, sent: int) -> None:
-        """Add calls and sent bytes to the sum of an axis and label."""
+        """Adds calls and sent bytes to the totals of ``axis`` and ``label``."""
         before = self._rows.get((axis, label), (0, 0))
         self._rows[axis, label] = before[0] + calls, before[1] + sent
 
     def rows(self) -> tuple[Traffic, ...]:
-        """All sums, ordered by axis and label."""
+        """Returns all totals, ordered by axis and label."""
         return tuple(Traffic(*key, *self._rows[key]) for key in sorted(self._rows))
 
     def bytes(self) -> int:
-        """Bytes sent by this rank, over all axes and labels."""
+        """Returns the bytes sent by this rank, over all axes and labels."""
         return sum(sent for _, sent in self._rows.values())
 
     def times(self, count: int) -> "Tally":
-        """The same with calls and bytes multiplied by ``count``."""
+        """Returns a tally with calls and bytes multiplied by ``count``."""
         return Tally(Traffic(row.axis, row.label, row.calls * count, row.bytes * count) for row in self.rows())
 
     def since(self, earlier: "Tally") -> "Tally":
-        """The traffic added after ``earlier`` was copied."""
+        """Returns the traffic added after the copy ``earlier``."""
         before = {(row.axis, row.label): row for row in earlier.rows()}
         return Tally(
             Traffic(row.axis, row.label, row.calls - old.calls, row.bytes - old.bytes) if old else row
@@ -105,5 +105,5 @@ class Tally:
         )
 
     def copy(self) -> "Tally":
-        """A snapshot that later calls leave unchanged."""
+        """Returns a snapshot that later calls leave unchanged."""
         return Tally(self.rows())

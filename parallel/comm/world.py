@@ -1,16 +1,14 @@
-"""The processes of a job: which one this is, how it joins the others, and how it leaves.
+"""Processes of a job: this process's rank, how it joins the other ranks, and how it leaves.
 
-One of three files that use ``torch.distributed``; it opens the store of the job, creates and destroys process groups,
-and sends nothing.
+Opens the job's store, and creates and destroys process groups.
 
-    read_world   which process this is, from the variables of its launcher
-    open_store   the store at which ranks meet
-    Rendezvous      all come, and compare their arguments, before any group is made (``meeting``)
+    read_world   rank and world size, from the launcher's environment
+    open_store   the job's key-value store
+    Rendezvous   all ranks compare their arguments, before any group is created (``meeting``)
     open_world   the process group of all ranks
 
-The store has no password: whoever reaches its port may read and write it. Where rank 0 holds it, it listens on the
-address of MASTER_ADDR only. Under torchrun its agent usually holds it, and listens on all interfaces of the node; keep
-the nodes' ports from strangers, as for gloo and NCCL, which do not encrypt either.
+The store has no password: anyone who reaches its port may read and write it. On rank 0 it listens on MASTER_ADDR only;
+torchrun's agent listens on all interfaces. Protect the nodes' ports, as for gloo and NCCL, which do not encrypt.
 """
 
 import atexit
@@ -47,18 +45,18 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among the processes of the job, before a grid is laid over them."""
+    """This process's rank, local rank and device among the processes of a job, before a grid is defined."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     place: Place | None = None
-    """Where the ranks meet; None for one process alone, or where the user has started the process group."""
+    """Address of the rendezvous; None for a single process, or if the user has started the process group."""
     connect: Callable[[Grid], Backend] | None = None
-    """Makes the backend of ranks that are not processes; None: they are, and use ``torch.distributed``."""
+    """Function that makes the backend of ranks that are not processes; None: ``torch.distributed``."""
     patience: int = 600
-    """Seconds after which communication with another rank fails, unless ``TRINE_TIMEOUT_SECONDS`` says it."""
+    """Seconds until communication with another rank fails; ``TRINE_TIMEOUT_SECONDS`` overrides it."""
 
 
 @cache
@@ -95,10 +93,10 @@ def _forget_default_groups() -> None:
 
 
 def read_world() -> World:
-    """Find this rank and its device without communicating.
+    """Returns this process's rank and device without communication.
 
-    From the process group if there is one, else from the variables of torchrun, Slurm or MPI, else this process is
-    alone.
+    The sources are the process group, then the variables of torchrun, Slurm or MPI; without either, the world is one
+    process.
 
     Raises:
         GridError: the variables are incomplete, or there are more local ranks than GPUs.
@@ -128,12 +126,12 @@ def _device(local_rank: int, shared: bool) -> torch.device:
 
 
 def open_store(world: World) -> Store:
-    """The store of the job: that of the process group, else at the address of ``world.place``.
+    """Opens the store of the job: the store of the process group, or one at ``world.place``.
 
-    torchrun's agent holds the store if it says so; otherwise rank 0 does. A process alone has one in its own memory.
+    Rank 0 serves the store, unless torchrun's agent does. A single process gets a store in its own memory.
 
     Raises:
-        GridError: the store cannot be reached within ``TRINE_TIMEOUT_SECONDS``; names the address.
+        GridError: the store cannot be reached within ``TRINE_TIMEOUT_SECONDS``; the message names the address.
     """
     if dist.is_initialized():
         return distributed_c10d._get_default_store()
@@ -201,16 +199,16 @@ _BACKLOG = 4096
 
 
 def open_world(world: World, store: Store | None = None) -> None:
-    """Start the process group that ``read_world`` described; it ends when the interpreter exits.
+    """Starts the process group of ``world``, which ends when the interpreter exits.
 
     :func:`timeout_seconds` is the timeout of the rendezvous and of every collective.
 
     Args:
-        store: the ranks' addresses, under a prefix that no earlier start of the job has used: what a
-            restarted job finds in torchrun's store are the addresses of processes that have ended. None: the job's.
+        store: store with a prefix that no earlier start of the job has used, since torchrun's store retains addresses
+            of ended processes. None: the store of the job.
 
     Raises:
-        GridError: the other ranks cannot be reached; names the address and the network interface.
+        GridError: the other ranks cannot be reached; the message names address and network interface.
     """
     use_device(world.device)
     _end_at_exit()
@@ -240,16 +238,16 @@ def meeting_point(world: World) -> str:
 
 
 def prefixed(store: Store, prefix: str) -> Store:
-    """The keys of ``store`` that begin with ``prefix``."""
+    """Returns a view of ``store`` with ``prefix`` before all keys."""
     return PrefixStore(prefix, store)
 
 
 @contextmanager
 def connected_when_needed(ranks: int) -> Iterator[None]:
-    """Let gloo connect two ranks of a large group when they first talk, not all with all when the group is made.
+    """Makes gloo connect the ranks of a large group at first use, instead of all pairs at creation.
 
-    A rank of 16,384 would open as many connections, and read the addresses that all have left for all at the store, 2
-    GB. Collectives connect a rank with few others.
+    With 16,384 ranks, a rank would open as many connections and read 2 GB of addresses from the store. Collectives
+    connect a rank with few others.
     """
     if ranks <= ALL_WITH_ALL or _LAZILY in os.environ:
         yield
@@ -262,12 +260,12 @@ def connected_when_needed(ranks: int) -> Iterator[None]:
 
 
 ALL_WITH_ALL = 64
-"""Ranks of the largest group that gloo connects at once, which finds a rank that cannot be reached at the start."""
+"""Largest number of ranks that gloo connects at creation of a group, which detects unreachable ranks at the start."""
 _LAZILY = "TORCH_GLOO_LAZY_INIT"
 
 
 class OwnedGroups:
-    """The process groups that one part of an engine creates; ``close`` destroys them on this rank.
+    """Process groups created by one component of an engine; ``close`` destroys them on this rank.
 
     With gloo each rank destroys a group by itself. The destructor waits for collectives that are still queued, so one
     that another rank never joins would block it until its timeout.
@@ -288,12 +286,12 @@ class OwnedGroups:
     def open(
         self, ranks: Sequence[int] | None, backend: str | None = None, timeout: timedelta | None = None
     ) -> dist.ProcessGroup | None:
-        """Create the group of ``ranks``, this rank among them; None: this rank is in no group of this call.
+        """Creates the group of ``ranks``, which include this rank; None: this rank joins no group in this call.
 
-        Every rank of the world calls it at the same point. The groups that the ranks give are equal or have no rank in
-        common. Only members of a group wait for each other, at the store; torch's ``new_group`` is a call of all ranks
-        for each of thousands of groups. With NCCL, where a group is split from the communicator of the world, one call
-        is one split, and a group is a color (see :func:`split_color`).
+        Every rank of the world calls it at the same point. The groups of different ranks are equal or disjoint. Only
+        members of a group wait for each other, at the store; torch's ``new_group`` is a call of all ranks for each of
+        thousands of groups. With NCCL, where a group is split from the communicator of the world, one call is one
+        split, and a group is a color (see :func:`split_color`).
 
         Without ``timeout`` the group waits for :func:`group_timeout`; torch's own default is half an hour.
 
@@ -311,7 +309,7 @@ class OwnedGroups:
         return made
 
     def close(self) -> None:
-        """Destroy the groups, which their owner no longer uses. A second call does nothing."""
+        """Destroys the groups. A second call does nothing."""
         atexit.unregister(self._made.clear)
         if not self._made or os.getpid() != self._process:  # in a forked child they are the parent's
             return
@@ -353,10 +351,10 @@ def _members_meet(ranks: Sequence[int] | None, backend: str | None, wait: timede
 def color_rounds(
     groups: Iterable[tuple[int, ...]], color: Callable[[Sequence[int]], int] | None = None
 ) -> list[frozenset[tuple[int, ...]]]:
-    """Groups that have no rank in common, in as many rounds as keep the colors of a round apart; almost always one.
+    """Divides disjoint groups into rounds in which no two have the same color; almost always one round.
 
     NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color would
-    become one. ``color``: None takes torch's.
+    become one. ``color``: default is torch's hash.
     """
     rounds: list[dict[int, tuple[int, ...]]] = []
     for group in groups:
@@ -369,7 +367,7 @@ def color_rounds(
 
 
 def split_color(ranks: Sequence[int]) -> int:
-    """The color that torch gives a group when it is split from the communicator of the world."""
+    """Returns the color by which torch splits the group of ``ranks`` from the world's NCCL communicator."""
     color: int = distributed_c10d._process_group_color(list(ranks))
     return color
 
@@ -394,24 +392,22 @@ def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
 
 
 def timeout_seconds(configured: int = 600) -> int:
-    """Timeout of any communication between ranks: ``TRINE_TIMEOUT_SECONDS``, else ``communication.timeout_seconds``."""
+    """Returns the timeout of communication in seconds: ``TRINE_TIMEOUT_SECONDS``, else ``configured``."""
     return read_count(os.environ, "TRINE_TIMEOUT_SECONDS", configured)
 
 
 def watchdog_seconds(configured: int = 600) -> float:
-    """Seconds that a rank may wait before the watchdog acts: ``TRINE_WATCHDOG_SECONDS``, else half of the timeout.
+    """Returns the seconds of waiting after which the watchdog acts: ``TRINE_WATCHDOG_SECONDS``, else half of the
+    timeout.
 
-    So the watchdog names the rank to blame before a collective gives up.
+    The watchdog thus reports the slow rank before a collective times out.
     """
     given = read_count(os.environ, "TRINE_WATCHDOG_SECONDS", 0)
     return float(given) if given else timeout_seconds(configured) / 2
 
 
 def group_timeout() -> timedelta:
-    """Timeout of the groups that an engine creates: ``TRINE_TIMEOUT_SECONDS``, else that of the process group.
-
-    So the axes of a grid wait as long as the world, also in a process group that the user has started.
-    """
+    """Returns the timeout of the engine's groups: ``TRINE_TIMEOUT_SECONDS``, else the default process group's."""
     world = dist.group.WORLD
     if world is None or "TRINE_TIMEOUT_SECONDS" in os.environ:
         return timedelta(seconds=timeout_seconds())
@@ -420,7 +416,7 @@ def group_timeout() -> timedelta:
 
 
 def patience_seconds() -> float:
-    """Seconds between two signs of life of a rank for which others wait: a few of them within ``group_timeout``."""
+    """Returns the seconds between two keep-alive messages of a rank that others wait for; several fit in a timeout."""
     return min(_PATIENCE_SECONDS, group_timeout().total_seconds() / 4)
 
 
@@ -428,12 +424,12 @@ _PATIENCE_SECONDS = 20.0
 
 
 def shares_memory() -> bool:
-    """True if ranks of one host may communicate through shared memory; ``TRINE_SHARED_MEMORY=0`` forbids it."""
+    """Returns True if ranks of one host may communicate through shared memory; ``TRINE_SHARED_MEMORY=0`` forbids it."""
     return read_count(os.environ, "TRINE_SHARED_MEMORY", 1) != 0
 
 
 def leave_traceback(main: Callable[[], None]) -> None:
-    """Run ``main`` so that torchrun's summary of a failed job ends with this process's traceback."""
+    """Runs ``main``; an error's traceback appears at the end of torchrun's summary of a failed job."""
     from torch.distributed.elastic.multiprocessing.errors import record  # slow to import, and only needed here
 
     record(main)()

@@ -228,8 +228,8 @@ class SharedList:
         ties = (torch.zeros((), device=self._device, requires_grad=True),) if torch.is_grad_enabled() else ()
         (got,) = exchange((torch.cat(asked),), gives, gets, self._comm, DISPATCH, ties)
         made = self._computed(got, called, counts)
-        ties = ties if made.requires_grad else (*ties, got)  # no expert of this rank was called
-        (back,) = exchange((made,), gets, gives, self._comm, COMBINE, ties)
+        unread = (got,) if ties and not len(got) else ()  # no answer leads to the rows that this rank has sent
+        (back,) = exchange((made,), gets, gives, self._comm, COMBINE, (*ties, *unread))
         self._answers = back
         parts = list(torch.split(back, [size for each in sizes for size in each])) if len(back) or any(sizes) else []
         for expert, each in zip(self._experts, sizes, strict=True):

@@ -17,7 +17,7 @@ results are not random then, in training.
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -36,6 +36,7 @@ from engine.parallel.experts.forms import (
     possible_widths,
     set_counts,
 )
+from engine.parallel.experts.thin_products import ThinProducts
 from engine.parallel.model.parametrized_weights import adapter_chain
 from engine.parallel.model.placeholders import is_expanded
 
@@ -66,6 +67,8 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     reasons = list[str]()
     thin_first = (True, False) if any(each.numel() > _LARGE for each in module.parameters()) else (False,)
     for thin, stack in product(thin_first, possible_stacks(module)):
+        if not thin and set(reasons) - {_REFUSED}:
+            break  # a rule that fails for thin matrices holds for no others: the large trial is for what refuses them
         for counts in possible_counts(module, stack.experts):
             counted = replace(stack, counts=counts)
             experts = min(stack.experts, 2 if thin else _MOST)
@@ -128,7 +131,9 @@ class _Trial:
     @torch.no_grad()
     def failure(self) -> str | None:
         """Returns the rule that does not hold; None if all hold."""
-        return self._failure_in(False) or self._failure_in(True)
+        thin = any(map(is_expanded, self._twin.parameters()))
+        with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
+            return self._failure_in(False) or self._failure_in(True)
 
     def _failure_in(self, training: bool) -> str | None:
         self._twin.train(training)

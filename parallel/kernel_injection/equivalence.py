@@ -1,4 +1,4 @@
-"""Trials: a copy of a module with other weights runs against an operator, to see if both compute the same."""
+"""Equivalence trials: runs a copy of a module with other weights against an operator, and compares their results."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +15,15 @@ from engine.parallel.tensor.layers.linear import has_plain_forward
 Function = Callable[..., Any]
 
 SCALES = (1.0, 30.0, 1e4)
-"""Scales of the inputs: a clamp shows only among large values."""
+"""Factors that scale the random inputs of a trial; large inputs reveal clamps."""
 
 
 INJECTION_TOLERANCE = 1e-5
-"""The largest error, relative to the largest value. Modules that always compute in fp32 have errors of 1e-7."""
+"""Largest error of an accepted operator, relative to the largest value; modules in fp32 have errors of 1e-7."""
 
 
 def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of ``module`` with these parameters and children; everything else is shared with the original."""
+    """Returns a shallow copy of ``module`` with other parameters and children; shares all other attributes."""
     other = copy.copy(module)
     vars(other)["_parameters"] = {name: nn.Parameter(value) for name, value in parameters.items()}
     vars(other)["_modules"] = dict(children)
@@ -31,9 +31,9 @@ def twin(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[
 
 
 def parameterless_copy(child: nn.Module) -> nn.Module:
-    """A copy of a child without parameters, whose dropouts, at any depth, are replaced by a nonlinear function.
+    """Returns a copy of ``child`` without parameters, with every dropout replaced by a nonlinear function.
 
-    The function commutes with no other operation, so a trial sees where the dropout is.
+    The function commutes with no other operation, so a comparison detects the position of the dropout.
     """
     if isinstance(child, _DropoutNd):
         return _Bent()
@@ -60,27 +60,27 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward of the module's class, without hooks; None if the object has a forward of its own."""
+    """Returns the forward of the module's class; None if the instance has another forward."""
     return None if "forward" in vars(module) else type(module).forward
 
 
 def is_linear_layer(child: nn.Module | None) -> bool:
-    """Returns True if the module is a matrix product and nothing else."""
+    """Returns True if the module is a linear layer with an unmodified forward and no hooks."""
     return child is not None and is_linear(child) and has_plain_forward(child) and own_forward(child) is not None
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """float64 values from a separate generator; the user's random numbers are untouched."""
+    """Returns random float64 numbers of this shape from a separate generator; the user's generators are unchanged."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def sizes_of(layer: Any) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer."""
+    """Returns (input features, output features) of a linear layer."""
     return tuple(layer.weight.shape) if is_conv1d(layer) else tuple(reversed(layer.weight.shape))
 
 
 def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
-    """A layer of these sizes with random weights, and a bias if ``like`` has one."""
+    """Returns a float64 linear layer of these sizes with random weights, and with a bias if ``like`` has one."""
     layer = nn.Linear(inputs, outputs, like.bias is not None, device="meta", dtype=torch.float64)
     for place, (name, parameter) in enumerate(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(random(*parameter.shape, seed=2 * seed + place)))
@@ -88,7 +88,9 @@ def small_linear(inputs: int, outputs: int, like: Any, seed: int) -> nn.Linear:
 
 
 def agrees_in_use(module: nn.Module, forward: Function, operator: Function, width: int) -> bool:
-    """Returns True if ``module``, a copy, and ``operator`` agree for inputs of all scales, in both modes."""
+    """Returns True if ``forward`` of ``module``, a copy, and ``operator`` agree at all ``SCALES``, in train and eval
+    mode.
+    """
     parameters = list(module.parameters())
     for training in (True, False):
         module.train(training)
@@ -98,9 +100,9 @@ def agrees_in_use(module: nn.Module, forward: Function, operator: Function, widt
 
 
 def agrees(module: Function, operator: Function, inputs: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> bool:
-    """Returns True if outputs and gradients of ``inputs`` and ``parameters`` are the same for both.
+    """Returns True if outputs and gradients of ``inputs`` and ``parameters`` are equal for both functions.
 
-    Each call draws new random numbers, so a function that draws any agrees with nothing; the user's generators are
+    Each call draws new random numbers, so a function with dropout agrees with nothing; the user's generators are
     restored.
     """
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Kernel injection: modules of a user's model that compute what a fused operator computes get that operator's forward.
+"""Kernel injection: replaces the forward of modules that compute the same as a fused operator by that operator.
 
 Modules are recognised by what they compute, not by class: a copy with random weights runs against the operator, and
 outputs and gradients are compared. A module that agrees with an operator gets its forward; every other module stays as
@@ -31,23 +31,22 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.name_patterns import starred
 
 PutOn = Callable[[ForwardPatches], None]
-"""Installs a forward on its module; the patches own it."""
+"""Function that installs a new forward on a module; the patches restore the old one."""
 
 
 class Replacement(NamedTuple):
-    """A module with a forward through one of our operators."""
+    """Module with a forward replaced by a fused operator."""
 
     module: str
     operator: str
     detail: str
-    """Exact computation in words, for reports."""
+    """Description of the computation, for reports."""
     activation: Activation = "none"
-    """The activation that a linear layer computes as well."""
+    """Activation fused into a linear layer; "none" for other operators."""
 
 
 def describe_replacements(replacements: Sequence[Replacement]) -> list[str]:
-    """Lines for reports: each operator with the modules that use it, modules with equal names up to numbers on one
-    line."""
+    """Formats one line for each operator and group of modules with equal names up to numbers."""
     groups = Counter((r.operator, starred(r.module), r.detail) for r in replacements)
     return [f"{operator:<7} {name} ({count}): {detail}" for (operator, name, detail), count in groups.items()]
 
@@ -58,10 +57,10 @@ def _put_on(module: nn.Module, forward: Callable[..., Any], replacement: Replace
 
 
 def find_replacements(model: nn.Module, kernels: Kernels) -> list[tuple[Replacement, PutOn]]:
-    """The modules that one of our operators can compute, each with the function that installs it. Nothing is
-    communicated.
+    """Finds the modules that a fused operator can compute, each with the function that installs it, without
+    communication.
 
-    No parameter is read, so a model on the meta device will do, and the user's random generators are untouched.
+    No parameter is read, so the model may be on the meta device, and the user's random generators are untouched.
     """
     forwards: dict[object, Callable[..., Any]] = {}
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -110,10 +109,9 @@ def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
 
 
 def find_heads(model: nn.Module) -> Iterator[str]:
-    """Names of layers with a row for each row of an embedding of the model, and more rows than inputs.
+    """Yields the names of possible language-model heads: layers with as many rows as an embedding of the model.
 
-    A layer that is not a head after all loses nothing: lazy logits that are read by anything but a loss are computed as
-    before.
+    Other layers among them remain correct: lazy logits are computed in full when any code except a loss reads them.
     """
     vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Modules that compute what an operator computes, found by trials of their own code, and forwards in place of theirs.
+"""Finds modules that compute the same as a fused operator, by trials of their code, and makes forwards that use it.
 
     norm         an RMSNorm or a LayerNorm, whatever its class is called
     rotary       attention that rotates queries and keys by a function of its source file, as Hugging Face's does
@@ -6,13 +6,12 @@
                  first of which makes an output that is split in half (Phi-3, GLM)
     activation   linear layers whose output goes through an activation and nowhere else: both become one operator
 
-A rotation is recognised by its parameters (q, k, cos, sin, ...) and by what it computes. A module that calls it gets a
-copy of its forward in which the function's name refers to our operator; the source file is untouched.
+A rotation is recognised by its parameters (q, k, cos, sin, ...) and its results. A module that calls it gets a copy of
+its forward in which the function's name refers to our operator.
 
-The trials of MLPs run over small layers. In the model the operator calls the layers, sharded over tensor ranks or not,
-as modules, so their hooks and their parallelism stay. The trial of an activation runs twice: with the layers as they
-are, and with the activation moved into the linear layer. Dropout is replaced by a nonlinear function, so that a dropout
-between the two shows.
+Trials of MLPs use small layers. In the model, the operator calls the layers as modules, so their hooks and sharding
+remain. The trial of an activation runs twice: with the original layers, and with the activation moved into the linear
+layer. Dropout is replaced by a nonlinear function, so that a dropout between the two is detected.
 """
 
 import inspect
@@ -53,7 +52,7 @@ _NORM_SCALES = (1.0, 1e-3, 1e2, 0.0)
 
 
 class NormModule(NamedTuple):
-    """The norm that a module computes, and the names of its parameters."""
+    """Norm that a module computes, with the names of its parameters."""
 
     form: Norm
     weight: str
@@ -61,13 +60,13 @@ class NormModule(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The description for reports."""
+        """Description for reports: kind, eps, offset of the weight."""
         kind = "LayerNorm" if self.form.centered else "RMSNorm"
         return f"{kind}, eps {self.form.eps:g}{', weights from 1' * bool(self.form.offset)}"
 
 
 def find_norm(module: nn.Module) -> NormModule | None:
-    """The norm that ``module`` computes, or None."""
+    """Returns the norm that ``module`` computes, found by trials; None if it computes none."""
     forward, sizes = own_forward(module), [tuple(p.shape) for p in module._parameters.values() if p is not None]
     small = 0 < len(sizes) <= 2 and len(set(sizes)) == 1 and len(sizes[0]) == 1 and sizes[0][0] > 1
     if forward is None or not small or module._modules or module._buffers:
@@ -103,7 +102,9 @@ def _rounds_alike(copy: nn.Module, forward: Callable[..., Any], x: Tensor) -> bo
 
 
 def injected_norm(found: NormModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """The forward of such a module through the operator; inputs that it does not cover run the module's own forward."""
+    """Returns a forward of the norm through the operator; it calls ``own``, the module's forward, for unsupported
+    inputs.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = getattr(self, found.weight)
@@ -120,7 +121,7 @@ _PARAMETERS = ["q", "k", "cos", "sin"]
 
 
 def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
-    """Functions with these parameters that the module's forward calls by a global name."""
+    """Yields (name, function) of global functions in the module's forward with the parameters (q, k, cos, sin)."""
     forward = own_forward(module)
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return
@@ -133,7 +134,9 @@ def rotary_globals(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def find_rotary(function: FunctionType) -> Rotary | None:
-    """The rotation that ``function`` computes with default values for all arguments after sin, or None."""
+    """Returns the rotary embedding that ``function(q, k, cos, sin, ...)`` computes by default; None if it computes
+    none.
+    """
     given = [random(2, heads, 5, 8, seed=heads) for heads in (3, 1)]
     cos, sin = (random(2, 5, 8, seed=seed) for seed in (4, 5))
     for interleaved, heads_dim in product((False, True), (1, 2)):
@@ -148,7 +151,9 @@ def find_rotary(function: FunctionType) -> Rotary | None:
 def injected_rotary(
     forward: Any, name: str, function: FunctionType, form: Rotary, kernels: Kernels
 ) -> Callable[..., Any]:
-    """``forward`` with the operator in place of ``function``; calls that it does not cover run ``function``."""
+    """Returns a copy of ``forward`` with the operator in place of the global ``name``; unsupported calls run
+    ``function``.
+    """
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         full = cos.shape[-1] == q.shape[-1] == k.shape[-1] and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype
@@ -160,27 +165,27 @@ def injected_rotary(
 
 
 _HIDDEN, _INNER = 6, 10
-"""The widths of the trial's layers."""
+"""Widths of the layers in a trial."""
 
 
 class GatedModule(NamedTuple):
-    """The layers that a gated MLP is made of."""
+    """Names of the layers of a gated MLP, down(act(gate(x)) * up(x)), and its activation."""
 
     gate: str
     up: str | None
-    """The up layer; None: ``gate`` computes both."""
+    """Name of the up layer; None: ``gate`` computes both halves."""
     down: str
     activation: Activation
     gate_first: bool = True
-    """If one layer computes both: whether the first half is the gate."""
+    """True if the first half of a joint layer's output is the gate."""
 
     @property
     def words(self) -> str:
-        """The description for reports."""
+        """Formula of the MLP for reports."""
         return f"{self.activation}({self.gate}) * {self.up or 'its other half'}, {self.down}"
 
     def run(self, module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:
-        """The module's output, computed by its layers and the operator."""
+        """Computes the module's output by its layers and the fused operator."""
         layers: Any = module
         first = getattr(layers, self.gate)(x)
         if self.up is not None:
@@ -192,7 +197,7 @@ class GatedModule(NamedTuple):
 
 
 def find_gated(module: nn.Module) -> GatedModule | None:
-    """The gated MLP that ``module`` is, or None."""
+    """Returns the gated MLP that ``module`` computes, found by trials; None if it computes none."""
     forward = own_forward(module)
     linear = {name: child for name, child in module.named_children() if is_linear(child)}
     others = [child for child in module.children() if not is_linear(child)]
@@ -242,7 +247,7 @@ def _gated_forms(roles: Mapping[str, str]) -> Iterator[GatedModule]:
 
 
 def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-    """The forward of such a module through the operator; calls that it does not cover run the module's own forward."""
+    """Returns a forward of the gated MLP through the operator; it calls ``own`` for unsupported inputs."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or is_autocast(args[0]):
@@ -253,7 +258,7 @@ def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Ker
 
 
 class ActivatedLinear(NamedTuple):
-    """The names of the two children of one module, and the activation."""
+    """Names of a linear layer and its activation module in one parent, and the activation."""
 
     linear: str
     act: str
@@ -261,7 +266,7 @@ class ActivatedLinear(NamedTuple):
 
 
 def find_activated(module: nn.Module) -> ActivatedLinear | None:
-    """Returns the child of ``module`` that is a linear layer with only an activation after it, or None."""
+    """Returns the linear layer in ``module`` that is followed by an activation alone; None if there is none."""
     forward = own_forward(module)
     layers: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear_layer(child)}
     if forward is None or len(layers) not in (1, 2) or module._parameters or module._buffers:
@@ -316,10 +321,9 @@ def _kind(child: nn.Module) -> Activation | None:
 
 
 def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..., Any]:
-    """The forward of the linear layer followed by the activation; it stays right however the layer is sharded.
+    """Returns a forward of the linear layer followed by the activation, valid for sharded layers too.
 
-    Once the model is sharded, replicated and column layers get a kernel that computes both
-    (``tensor.deferred_linear.fuse``).
+    After sharding, ``tensor.deferred_linear.fuse`` gives replicated and column layers a kernel that computes both.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -329,5 +333,5 @@ def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..
 
 
 def pass_through(self: Any, x: Tensor) -> Tensor:
-    """The forward of the activation module, which now does nothing."""
+    """Returns ``x``: the forward of an activation module that is fused into the layer before it."""
     return x

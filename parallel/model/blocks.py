@@ -22,12 +22,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Units:
-    """Units of a model by name, in the order of the model, with the names of the blocks among them."""
+    """Units and blocks of a model by name, in the order of the model."""
 
     modules: Mapping[str, nn.Module]
     blocks: tuple[str, ...]
     whole_blocks: tuple[str, ...]
-    """Names of the blocks before any was opened."""
+    """Names of all blocks, including the blocks that :func:`open_units` has replaced by their children."""
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False, closed: Collection[str] = ()) -> Units:

@@ -41,7 +41,7 @@ _NOTHING = object()
 
 
 class PatchLayer(IntEnum):
-    """Position of a patch: a smaller number is nearer to the module's own forward."""
+    """Position of a patch among the patches of one module: smaller numbers are closer to the module's own forward."""
 
     PARAMETERS = 0
     """Patches outside forward: parameters are in flat buckets, and hooks collect their gradients."""
@@ -62,12 +62,12 @@ class PatchLayer(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Change of one module."""
+    """Reversible change to one module."""
 
     module: nn.Module
     layer: PatchLayer
     note: str
-    """The effect, for people: a predicate with the module as subject."""
+    """Effect of the patch on a module, for reports: a predicate such as "runs in fp32"."""
     undo: Callable[[], None]
 
 
@@ -126,7 +126,7 @@ class ForwardPatches:
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Records a change of an object that ``module`` refers to, such as its ``config``, as a patch."""
+        """Registers a change to an object that ``module`` refers to, such as its ``config``, as a removable patch."""
         self._patches.append(Patch(module, layer, note, undo))
 
     def around(self, module: nn.Module) -> list[Patch]:
@@ -164,16 +164,16 @@ class ForwardPatches:
 
 
 def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a forward of :meth:`ForwardPatches.replace_forward` that calls the forward of the module's class.
+    """Marks a replaced forward that calls the forward of the module's class, as correct for sharded layers.
 
-    A sharded layer gets another class: a marked forward stays correct, and others would bypass the shards.
+    Sharding changes the class of a layer, and an unmarked forward would bypass the shards.
     """
     vars(forward)[_THROUGH_CLASS] = True
     return forward
 
 
 def goes_through_class(module: nn.Module) -> bool:
-    """Returns True if a call of ``module`` reaches the forward of its class."""
+    """Returns True if calling ``module`` runs the forward of its class, directly or through patches."""
     own = vars(module).get(_FORWARD)
     return own is None or getattr(own, _THROUGH_CLASS, False)
 
@@ -198,7 +198,7 @@ def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
 
 
 class Handler(Protocol):
-    """Function of a unit's name, original forward and arguments that returns the result of the call."""
+    """Interface of functions (unit name, original forward, arguments) that return the result of an intercepted call."""
 
     def __call__(
         self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -207,7 +207,7 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interception:
-    """Interception of calls of units by ``handler``."""
+    """Patches that pass calls of units to ``handler``."""
 
     handler: Handler
     layer: PatchLayer
@@ -215,12 +215,11 @@ class Interception:
     skips: Callable[[str], bool] = lambda unit: False
     """Returns True if the handler will not run the unit in the next call.
 
-    Hooks are part of a unit's compiled code, so a compiled unit then runs its hooks eagerly around the handler's
-    result.
+    A compiled unit contains its hooks, so a skipped call of it runs the hooks eagerly around the handler's result.
     """
 
     def install(self, unit: str, module: nn.Module, note: str) -> None:
-        """Passes the calls of ``module``, named ``unit``, to the handler."""
+        """Passes calls of ``module``, with unit name ``unit``, to the handler."""
         compiled = getattr(module, _COMPILED, None)
         own: Callable[..., Any] = getattr(module, _FORWARD if compiled is None else _COMPILED)
 

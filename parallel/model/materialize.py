@@ -47,7 +47,7 @@ _NO_WAY = (
     "the model in memory."
 )
 Part = list[tuple[str, nn.Module]]
-"""Modules by name, children before their parents."""
+"""Modules by name, each child before its parent."""
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[str, Part]]:
@@ -116,7 +116,7 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
 
 
 def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Assigns ``values`` to the meta parameters of the same names. Parameters remain the same objects."""
+    """Assigns ``values`` to the meta parameters with the same names; the parameter objects stay the same."""
     for name, parameter in model.named_parameters():
         if name in values and parameter.is_meta:
             _become(parameter, values[name])

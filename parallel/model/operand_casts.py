@@ -3,8 +3,8 @@
     q * cos          bf16 * fp32   torch promotes to fp32: no cast
     softmax(..) @ v  fp32 @ bf16   torch refuses: the operands are cast to bf16, as under torch.autocast
 
-Models have rotary tables and masks as fp32 buffers, and get fp32 inputs. If the first whole forward of a model needs no
-cast, the mode is off from then on.
+Such operands come from fp32 buffers (rotary tables, masks) and inputs. If a model's first whole forward needs no cast,
+the mode is disabled.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class OperandCasts(TorchFunctionMode):
-    """Function mode with the casts of one engine's forwards."""
+    """Function mode that casts operands of mixed dtypes in the forwards of one engine."""
 
     def __init__(self, compute: torch.dtype) -> None:
         super().__init__()
@@ -37,8 +37,9 @@ class OperandCasts(TorchFunctionMode):
 
     @contextmanager
     def forward(self, whole: bool) -> Iterator[None]:
-        """Casts operands of a forward inside the context; ``whole``: a forward of the whole model, which decides the
-        need."""
+        """Casts operands of a forward inside the context; ``whole``: this forward runs the whole model, and disables
+        later casts if it needs none.
+        """
         kind = torch.is_grad_enabled()
         if not self._needed.get(kind, True):
             yield
@@ -73,7 +74,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def is_watched() -> bool:
-    """Returns True if a function mode other than these casts is on, such as a tracer."""
+    """Returns True if a function mode other than these casts is active, such as a tracer."""
     if not torch._C._len_torch_function_stack():  # fast path without any mode: each call of a layer asks
         return False
     return any(not isinstance(mode, OperandCasts) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

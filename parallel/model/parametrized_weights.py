@@ -1,11 +1,10 @@
-"""Weights to which code adds a term during a call, as PEFT does for stacks of experts.
+"""Weights to which other code adds a term during a call, as PEFT does for stacks of expert weights.
 
     ParamWrapper.forward    torch.nn.utils.parametrize replaces W by W + B A, and restores it afterwards
 
-The registration calls ``W.set_(W)``. No value changes, but torch counts a write, which ZeRO 3 refuses in gathered
-weights, and detaches W from graphs of earlier calls. The removal registers the result of ``module.W``, which may be
-another tensor than the parameter (a matrix of codes), and registers it as the last parameter. This module makes the
-write a no-op and restores the module's parameters in their order.
+The registration calls ``W.set_(W)``, a write without a change, which ZeRO 3 refuses and which detaches W from earlier
+graphs. The removal registers ``module.W``, possibly another tensor than the parameter, as the last parameter. This
+module makes the write a no-op and restores the parameters in their order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +30,7 @@ def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Returns the modules with parameters to which adapters add something in a call, and the adapter that is called.
+    """Returns the modules with parameters to which PEFT adapters add a term, and the name of the outermost adapter.
 
     An adapter of a second parameter contains the adapter of the first one.
     """

@@ -21,14 +21,14 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 class PlaceholderPool:
-    """Placeholders of one device; placeholders of equal shape and dtype share the memory of one element."""
+    """Cache of placeholders on one device; placeholders of equal shape and dtype share one element of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def give(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a new placeholder over the shared element."""
+        """Returns a new placeholder of ``shape`` and ``dtype``."""
         if (shape, dtype) not in self._made:
             with torch.inference_mode(False):  # the first caller may be in inference mode, later callers may not
                 self._made[shape, dtype] = placeholder(shape, dtype, self._device)
@@ -36,12 +36,12 @@ class PlaceholderPool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Returns True for torch's own tensors, with or without content; False for classes that change operations."""
+    """Returns True for ``Tensor``, ``Parameter`` and ``FakeTensor``; False for subclasses that change operations."""
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
 def is_without_content(value: object) -> bool:
-    """Returns True for a tensor of which only the shape is known."""
+    """Returns True for a fake or meta tensor, which has a shape but no data."""
     return isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
 
 

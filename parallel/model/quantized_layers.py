@@ -5,8 +5,7 @@
     layer.weight  a property of the layer's class: a matrix without memory, a new one at each read, because a gather
                   swaps the memory of a parameter between uses (``kernels.quantized.quantized_weight``)
 
-The new class derives from the layer's class; forward and hooks are unchanged. The new class stays after the engine is
-closed.
+The new class derives from the layer's class, with its forward and hooks, and stays after the engine is closed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from engine.parallel.shard_table import ShardRow
 
 
 class QuantizedLayer(nn.Module):
-    """Layer that reads its weight from codes and scales."""
+    """Mixin of a layer class with a property ``weight`` that reads codes and scales."""
 
 
 _Held = tuple[QuantizedShape, torch.dtype]
@@ -49,7 +48,9 @@ def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Makes the layers of the ``held`` parameters, which have codes and scales in their memory, read matrices."""
+    """Patches the layers of the ``held`` parameters, stored as codes and scales, so that ``weight`` returns a
+    matrix.
+    """
     named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
     classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}
     for module in model.modules():

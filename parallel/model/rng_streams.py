@@ -14,13 +14,13 @@ Python's and NumPy's generators follow in models that draw from them:
     forward ends                  the user's generators are restored
     a block runs again            seed(key, -1)   the user's generators are saved until the backward ends
 
-A seed costs microseconds, and few models use these generators. Units are seeded only in models that use them, according
-to a trace or the first forward in this mode. In other models the first forward of each step is watched.
+Units are seeded only in models that use these generators, according to a trace or the first forward in this mode; other
+models are watched in the first forward of each step.
 
-Generators are reseeded at the exit of modules rather than at their entry for two reasons. Numbers drawn between two
-modules are equal on every pipeline stage that draws them. A recomputed block, which starts from the generator state
-saved at its entry, draws the same numbers again. If several blocks are recomputed together, the seed at the entry of
-each identifies microbatch and position, so the exit sets the same seed as in the forward.
+Generators are reseeded at the exit of modules, not at their entry, so that numbers drawn between two modules are equal
+on every pipeline stage, and a recomputed block, which starts from the generator state saved at its entry, draws the
+same numbers again. If several blocks are recomputed together, the seed at the entry of each identifies microbatch and
+position.
 
 Modules inside units reseed at their exits too, at a separate level: the blocks of a chain inside a unit, and the
 children of blocks with dropout, because a stage may begin inside a block. The exit of a module restarts the counts of
@@ -66,18 +66,18 @@ def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
 
 
 class StreamPosition(NamedTuple):
-    """Position of the last seed in a microbatch."""
+    """Position in a microbatch at which the random generators were last seeded."""
 
     key: tuple[int, ...]
     ended: tuple[int, ...] = ()
-    """Number of modules of each level that have ended since the last end at the level above; the last is not 0."""
+    """Number of ended modules at each nesting level since the last end at the level above; the last number is not 0."""
 
     def seed(self) -> int:
-        """Returns the seed of this position."""
+        """Returns the 63-bit seed of this position."""
         return derive_seed(*self.key, *self.ended)
 
     def after(self, level: int) -> "StreamPosition":
-        """Returns the position after the end of one more module of ``level``; counts of deeper levels restart."""
+        """Returns the position after one more module at ``level`` has ended; counts of deeper levels restart."""
         counts = (*self.ended, *(0 for _ in range(level + 1)))[: level + 1]
         return StreamPosition(self.key, (*counts[:-1], counts[-1] + 1))
 
@@ -130,8 +130,7 @@ class RandomStreams:
                 self._now = None
 
     def draw_again(self) -> None:
-        """Seeds Python's and NumPy's generators for recomputation of a block, which draws the forward's numbers
-        again."""
+        """Reseeds Python's and NumPy's generators for recomputation of a block, as in its forward."""
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
@@ -239,9 +238,10 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def draw_apart(device: torch.device, index: int) -> int:
-    """Gives rank ``index`` of the tensor axis its own random numbers from now on.
+    """Seeds the generators differently on each tensor rank; ``index``: this rank's index on the tensor axis.
 
-    Returns one number from the CPU's generator, equal on all ranks; ``draw_alike`` takes it to end this state.
+    Returns one number from the CPU's generator, equal on all ranks; the argument of :func:`draw_alike`, which ends this
+    state.
     """
     drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     seed_generators(device, derive_seed(drawn, index + 1))
@@ -249,8 +249,7 @@ def draw_apart(device: torch.device, index: int) -> int:
 
 
 def draw_alike(device: torch.device, drawn: int) -> None:
-    """Gives all ranks of the tensor axis equal random numbers from now on; ``drawn``: the result of
-    :func:`draw_apart`."""
+    """Seeds the generators equally on all tensor ranks; ``drawn``: the result of :func:`draw_apart`."""
     seed_generators(device, derive_seed(drawn, 0))
 
 
@@ -262,11 +261,11 @@ class HostState(NamedTuple):
 
     @staticmethod
     def take() -> "HostState":
-        """Returns the current state."""
+        """Returns the current state of both generators."""
         return HostState(random.getstate(), np.random.get_state())
 
     def put(self) -> None:
-        """Sets both generators to this state."""
+        """Restores both generators to this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
@@ -279,7 +278,7 @@ class HostState(NamedTuple):
 
 
 class HostDraws:
-    """Random numbers that the forwards of one model draw from Python's and NumPy's generators."""
+    """Seeds and restores Python's and NumPy's generators around the forwards of one model."""
 
     def __init__(self) -> None:
         self.keyed = False
@@ -298,8 +297,9 @@ class HostDraws:
 
     @contextmanager
     def forward(self, seed: int, step: tuple[int, ...], training: bool, known: bool | None) -> Iterator[None]:
-        """Seeds a forward inside the context; ``known``: True or False if a trace has seen draws or none; None: no
-        trace."""
+        """Seeds a forward inside the context; ``known``: True if a trace has seen random numbers drawn, None without a
+        trace.
+        """
         self.end_backward()
         self._drawn = self._drawn or known is True
         first = known is None and training not in self._modes
@@ -323,7 +323,7 @@ class HostDraws:
         self._seed(seed, watch=self._watched is not None)
 
     def again(self, seed: int) -> None:
-        """Seeds both generators for recomputation of a unit; ``end_backward`` restores the user's generators."""
+        """Reseeds Python's and NumPy's generators for recomputation of a unit; ``end_backward`` restores the user's."""
         if self._drawn:
             if self._users is None:
                 self._users = self._aside()

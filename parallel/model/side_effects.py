@@ -112,7 +112,7 @@ def _items(holder: Any) -> list[Any]:
 
 
 Place = tuple[str, str]
-"""Module path and attribute name."""
+"""Pair (module path, attribute name)."""
 State = Mapping[Place, Any]
 _NOTHING = object()
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -131,7 +131,7 @@ class AttributeState:
         self._last: State = {}
 
     def read(self) -> State:
-        """Returns the values of all attributes except ignored ones; the same object until a value changes."""
+        """Returns the values of all observed attributes; the same object until a value changes."""
         now = {place: value for place, value in self._plain() if place not in self._idle}
         if now != self._last:
             self._last = now
@@ -142,9 +142,9 @@ class AttributeState:
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """Ignores numbers and strings that differ between two readings with equal forwards.
+        """Stops observing numbers and strings that differ between two readings with equal forwards.
 
-        A bool is never ignored: it has few values, so it cannot make a new cache key in every step.
+        Bools stay observed: they have two values, so they cannot make a new cache key in every step.
         """
         for place in _changed(one, other):
             values = one.get(place), other.get(place)

@@ -20,7 +20,9 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 class Regions(Protocol):
-    """Interface of a forward: ``inside`` is True while a unit runs; ``regions``: options of surrounding checkpoints."""
+    """Interface of a forward in progress: ``inside`` is True while a unit runs; ``regions``: options of open
+    checkpoints.
+    """
 
     inside: bool
     regions: list[dict[str, Any]]
@@ -53,8 +55,9 @@ def open_checkpoints(recompute: bool) -> Iterator[None]:
 
 @contextmanager
 def spread_checkpoints(run: Regions) -> Iterator[None]:
-    """Runs checkpoints outside units inside the context without recomputation, with their options in
-    ``run.regions``."""
+    """Runs user checkpoints outside of pipeline units without recomputation, inside the context; ``run.regions`` has
+    their options.
+    """
     original = getattr(module, _GENERATOR)
 
     def generator(function: Function, preserve: bool, context_fn: Function, *rest: Any, **kwargs: Any) -> Iterator[Any]:
@@ -75,7 +78,7 @@ def spread_checkpoints(run: Regions) -> Iterator[None]:
 
 
 def recomputed(forward: Function, options: dict[str, Any]) -> Function:
-    """Returns ``forward`` with recomputation in backward, with the options of the surrounding region."""
+    """Returns ``forward`` under ``torch.utils.checkpoint`` with these ``options``, non-reentrant."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)

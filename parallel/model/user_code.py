@@ -1,4 +1,4 @@
-"""Distinction between mistakes of this package and errors of the user's model in one call stack.
+"""Classification of errors: raised by this package, or by the user's model.
 
 A plan falls back if the user's model fails, for example if a copy of a block does not run alone or a trace fails. The
 ``except`` around the model must re-raise a mistake of this package, so that users can report it.
@@ -18,7 +18,7 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs ``function`` of torch or of the user; a refusal of its arguments is not a mistake of this package."""
+    """Calls ``function`` of torch or of the user; errors about its arguments are not attributed to the engine."""
     return function(*args, **kwargs)
 
 

@@ -42,7 +42,7 @@ class RunningModules:
             self._running -= 1
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a forward that computes with shards."""
+        """Calls ``forward`` as code that computes with shards."""
         self._running += 1
         try:
             return forward(*args, **kwargs)
@@ -50,7 +50,7 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Returns True if the code ``callers`` calls above this method's caller gets full sizes."""
+        """Returns True if the code ``callers`` frames above this method's caller must see full sizes."""
         if torch.compiler.is_compiling() or self._running:
             return False
         asking = sys._getframe(callers + 1).f_globals.get("__name__", "")
@@ -62,7 +62,7 @@ class RunningModules:
 
 
 class WholeSizes(_Before):
-    """Mixin of full sizes, in front of a class of parameters."""
+    """Parameter mixin that returns full sizes to code outside the engine."""
 
     __slots__ = ()
     _whole_shape: torch.Size
@@ -70,16 +70,16 @@ class WholeSizes(_Before):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The full shape, or the shard's for code that computes with the shard."""
+        """Full shape; the shard's shape for code that computes with the shard."""
         return self._whole_shape if self._running_modules.asks_for_whole() else self._part()
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns sizes under the rule of ``shape``."""
+        """Returns the full sizes, or the shard's sizes, by the rule of ``shape``."""
         shape = self._whole_shape if self._running_modules.asks_for_whole() else self._part()
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """Returns the number of elements under the rule of ``shape``."""
+        """Returns the full number of elements, or the shard's, by the rule of ``shape``."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
@@ -102,14 +102,14 @@ class WholeSizes(_Before):
 
 
 class PartParameter(WholeSizes, nn.Parameter):
-    """Sharded parameter that returns full sizes."""
+    """Sharded ``nn.Parameter`` with full sizes."""
 
     # operations run as on any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
-    """Changes the class of a plain parameter, so that it returns ``shape``; the inverse is ``answer_part``."""
+    """Changes the class of a plain parameter so that it reports the full sizes ``shape``; ``answer_part`` undoes it."""
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
     untyped.__class__ = PartParameter

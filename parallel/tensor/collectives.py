@@ -39,7 +39,7 @@ EMBEDDING = "embedding"
 LOGITS = "logits"
 LOSS = "loss"
 ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
-"""Labels of activations, which may be rounded when sent; logits, losses and statistics may not."""
+"""Labels of collectives of activations, which may be rounded; logits, losses and statistics may not."""
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:
@@ -152,6 +152,16 @@ def gather_whole(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
         return x
     whole: Tensor = _GatherWhole.apply(x, axis, dim % x.ndim, label)  # type: ignore[no-untyped-call]
     return whole
+
+
+def sum_parts(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
+    """Returns the sum of ``x`` over the ranks; backward sums the gradient too, of which each rank has a part."""
+    if axis.size == 1:
+        return x
+    summed: Tensor = _SumParts.apply(x, axis, label)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and x.requires_grad:
+        axis.expect("all_reduce", label, x, summed)
+    return summed
 
 
 def check_parts(x: Tensor, axis: TensorAxis, dim: int) -> int:
@@ -308,6 +318,22 @@ class _SliceOf(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_derivatives()
         return _gather(grad, ctx.axis, ctx.dim, ctx.label), None, None, None
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, label: str) -> Tensor:
+        ctx.axis, ctx.label = axis, label
+        x = x.clone(memory_format=torch.contiguous_format)
+        axis.all_reduce(x, label)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivatives()
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        ctx.axis.all_reduce(grad, ctx.label)
+        return grad, None, None
 
 
 class _GatherWhole(torch.autograd.Function):

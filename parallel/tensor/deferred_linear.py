@@ -4,7 +4,7 @@
                      dW = dy' x     may be deferred: it needs x and dy only, neither W nor the graph
                      db = sum dy    deferred with dW
 
-All three are products of ``kernels.ops.linear``: the library's, or Triton's where ``LinearSpec.kernels`` says so.
+All three are products of ``kernels.ops.linear``: the library's, or Triton's as ``LinearSpec.kernels`` selects.
 
 A :class:`DeferralPolicy` chooses the time: a pipeline fills bubbles with weight gradients (zero bubble), a tensor
 region overlaps them with the all-reduce of dx (``overlap.async_input_grad``). In both cases nothing is computed twice,
@@ -34,7 +34,7 @@ from engine.parallel.model.placeholders import is_plain
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Returns True for Hugging Face's Conv1D, a linear layer with weight [in, out]; recognised by name and ``nf``."""
+    """Returns True for Hugging Face's Conv1D, a linear layer with weight [in, out]."""
     if isinstance(module, nn.Linear):  # first: every call asks, and the lookup of an absent attribute takes 2 us
         return False
     return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
@@ -46,47 +46,47 @@ def is_linear(module: nn.Module) -> bool:
 
 
 class GradsWanted(NamedTuple):
-    """Calls that compute the gradients of a product's parameters."""
+    """Deferred computations of the weight and bias gradients of a product."""
 
     weight: partial[Tensor]
-    """A call of :func:`weight_gradient`."""
+    """Call of :func:`weight_gradient` with all arguments bound."""
     bias: partial[Tensor] | None
     main: MainGradient | None = None
-    """The main gradient of the weight: :func:`unless_added` may add the weight gradient to it in place."""
+    """Main gradient of the weight, to which :func:`unless_added` may add the weight gradient in place."""
 
 
 class DeferralPolicy(Protocol):
-    """Policy for the time at which the gradients of a product's parameters are computed."""
+    """Interface of policies for the time at which weight and bias gradients are computed."""
 
     def put_off(self, wanted: GradsWanted, nodes: tuple[Any, ...]) -> bool:
-        """Returns True if the gradients are computed later or never; False: the product computes them at once.
+        """Returns True if the policy computes ``wanted`` later or never; False: the backward computes them at once.
 
         ``nodes``: the graph's next functions of x, W, b and the token.
         """
 
 
 class LinearSpec(NamedTuple):
-    """Memory order, deferral policy and kernels of a product."""
+    """Memory order of the weight, deferral policy and kernels of a product."""
 
     transposed: bool
-    """True if the weight is [I, O]."""
+    """True if the weight is stored as [I, O]."""
     later: DeferralPolicy
     kernels: Kernels = REFERENCE
 
 
 class Beside(NamedTuple):
-    """Extra tensors of a product."""
+    """Optional tensors of a product besides x, weight and bias."""
 
     kept: Tensor | None = None
-    """The tensor saved for backward in place of x; the deferral policy restores x from it."""
+    """Tensor saved for backward in place of x, from which the deferral policy restores x."""
     token: Tensor | None = None
-    """A tensor with an empty gradient: the node that made it runs after the product's backward."""
+    """Tensor with an empty gradient; its autograd node runs after the product's backward."""
 
 
 def deferrable_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSpec, beside: Beside | None = None
 ) -> Tensor:
-    """Multiplies x [.., I] -> [.., O], in autocast's dtype under autocast; requires :func:`can_multiply`."""
+    """Computes x [.., I] W' + b -> [.., O], in autocast's dtype under autocast; requires :func:`can_multiply`."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     y: Tensor = _Product.apply(x, weight, bias, linear, *(beside or Beside()))  # type: ignore[no-untyped-call]
@@ -152,7 +152,8 @@ def weight_gradient(
 
 
 def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: Any | None) -> Tensor | None:
-    """Returns the weight gradient that ``compute`` makes, or None after adding it to the main gradient.
+    """Computes the weight gradient; adds it to the main gradient ``main`` and returns None if possible, otherwise
+    returns it.
 
     ``compute``: a call of :func:`weight_gradient` with all arguments bound. ``node``: see :class:`MainGradient`.
     """
@@ -183,7 +184,7 @@ def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FusedForward:
-    """The forward of a replicated layer with a fused activation."""
+    """Forward of a replicated linear layer with a fused activation."""
 
     module: nn.Module
     activation: Activation
@@ -203,7 +204,7 @@ class FusedForward:
 
 
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Fuses ``activation`` into a layer that is a matrix product and nothing else.
+    """Fuses ``activation`` into ``layer``, a plain linear layer.
 
     A sharded layer uses the kernels of its axis in place of ``kernels``. An operator that replaces the layer's forward
     is removed first.

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class CollectiveCall(NamedTuple):
-    """One call of a collective; all ranks make the same calls in the same order."""
+    """Call of a collective; all ranks make the same calls in the same order."""
 
     op: str
     label: str
@@ -37,7 +37,7 @@ class CollectiveCall(NamedTuple):
 
 
 class SimulatedAxis(TensorAxis):
-    """Axis of one simulated rank; ``called`` records the collectives of this rank."""
+    """Tensor axis of one thread rank; ``called`` records its collectives."""
 
     def __init__(self, index: int, size: int, rounds: Rounds) -> None:
         self.index, self.size, self.dry, self.listener = index, size, False, None
@@ -79,13 +79,13 @@ def _give_back_memory() -> None:
 
 
 def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Result]:
-    """Runs ``body(axis)`` on ``size`` tensor ranks, each a thread of this process; returns their results by rank.
+    """Runs ``body(axis)`` on ``size`` tensor ranks, threads of this process; returns the results in rank order.
 
     One rank runs at a time in a fixed order, so results are deterministic; each rank has its own random generators.
 
     Raises:
         EngineError: the ranks do not call the same collectives in the same order.
-        Exception: the first exception that a rank raised.
+        Exception: first error of a rank.
     """
     turns = Turns(size)
     rounds = Rounds(turns, range(size))

@@ -16,10 +16,11 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.comm.encoded_collectives import ActivationFormat, EncodedCollectives
 from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 from engine.parallel.comm.traffic import Op
+from engine.parallel.grid import Axis
 
 
 class Expected(NamedTuple):
-    """A collective of a dry run: one that the forward makes, or one that the backward of its result will make."""
+    """Collective of a dry run, made by the forward or by the backward of its result."""
 
     op: Op
     label: str
@@ -29,30 +30,30 @@ class Expected(NamedTuple):
 
 
 Node = Any
-"""A node of autograd's graph, whose backward makes a collective."""
+"""Autograd node whose backward runs a collective."""
 Listener = Callable[[Expected, Node | None], None]
-"""A function of a dry run's collective and of the autograd node that makes it; None: the forward makes it."""
+"""Function (collective, autograd node) that a dry run calls; node None: the forward makes the collective."""
 
 
 class Overlap(NamedTuple):
-    """Bound for overlap of compute and collectives: on ``devices``, for tensors of at least ``bytes``."""
+    """Condition for overlap of compute and collectives: on ``devices``, for tensors of at least ``bytes``."""
 
     devices: frozenset[str] = frozenset(ACCELERATORS)
     bytes: int = 1 << 20
 
 
 class Repeats(Protocol):
-    """Store of results of a forward's collectives, for the recomputation of that forward in backward."""
+    """Cache of results of a forward's collectives, for recomputation in backward."""
 
     def collective(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
-        """Fills ``result`` from ``given``: by ``start``, or with the stored result.
+        """Writes to ``result`` the collective ``start`` of ``given``, or its cached result.
 
-        The collective overwrites ``given`` if both are the same tensor, and may use it as scratch memory otherwise.
+        ``given`` may be the same tensor as ``result``; otherwise the collective may use it as scratch memory.
         """
 
 
 class TensorAxis:
-    """Collectives between the tensor ranks of one data coordinate and pipeline stage.
+    """Collectives of the tensor axis, between the tensor ranks of one data and pipeline coordinate.
 
     While ``dry`` is set nothing is communicated: sums leave the local tensor as it is, gathers repeat it, and scatters
     keep one slice, so that all shapes are right; each collective is reported to ``listener``. Runs on shapes use this
@@ -61,20 +62,24 @@ class TensorAxis:
 
     overlap = Overlap()
     kernels: Kernels = REFERENCE
-    """The implementation of the operators of the layers on this axis."""
+    """Implementation of the layers' operators on this axis."""
     repeats: Repeats | None = None
     symmetric: SymmetricBuffer | None = None
-    """Memory through which kernels of the ranks communicate; None: layers use collectives."""
+    """Memory through which kernels of all ranks communicate; None: layers use collectives."""
     fill_wait: Callable[[], None] | None = None
-    """A function that computes a piece of another microbatch; called before each wait for a collective."""
+    """Function that computes a piece of another microbatch, called before each wait for a collective."""
     wire: ActivationFormat | None = None
-    """Format that sends activations and activation gradients in fewer bits; None: they are sent unencoded."""
+    """Format of encoded activations and activation gradients; None: they are sent unencoded."""
     measured: OverlapChoices | None = None
-    """Measured shapes on which the communicating kernels are faster and run; None: they run wherever they fit."""
+    """Shapes for which communicating kernels are measured to be faster; None: the kernels run on all supported
+    shapes.
+    """
 
-    def __init__(self, comm: Comm) -> None:
-        self.index = comm.grid.index("tp")
-        self.size = comm.grid.tp
+    name: Axis = "tp"
+    """Axis of the grid over which the collectives run."""
+
+    def __init__(self, comm: Comm, name: Axis = "tp") -> None:
+        self.name, self.index, self.size = name, comm.grid.index(name), comm.grid.size(name)
         self.dry = False
         self.listener: Listener | None = None
         self._comm = comm
@@ -101,10 +106,9 @@ class TensorAxis:
             self.dry = before
 
     def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
-        """Reports a collective over the tensor ``whole`` to the listener of a dry axis; otherwise does nothing.
+        """Reports a collective of ``whole`` bytes to the listener of a dry axis; otherwise does nothing.
 
-        ``made``: the tensor with the backward that will run the collective, if that backward is reached; None: it runs
-        now.
+        ``made``: tensor with a backward that makes the collective, if reached; None: the forward does.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
@@ -123,20 +127,20 @@ class TensorAxis:
         """Returns the collectives that send ``whole`` in fewer bits; None: the collective is exact."""
         if self.wire is None or not self.wire.encodes(label, whole.dtype, whole.numel(), self.size):
             return None
-        return EncodedCollectives(self._comm, "tp", self.wire, self.kernels)
+        return EncodedCollectives(self._comm, self.name, self.wire, self.kernels)
 
     def all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> None:
         """Reduces ``tensor`` (any shape, contiguous) over the axis in place: sum or maximum."""
         self.start_all_reduce(tensor, label, op).wait()
 
     def all_gather(self, part: Tensor, label: str) -> Tensor:
-        """Gathers ``part`` [...] of every rank, contiguous and of one shape, into a new tensor [size, ...]."""
+        """All-gathers ``part`` [...], contiguous and of equal shape on all ranks, into a new tensor [size, ...]."""
         full, pending = self.start_all_gather(part, label)
         pending.wait()
         return full
 
     def reduce_scatter(self, full: Tensor, label: str) -> Tensor:
-        """Sums ``full`` [size, ...] over the ranks and returns this rank's slice as a new tensor [...].
+        """Sums ``full`` [size, ...] over the ranks; returns this rank's slice as a new tensor [...].
 
         ``full`` is contiguous and serves as scratch memory.
         """
@@ -169,8 +173,8 @@ class TensorAxis:
         return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
-        """Counts and returns a collective over a tensor like ``full`` that the kernel launched by ``call`` performs."""
-        return self._comm.in_kernel(op, full, "tp", label, call)
+        """Issues a collective that the kernel launched by ``call`` performs, counted by the size of ``full``."""
+        return self._comm.in_kernel(op, full, self.name, label, call)
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
         pending = start() if self.repeats is None else self.repeats.collective(given, result, start)
@@ -182,17 +186,17 @@ class TensorAxis:
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         encoded = self._encoded(label, tensor) if op == "sum" else None
-        return encoded.all_reduce(tensor, label) if encoded else self._comm.all_reduce(tensor, "tp", label, op)
+        return encoded.all_reduce(tensor, label) if encoded else self._comm.all_reduce(tensor, self.name, label, op)
 
     def _all_gather(self, full: Tensor, part: Tensor, label: str) -> Pending:
         if (encoded := self._encoded(label, full)) is not None:
             return encoded.all_gather(full.view(-1), part.view(-1), label)
-        return self._comm.all_gather(full.view(-1), part.view(-1), "tp", label)
+        return self._comm.all_gather(full.view(-1), part.view(-1), self.name, label)
 
     def _reduce_scatter(self, part: Tensor, full: Tensor, label: str) -> Pending:
         if (encoded := self._encoded(label, full)) is not None:
             return encoded.reduce_scatter(part.view(-1), full.view(-1), label)
-        return self._comm.reduce_scatter(part.view(-1), full.view(-1), "tp", label)
+        return self._comm.reduce_scatter(part.view(-1), full.view(-1), self.name, label)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorAxis":
         """Returns ``self``: a copied model communicates through the same processes."""
@@ -200,7 +204,7 @@ class TensorAxis:
 
 
 class DryAxis(TensorAxis):
-    """Axis of the first of ``size`` ranks without processes; it is always dry."""
+    """Tensor axis without processes, as rank 0 of ``size``; always dry."""
 
     def __init__(self, size: int, listener: Listener | None = None) -> None:
         self.index, self.size, self.dry, self.listener = 0, size, True, listener

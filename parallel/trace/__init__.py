@@ -1,4 +1,4 @@
-"""One forward of the user's model followed on meta tensors: its calls, the operations between them, and their values.
+"""Trace of one forward of the user's model on meta tensors: module calls, operations between them, and their tensors.
 
 tracer           runs the forward and opens units that hide values
 recorder         the function mode that records every operation and call

@@ -20,21 +20,21 @@ from engine.parallel.model.whole_sizes import WholeSizes
 from engine.parallel.trace.torch_function import METADATA, getter
 
 Read = Callable[[], None]
-"""Called when code reads the values of a parameter; it raises, or it sees to it that the read makes sense."""
+"""Function called when code reads the data of an absent parameter; it raises, or makes the data available."""
 
 
 @dataclass(slots=True)
 class Guard:
-    """State that a concealed parameter carries."""
+    """State attached to an absent parameter: own class, reader and description."""
 
     own_class: type[nn.Parameter]
     read: Read
     where: str
-    """Where the values are, for people."""
+    """Location of the parameter's data, for error messages."""
 
 
 class AbsentParameter(nn.Parameter):
-    """Parameter of which this rank holds no values, or only a shard."""
+    """Parameter whose values are not, or only in part, on this rank; code that reads them gets an error."""
 
     _guard: Guard
 
@@ -53,15 +53,15 @@ class AbsentParameter(nn.Parameter):
 
 
 class GuardedShape(AbsentParameter, FakeTensor):
-    """Placeholder with a shape and no content, also in the run itself; torch looks up its operators on the class."""
+    """Absent parameter with a shape and no data, used in the forward of other stages."""
 
 
 class GuardedPart(WholeSizes, AbsentParameter):
-    """Placeholder of a parameter that a tensor rank holds in part; reports the size of the whole."""
+    """Absent parameter that is sharded over tensor ranks; returns the full sizes."""
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
-    """Changes the class to a guarded one, so that ``read`` is called when code needs the values."""
+    """Changes the class of ``parameter`` so that reads of its data call ``read``; ``where``: location of the data."""
     own = type(parameter)
     if issubclass(own, AbsentParameter):
         return

@@ -1,4 +1,4 @@
-"""Meta tensors that take the place of values while a model is traced.
+"""Meta tensors that represent the tensors of a traced model.
 
 stand-in     the tensor that user code holds for a value: expanded, on the run device, without memory
 twin         its meta tensor, on which operations really run, so that shapes, strides, ``requires_grad`` and
@@ -26,11 +26,13 @@ from engine.parallel.trace.torch_function import Operation, map_leaves, plain_le
 
 
 class NeedsContentError(Exception):
-    """An operation does not run on meta tensors: it has no meta kernel, or its result depends on content."""
+    """Error of an operation without a meta kernel, or with a result that depends on data."""
 
 
 class MetaTwins:
-    """Stand-ins, their twins, and which tensors share memory. Keeps every tensor alive, so that ids stay unique."""
+    """Meta tensors that stand for the values of a trace, and the tensors that share their memory; keeps all tensors
+    alive.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,7 +44,7 @@ class MetaTwins:
         self._kept: dict[int, Any] = {}
 
     def stand_in(self, twin: Tensor) -> Tensor:
-        """Returns a new tensor for user code, backed by ``twin``."""
+        """Returns a stand-in for user code: a tensor of the twin's shape on the run's device."""
         sparse = twin.layout != torch.strided
         tensor = without_elements(twin, self.device) if sparse else self._placeholders.give(twin.shape, twin.dtype)
         self._stand_ins.add(id(tensor))
@@ -50,7 +52,7 @@ class MetaTwins:
         return tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the twin of ``tensor``."""
+        """Returns the meta twin of ``tensor``."""
         if id(tensor) not in self._twin:
             twin = tensor.detach().to(META)
             grad = trainable(tensor)
@@ -65,24 +67,26 @@ class MetaTwins:
         return self._twin[id(tensor)]
 
     def notice(self, tensor: Tensor) -> None:
-        """Remembers a free tensor, since a later operation may write a value into its memory."""
+        """Registers a tensor that is not yet a value, because an in-place operation may later write a value into its
+        memory.
+        """
         if id(tensor) not in self._kept and tensor.layout == torch.strided:
             self._keep(tensor, tensor.untyped_storage()._cdata)
 
     def sharing(self, tensor: Tensor) -> list[Tensor]:
-        """All tensors seen so far that share memory with ``tensor``, including itself."""
+        """Returns all tensors seen so far that share memory with ``tensor``, including itself."""
         storage = _memory(self.of(tensor))
         return list(self._sharing[self._memory.get(storage, storage)].values())
 
     def swap(self, tree: Any) -> Any:
-        """``tree`` with every tensor replaced by its twin, and every device by meta."""
+        """Returns ``tree`` with every tensor replaced by its twin, and every device by meta."""
         return map_leaves(self._swap_leaf, tree)
 
     def on_meta(self, operation: Operation) -> Any:
-        """Result of the operation on twins.
+        """Runs the operation on meta twins and returns the result.
 
         Raises:
-            NeedsContentError: it does not run on meta tensors; names the error of torch or of the user's Function.
+            NeedsContentError: the operation does not run on meta tensors; the message contains the original error.
         """
         name = operation.name
         if name == "cpu" or name in ACCELERATORS:
@@ -111,9 +115,9 @@ class MetaTwins:
         return out
 
     def on_zeros(self, operation: Operation) -> Any:
-        """Result of the operation run for real, with zeros for every tensor without content.
+        """Runs the operation on real tensors, with zeros for every tensor without data, and returns the result.
 
-        The zeros are one element expanded to the shape, which takes no memory, if torch's own kernel accepts them.
+        The zeros are one expanded element, without memory, if torch's kernel accepts them.
         """
         if operation.is_of_torch and not operation.written:
             try:
@@ -136,7 +140,7 @@ class MetaTwins:
             return operation.run_with(tree_map(zeros, operation.args), tree_map(zeros, dict(operation.kwargs)))
 
     def lift(self, out: Any, operation: Operation) -> Any:
-        """Twins for the result of ``on_zeros``."""
+        """Returns meta twins of ``out``, the result of :meth:`on_zeros`."""
         inputs = [self.of(tensor) for tensor in operation.tensors]
 
         def twin(leaf: Any) -> Any:
@@ -145,7 +149,7 @@ class MetaTwins:
         return map_leaves(twin, out)
 
     def write(self, operation: Operation) -> Tensor:
-        """The twin that the operation writes, as a function of all that it reads, although it does not run on twins."""
+        """Returns the twin written by an operation that does not run on twins, as a function of all inputs."""
         twin = self.of(operation.written[0])
         inputs = [self.of(tensor) for tensor in operation.tensors]
         if any(each.requires_grad for each in inputs) and twin.is_floating_point() and not is_trained_leaf(twin):
@@ -187,7 +191,7 @@ _SHAPE_RULES: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType(
 
 
 def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], arguments: Any) -> Any:
-    """``run(arguments)`` on meta tensors, with the dtypes that autocast would give on ``device``."""
+    """Returns ``run(arguments)`` on meta tensors, with the dtypes of autocast on ``device``."""
     mode = FakeTensorMode()
 
     def fake(leaf: Any) -> Any:
@@ -230,12 +234,12 @@ def without_elements(like: Tensor, device: torch.device | str) -> Tensor:
 
 
 def is_trained_leaf(tensor: Tensor) -> bool:
-    """Returns True if autograd forbids writing into the tensor."""
+    """Returns True if autograd forbids in-place writes to the tensor: a leaf that requires a gradient."""
     return tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def depending(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Returns ``made`` as a function of the ``inputs`` that require a gradient, for readers of the graph."""
+    """Returns ``made`` with graph edges to the ``inputs`` that require a gradient."""
     graded = [tensor for tensor in inputs if tensor.requires_grad]
     if not (graded and torch.is_grad_enabled() and (made.is_floating_point() or made.is_complex())):
         return made

@@ -30,32 +30,32 @@ from torch.utils._pytree import TreeSpec
 
 
 class FromValue(NamedTuple):
-    """An output leaf that is a value."""
+    """Leaf of a call's output that is a traced value."""
 
     value: int
 
 
 class FromArgument(NamedTuple):
-    """An output leaf that is the k-th leaf of the arguments, passed through."""
+    """Output leaf that is leaf k of the arguments."""
 
     argument: int
 
 
 class FromParameter(NamedTuple):
-    """An output leaf that is a parameter of the model."""
+    """Output leaf that is a parameter of the model."""
 
     parameter: str
 
 
 class FreeTensor(NamedTuple):
-    """A tensor that depends only on the batch."""
+    """Output leaf that is a tensor computed from the batch alone."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Constant(NamedTuple):
-    """An output leaf that is not a tensor."""
+    """Output leaf that is not a tensor."""
 
     content: Any
 
@@ -64,30 +64,31 @@ Leaf = FromValue | FromArgument | FromParameter | FreeTensor | Constant
 
 
 class Sample(NamedTuple):
-    """Description of a value or parameter among the arguments of a call."""
+    """Description of a value or parameter among the arguments of a call: source, shape, dtype."""
 
     source: int | str
-    """Number of the value, or name of the parameter."""
+    """Number of the traced value, or name of the parameter."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
-    """True if a gradient flows back through it."""
+    """True if a gradient flows through the argument."""
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""args and kwargs, with a Sample for each value and parameter. In the arguments of glue, which live as long as the
-trace, a FreeTensor replaces every other tensor."""
+"""(args, kwargs) of a call, with a Sample in place of each traced value and parameter, and a FreeTensor in place of
+other tensors.
+"""
 
 
 @dataclass
 class Material:
-    """Arguments and saved bytes of the traced calls, by which their seconds and memory are measured."""
+    """Arguments and saved bytes of traced calls, for measurements of time and memory."""
 
     arguments: list[Arguments] = field(default_factory=list)
-    """Arguments of each call."""
+    """Arguments of each call, by call index."""
     kept_by_glue: list[int] = field(default_factory=list)
-    """Bytes that each glue operation saves for its backward, in tensors that no earlier one has saved."""
+    """Bytes that each operation between calls saves for backward, without tensors saved earlier."""
 
     def clear(self) -> None:
         """Discards the data of an earlier forward."""
@@ -97,134 +98,139 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Structure of a returned pytree, and the origin of each leaf."""
+    """Structure of a returned pytree, with the source of each leaf."""
 
     spec: TreeSpec
     leaves: tuple[Leaf, ...]
 
     def values(self) -> Iterator[int]:
-        """Numbers of the values among the leaves."""
+        """Yields the numbers of the traced values among the leaves."""
         return (leaf.value for leaf in self.leaves if isinstance(leaf, FromValue))
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that depends on a parameter."""
+    """Traced tensor that depends on a parameter."""
 
     number: int
     maker: Literal["call", "glue"]
     index: int
-    """Index of the call or glue operation that makes the value."""
+    """Index of the module call or operation that returns this tensor."""
     inputs: tuple[int, ...]
-    """Values from which it is computed."""
+    """Numbers of the traced values that this value is computed from."""
     parameters: frozenset[str]
-    """Parameters that the glue operation itself reads."""
+    """Names of the parameters that the operation reads."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Strides in the whole model; contiguous where elements would share memory. A receiver that uses them keeps
-    ``view`` of a permuted tensor possible, and the order in which kernels add."""
+    """Strides in the unpartitioned model; contiguous if elements would share memory. A receiver with equal strides can
+    ``view`` a permuted tensor, and adds in the same order.
+    """
     dtype: torch.dtype
     grad: bool
-    """True if a gradient flows back through it."""
+    """True if a gradient flows through the value."""
     movable: bool = True
-    """False for memory that has several names and is written in place, since one name cannot be sent alone."""
+    """False for memory with several names that is written in place, since one name cannot be sent alone."""
     rewritten: bool = False
-    """True if a later operation writes this memory."""
+    """True if a later operation writes to its memory."""
     hooked: bool = field(default=False, compare=False)
-    """True if code between units registers a hook for its gradient, which one stage alone may call."""
+    """True if code between units registers a gradient hook on it, which only one stage may call."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of one transfer."""
+        """Bytes of the tensor, sent per transfer."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One invocation of a unit."""
+    """Call of a module that the trace treats as one unit."""
 
     unit: str
     event: int
     inputs: tuple[int, ...]
-    """Values that the call reads, as arguments or otherwise."""
+    """Numbers of the values that the call reads, as arguments or otherwise."""
     parameters: frozenset[str]
-    """Parameters of the unit, and others that the call read."""
+    """Names of the unit's parameters, and of others that the call read."""
     flops: int
     output: Recipe
     writes: tuple[tuple[int, int], ...] = ()
-    """(k, value) for each argument leaf k if the call leaves a value in its memory."""
+    """Pairs (k, value number): the call writes the value into argument leaf k in place."""
     starts_block: bool = False
-    """True if a stage may start here."""
+    """True if a stage may start at this call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """One torch function outside units that touches a value or reads a parameter."""
+    """Operation between calls ("glue"): a torch function outside units that reads a value or a parameter."""
 
     name: str
     event: int
     calls_before: int
     makes: tuple[int, ...]
-    """Values that it makes, including values of other names of the memory that it writes."""
+    """Numbers of the values that the operation returns or writes, including aliases of written memory."""
     output: Recipe
     place: str
-    """File and line of the code that runs it."""
+    """File and line of the user's code that runs the operation."""
     flops: int = 0
     writes: tuple[tuple[int, int], ...] = ()
-    """(k, value) for each argument leaf k if the operation leaves a value in its memory."""
+    """Pairs (k, value number): the operation writes the value into argument leaf k in place."""
     buffers: frozenset[str] = frozenset()
-    """Buffers that it writes. They outlive the forward, so one stage must run it even if no value of it is read."""
+    """Names of the buffers that the operation writes: one stage must run it, even if its results are unused."""
     updates: frozenset[str] = frozenset()
-    """Parameters that it writes in place from parameters alone; every stage that holds them must run it."""
+    """Names of parameters written in place, from parameters alone: every stage with such a parameter must run the
+    operation.
+    """
     random: bool = False
-    """It may draw random numbers, so a stage that skips it must draw as many."""
+    """True if the operation may draw random numbers; stages that skip it must advance their generators equally."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    """The function; equal in every process that traces the same program."""
+    """Torch function; equal in every process that traces the same program."""
     arguments: Arguments = field(default=((), {}), compare=False, repr=False)
-    """Arguments of the function."""
+    """Arguments of the torch function."""
 
 
 class OnZeros(NamedTuple):
-    """An operation that ran on zeros: its result may depend on content, which a trace does not have."""
+    """Operation that ran on zeros although its result may depend on data."""
 
     operation: str
     where: str
-    """"in" and the unit, or "at" and the line of code between units."""
+    """Location: "in" and the unit, or "at" and the line of code between units."""
     why: str
     """First line of the error on meta tensors."""
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """One forward as data; equal on every rank that traces the same model with the same input signature."""
+    """Record of one forward, equal on every rank that traces the same model with the same input signature."""
 
     values: tuple[Value, ...]
     calls: tuple[Call, ...]
     glue: tuple[Glue, ...]
     units: tuple[str, ...]
-    """Units in the order of the model, including units that this forward never calls."""
+    """Names of all units in the order of the model, including units that this forward never calls."""
     blocks: tuple[str, ...]
     parameter_bytes: Mapping[str, int]
-    """Bytes of every parameter of the model by its first name, in the order of the model."""
+    """Bytes of each parameter by first name, in the order of the model."""
     buffers: tuple[str, ...]
-    """Every buffer of the model, in the order of the model."""
+    """Names of all buffers, in the order of the model."""
     result: Recipe
-    """Pytree that the program returned."""
+    """Structure and sources of the pytree that the program returned."""
     random: bool = True
     """True if any operation draws random numbers."""
     host_random: bool = False
-    """True if its code draws from the generators of Python or NumPy."""
+    """True if the model draws from the generators of Python or NumPy."""
     on_zeros: tuple[OnZeros, ...] = field(default=(), compare=False)
-    """Operations that ran on zeros in place of content."""
+    """Operations that ran on zeros instead of data."""
 
     @cached_property
     def unit_names(self) -> frozenset[str]:
-        """The units as a set."""
+        """Names of all units as a set."""
         return frozenset(self.units)
 
     @cached_property
     def asks_arguments(self) -> tuple[bool, ...]:
-        """For each call: True if it writes or returns one of its arguments, which stages that skip it have to know."""
+        """For each call: True if it writes or returns one of its arguments, which stages without the call then need
+        too.
+        """
         return tuple(
             bool(call.writes) or any(isinstance(leaf, FromArgument) for leaf in call.output.leaves)
             for call in self.calls
@@ -232,12 +238,12 @@ class ModelTrace:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Values that the last stage must make, ascending."""
+        """Numbers of the values that the last stage must compute, ascending."""
         return tuple(sorted(set(self.result.values())))
 
     @cached_property
     def graded(self) -> frozenset[int]:
-        """Values through which a gradient of the result flows back: of the loss, and not of metrics."""
+        """Numbers of the values through which a gradient of the loss flows, without metrics."""
         found, pending = set[int](), [number for number in self.targets if self.values[number].grad]
         while pending:
             number = pending.pop()
@@ -248,18 +254,18 @@ class ModelTrace:
 
     @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
-        """Parameters read outside any unit, where no module hook fires."""
+        """Names of parameters read outside units, where no module hook fires."""
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}
         read |= {leaf.parameter for leaf in self.result.leaves if isinstance(leaf, FromParameter)}
         return tuple(name for name in self.parameter_bytes if name in read)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Indices of the calls at which a block starts."""
+        """Indices of the calls at which a block starts, ascending."""
         return tuple(index for index, call in enumerate(self.calls) if call.starts_block)
 
     def describe(self, number: int) -> str:
-        """Origin of a value, for messages."""
+        """Describes the origin of value ``number`` for error messages."""
         value = self.values[number]
         if value.maker == "call":
             return f"the output of unit {self.calls[value.index].unit!r}"
@@ -267,7 +273,7 @@ class ModelTrace:
         return f"the result of {glue.name} at {glue.place}"
 
     def occurrence(self, index: int) -> tuple[str, int]:
-        """Unit of a call, and the number of earlier calls of that unit."""
+        """Returns (unit, number of earlier calls of the unit) of call ``index``."""
         unit = self.calls[index].unit
         return unit, sum(call.unit == unit for call in self.calls[:index])
 

@@ -1,4 +1,4 @@
-"""The dispatch mode under which a traced forward runs: FLOPs, random operations, and results that are known already.
+"""Dispatch mode of a traced forward: counts FLOPs, finds random operations, and reuses known results.
 
 A model repeats its blocks, and torch computes most shapes of meta tensors in Python, at a hundred times the price of an
 empty tensor. So a functional operation runs once for each form of its arguments: it has no memory to share and nothing
@@ -51,8 +51,9 @@ class _NoFormError(Exception):
 
 
 class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts floating point operations of matrix products, convolutions and attention by torch's own formulas, and
-    sets ``draws`` if a random operation runs. One mode for all: each mode costs as much as the operation itself."""
+    """Dispatch mode that counts FLOPs of matrix products, convolutions and attention by torch's formulas, and sets
+    ``draws`` if a random operation runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Provenance of every tensor in a traced forward: a value, a tensor inside a call, a parameter, or free.
+"""Origin of every tensor in a traced forward: a traced value, a tensor inside a call, a parameter, or free.
 
 number      id of a tensor -> the value it currently is; a write in place gives every name of the memory a new one
 inside      id of a tensor -> the call that made it and has not returned it (yet); reading it elsewhere is a leak
@@ -30,19 +30,19 @@ _PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch
 
 @dataclass
 class OpenCall:
-    """Running call, and the values it has read so far."""
+    """Module call in progress, with the values that it has read so far."""
 
     index: int
     unit: str
     inputs: list[int]
     parameters: set[str]
     rewritten: set[int] = field(default_factory=set)
-    """Ids of outer values if the call has written their memory."""
+    """Ids of outer values with memory that the call has written."""
 
 
 @dataclass(frozen=True)
 class ValueSource:
-    """The origin of a new value."""
+    """Origin of a traced value: the module call or operation, with its inputs."""
 
     maker: Literal["call", "glue"]
     index: int
@@ -51,16 +51,16 @@ class ValueSource:
 
 
 class UncutPath(NamedTuple):
-    """Something that code between units does, and that only a model on one stage can do."""
+    """Code between units that runs on one stage but not across several."""
 
     sentence: str
-    """The reason that stages cannot run it, and the remedy."""
+    """Reason and remedy, a whole sentence."""
     what: str
-    """Its effect, and the reason that a forward on shapes shows one path of several: a part of a sentence."""
+    """Effect on a trace, a phrase that completes a sentence."""
 
 
 class UncutPathError(PlanError):
-    """Error of a model that one stage can run and several cannot; carries the trace if it was completed."""
+    """Error for a model that runs on one stage only; contains the trace if it was completed."""
 
     def __init__(self, path: UncutPath, trace: ModelTrace | None = None) -> None:
         super().__init__(path.sentence)
@@ -68,7 +68,7 @@ class UncutPathError(PlanError):
 
 
 class TensorProvenance:
-    """Origin of all tensors in one forward, and the problems that keep it from being cut."""
+    """Record of the origin of every tensor in one forward, and of the problems for a partition into stages."""
 
     def __init__(self, model: nn.Module, twins: MetaTwins) -> None:
         self.values: list[Value] = []
@@ -86,7 +86,7 @@ class TensorProvenance:
             twins.notice(buffer)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Returns True unless ``tensor`` is free."""
+        """Returns True if ``tensor`` depends on a parameter; free tensors return False."""
         return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
 
     def depends_on_calls(self, numbers: Iterable[int]) -> bool:
@@ -95,15 +95,17 @@ class TensorProvenance:
         return any(value.maker == "call" or self.depends_on_calls(value.inputs) for value in values)
 
     def names_among(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        """Names of the parameters among ``tensors``."""
+        """Returns the names of the parameters among ``tensors``."""
         return frozenset(self.parameters[id(tensor)] for tensor in tensors if id(tensor) in self.parameters)
 
     def buffers_among(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        """Names of the buffers among ``tensors``."""
+        """Returns the names of the buffers among ``tensors``."""
         return frozenset(self._buffers[id(tensor)] for tensor in tensors if id(tensor) in self._buffers)
 
     def read(self, tensors: Iterable[Tensor], reader: str, here: OpenCall | None) -> tuple[list[int], set[str]]:
-        """Values and parameters among ``tensors``; notes leaks."""
+        """Returns (value numbers, parameter names) of ``tensors``; notes tensors that leave a call other than by its
+        return.
+        """
         inputs: dict[int, None] = {}
         parameters = set()
         for tensor in tensors:
@@ -116,7 +118,7 @@ class TensorProvenance:
         return list(inputs), parameters
 
     def new_value(self, tensor: Tensor, source: ValueSource, movable: bool = True) -> int:
-        """Makes ``tensor`` a new value, also if it was one before; returns its number."""
+        """Registers ``tensor`` as a new value, even if already registered; returns its number."""
         twin, number = self._twins.of(tensor), len(self.values)
         value = Value(
             number=number,
@@ -136,7 +138,9 @@ class TensorProvenance:
         return number
 
     def rewrite(self, sharing: list[Tensor], source: ValueSource) -> None:
-        """New values for all names of memory that was written in place; only memory with a single name is movable."""
+        """Registers new values for all tensors ``sharing`` memory after an in-place write. Values that share memory are
+        not movable.
+        """
         for tensor in sharing:
             inputs, before = source.inputs, self.forget(tensor)
             if before is not None:
@@ -144,14 +148,14 @@ class TensorProvenance:
             self.new_value(tensor, replace(source, inputs=inputs), movable=len(sharing) == 1)
 
     def forget(self, tensor: Tensor) -> int | None:
-        """Marks the value of ``tensor``, if it has one, as overwritten; returns its number."""
+        """Marks the value of ``tensor`` as overwritten; returns the value's number, None if it is no value."""
         number = self.number.pop(id(tensor), None)
         if number is not None:
             self.values[number] = replace(self.values[number], rewritten=True)
         return number
 
     def hook(self, tensor: Tensor) -> None:
-        """Notes a hook of the user's on ``tensor``, if it is a value."""
+        """Notes that the user's code has put a gradient hook on ``tensor``, if it is a traced value."""
         number = self.number.get(id(tensor))
         if number is not None:
             self.values[number] = replace(self.values[number], hooked=True)
@@ -166,7 +170,7 @@ class TensorProvenance:
         return FromValue(self.number[id(leaf)]) if isinstance(leaf, Tensor) else Constant(leaf)
 
     def result_leaf(self, leaf: Any) -> Leaf:
-        """Origin of a leaf of the program's result."""
+        """Returns the source of a leaf of the program's result."""
         if not isinstance(leaf, Tensor):
             self.refuse_hidden(leaf, [], "the program returns")
             return Constant(leaf)
@@ -179,7 +183,7 @@ class TensorProvenance:
         return FreeTensor(tuple(leaf.shape), leaf.dtype)
 
     def refuse_hidden(self, leaf: Any, arguments: list[Any], who: str) -> None:
-        """Notes a problem if ``leaf`` is an object that hides tensors of the model."""
+        """Records a problem if ``leaf`` is an object that hides tensors of the model."""
         if isinstance(leaf, Tensor | _PLAIN) or position_of(leaf, arguments) is not None:
             return
         if any(self.knows(tensor) for tensor in _hidden_tensors(leaf, depth=4)):
@@ -199,7 +203,7 @@ class TensorProvenance:
 
 
 def position_of(leaf: Any, arguments: list[Any]) -> int | None:
-    """Position of ``leaf`` among the arguments, by identity; None for plain constants."""
+    """Returns the index of ``leaf`` among the arguments, by identity; None for plain constants."""
     if isinstance(leaf, _PLAIN):
         return None
     return next((position for position, argument in enumerate(arguments) if argument is leaf), None)

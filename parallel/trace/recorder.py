@@ -41,7 +41,7 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 
 
 class Recorder(TorchFunctionMode):
-    """Recorder that fills ``calls``, ``glue`` and ``provenance`` while the program runs; notes obstacles to a cut."""
+    """Function mode that fills ``calls``, ``glue`` and ``provenance`` while the program runs, and records obstacles."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def on_zeros(self) -> tuple[OnZeros, ...]:
-        """Operations that ran on zeros because they do not run on meta tensors, once for each place."""
+        """Operations that ran on zeros because they have no meta kernel, once for each line of code."""
         return tuple(OnZeros(name, where, why) for (name, where), why in self._on_zeros.items())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records one operation; returns its result for user code."""
+        """Records one operation; returns the result that the user's code gets."""
         if self._quiet:
             return call_user_code(function, args, kwargs)
         self._quiet = True
@@ -110,7 +110,7 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def finish(self, result: Any) -> Recipe:
-        """Origins of the leaves of the program's result."""
+        """Returns the structure of the program's ``result`` with the source of each leaf."""
         leaves, spec = tree_flatten(result)
         recipe = Recipe(spec, tuple(self.provenance.result_leaf(leaf) for leaf in leaves))
         if next(recipe.values(), None) is None:

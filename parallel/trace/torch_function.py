@@ -31,7 +31,7 @@ _LEAVES = frozenset((int, float, bool, str, type(None)))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``function`` of every leaf, as ``torch.utils._pytree.tree_map`` gives it."""
+    """Returns ``tree`` with ``function`` applied to every leaf, as ``torch.utils._pytree.tree_map``."""
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
         return function(tree)
@@ -79,7 +79,7 @@ METADATA: frozenset[Function] = frozenset((
     *(getattr(Tensor, name) for name in _ASKING), *map(getter, _ATTRIBUTES),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
 ))  # fmt: skip
-"""Functions that ask a tensor for its shape, type, device or place in the graph and need none of its values."""
+"""Functions that return a tensor's shape, type, device or graph position and read no data."""
 _METADATA = frozenset((
     *_ASKING, "is_same_size", "is_tensor", "storage_offset", "data_ptr", "untyped_storage", "is_pinned", "is_shared",
     "is_conj", "is_neg", "is_coalesced", "dense_dim", "sparse_dim", "__hash__",
@@ -114,9 +114,9 @@ _DIFFERENTIATES = frozenset(("backward", "grad"))
 
 
 class WrapperTensor(torch.Tensor):
-    """A tensor that stands for more than its rank holds; it runs torch functions on the local part by rules of its own.
+    """Base of tensor subclasses that contain a local shard and have rules for torch functions.
 
-    Code that records torch functions lets it answer first, and records the functions that it runs.
+    Recorders of torch functions see the functions that a rule runs, not the original call.
     """
 
     @classmethod
@@ -145,7 +145,7 @@ def inside_transform() -> bool:
 
 
 def function_name(function: Function) -> str:
-    """Name of an operation; ``get x`` and ``set x`` for attributes of tensors."""
+    """Returns the name of an operation; ``get x`` and ``set x`` for tensor attributes."""
     name: str = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
         return f"{name.strip('_')} {getattr(getattr(function, '__self__', None), '__name__', name)}"
@@ -159,7 +159,7 @@ def writes_in_place(name: str) -> bool:
 
 @dataclass
 class Operation:
-    """A torch function and its arguments."""
+    """Call of a torch function, with its arguments."""
 
     function: Function
     args: tuple[Any, ...]
@@ -172,49 +172,49 @@ class Operation:
 
     @cached_property
     def leaves(self) -> list[Any]:
-        """Leaves of the arguments, in a fixed order."""
+        """Leaves of the arguments, in fixed order."""
         return plain_leaves((self.args, dict(self.kwargs)))
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Tensors among the leaves."""
+        """Tensors among the leaves of the arguments."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
     def is_metadata(self) -> bool:
-        """True if it asks only for shape, type or device."""
+        """True if the operation reads only shape, type or device."""
         return self.name in _METADATA or (self.name.startswith("get ") and self.name not in _TENSOR_GETTERS)
 
     @property
     def reads_values(self) -> bool:
-        """False if it asks only for shape, type or device, or freezes and thaws a tensor."""
+        """False if the operation reads only shape, type or device, or changes ``requires_grad``."""
         return not self.is_metadata and self.name not in _SWITCHES
 
     @property
     def asks_for_the_object(self) -> bool:
-        """True if the answer is a property of the Python object, not of the value that it stands for."""
+        """True if the result is a property of the Python object, not of the traced value."""
         return self.name in _OF_THE_OBJECT
 
     @property
     def hooks(self) -> bool:
-        """True if it registers a hook of the user's for the gradient of its first argument."""
+        """True if the operation registers a user's gradient hook on its first argument."""
         return self.name == "register_hook" and not is_engine_hook(plain_leaves((self.args[1:], self.kwargs))[0])
 
     @property
     def is_blank(self) -> bool:
-        """True if it uses only the shapes of its arguments."""
+        """True if the operation reads only the shapes of its arguments, such as ``zeros_like``."""
         return self.name in _BLANK
 
     @property
     def is_random(self) -> bool:
-        """True if it may draw random numbers."""
+        """True if the operation may draw random numbers."""
         dropout_p = self.args[4:5] if self.name == "scaled_dot_product_attention" else ()
         share = max(self.kwargs.get("dropout_p", 0.0), *dropout_p, 0.0)
         return self.name in _RANDOM or "dropout" in self.name or share > 0.0
 
     @property
     def draws(self) -> bool:
-        """True if it makes random numbers from a shape alone."""
+        """True if the operation draws random numbers from a shape alone."""
         return self.name in _DRAWS or self.name in _RANDOM
 
     @property
@@ -226,12 +226,12 @@ class Operation:
 
     @property
     def differentiates(self) -> bool:
-        """True if it runs a backward, which needs the graphs of all stages."""
+        """True if the operation runs a backward, which needs the graphs of all stages."""
         return self.name in _DIFFERENTIATES
 
     @cached_property
     def written(self) -> list[Tensor]:
-        """Tensors that it writes."""
+        """Tensors that the operation writes in place."""
         out = self.kwargs.get("out")
         if out is not None:
             return [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
@@ -242,7 +242,7 @@ class Operation:
 
     @cached_property
     def statistics(self) -> list[Tensor]:
-        """Running mean and variance that a normalisation in training mode updates besides its result."""
+        """Running mean and variance that a normalisation in training mode updates."""
         flag = _KEEPS_STATISTICS.get(self.function)
         if flag is None:
             return []
@@ -253,16 +253,16 @@ class Operation:
         return [given[name] for name in ("running_mean", "running_var") if isinstance(given.get(name), Tensor)]
 
     def run(self) -> Any:
-        """Runs the operation."""
+        """Runs the function with its arguments."""
         return self.run_with(self.args, self.kwargs)
 
     def run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation with other arguments in place of its own."""
+        """Runs the function with other arguments."""
         return call_user_code(self.function, args, kwargs)
 
 
 def user_place() -> str:
-    """File and line of the innermost frame outside torch and this package."""
+    """Returns file and line of the innermost frame outside torch and this package."""
     inside = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -274,7 +274,7 @@ def user_place() -> str:
 
 @contextmanager
 def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Context in which ``show(function, args, kwargs)`` replaces every ``autograd.Function.apply``.
+    """Replaces every ``autograd.Function.apply`` by ``show(function, args, kwargs)`` inside the context.
 
     A function mode does not see ``apply``; its backward would be lost in a stage that starts inside it.
     """

@@ -1,4 +1,4 @@
-"""Trace one forward of a model without computing it.
+"""Traces one forward of a model on meta tensors, without computing it.
 
 Nothing is computed that takes memory: values are expanded tensors, and shapes come from their meta twins. If the trace
 shows that a unit hides something, the unit is opened into its children and the forward is traced again:
@@ -49,10 +49,10 @@ def trace_model(
     unchanged afterwards.
 
     Args:
-        units: the units to record; default: the units of ``find_units``, as fine as ``stages`` need.
+        units: units to record; default: those of ``find_units``, subdivided as ``stages`` require.
         stages: descend into chains inside chains, then into every Sequential, if the outer chains have fewer blocks.
-        device: the device that values claim to be on; default: that of the parameters, or the CPU if they are on meta.
-        material: filled with the arguments and memory of the calls, for measuring.
+        device: device of the stand-ins; default: the parameters' device, or the CPU instead of meta.
+        material: receives arguments and memory of the calls, for measurements.
 
     Raises:
         PlanError: the program does something between units that no stage can do alone; the message names it.

@@ -14,6 +14,7 @@ from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
 from tests.faults.ends_of_ranks import ENDS_OF_RANKS
 from tests.faults.expert_load import EXPERT_LOAD
+from tests.faults.expert_plans import EXPERT_PLANS
 from tests.faults.experts import EXPERTS
 from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
@@ -35,6 +36,7 @@ from tests.faults.pipeline import PIPELINE
 from tests.faults.plain_torch import PLAIN_TORCH
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
+from tests.faults.recomputed_units import RECOMPUTED_UNITS
 from tests.faults.reliability import RELIABILITY
 from tests.faults.replica_copies import REPLICA_COPIES
 from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
@@ -48,7 +50,6 @@ from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
-from tests.faults.units_and_uncalled import UNITS_AND_UNCALLED
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
@@ -56,9 +57,9 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
-    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *ADAPTED_EXPERTS, *UNITS_AND_UNCALLED),
+    "shared experts": (*EXPERTS, *SHARED_EXPERTS, *EXPERT_PLANS, *ADAPTED_EXPERTS),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
-    "pipeline": (*PIPELINE, *COUNTED_PATHS),
+    "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,

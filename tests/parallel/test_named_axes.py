@@ -52,7 +52,7 @@ def config_of(parallel: dict[str, int], stage: int, **more: Any) -> dict[str, An
 def test_sizes_coordinates_and_peers_go_by_name() -> None:
     with with_axis(2):
         grid = Grid(pp=2, dp=3, tp=2, twin=2, rank=13)
-        assert list(grid.sizes) == ["pp", "twin", "dp", "tp"] and grid.world_size == 24
+        assert list(grid.sizes) == ["pp", "twin", "dp", "cp", "tp"] and grid.world_size == 24
         assert grid.coord() == Coord(pp=1, twin=0, dp=0, tp=1) and grid.rank_at(**grid.coord()) == 13
         assert grid.peers("twin") == (13, 19) and grid.peers("twin+dp") == (13, 15, 17, 19, 21, 23)
         assert (grid.rows, grid.copies, grid.shard_copies) == ("dp", "twin+dp", "twin")
@@ -112,7 +112,7 @@ def test_copies_are_saved_once_watched_and_reported(tmp_path: Path, run_ranks: R
     for number, rank in enumerate(ranks):
         assert rank["losses"] == plain[0]["losses"] and rank["again"] == rank["losses"][1]
         assert not rank["differs"], rank["differs"]
-        assert rank["place"] == {"pp": 0, "twin": number // 2, "dp": number % 2, "tp": 0}
+        assert rank["place"] == {"pp": 0, "twin": number // 2, "dp": number % 2, "cp": 0, "tp": 0}
         assert list(rank["axes"]["twin"]) == [number % 2, number % 2 + 2]
     for name, weight in plain[0]["weights"].items():
         assert torch.equal(weight, ranks[0]["weights"][name])

@@ -1,15 +1,15 @@
-"""Agreement of data ranks on gathers outside the common order, and on the calls that a backward will reach (ZeRO 3).
+"""Agreement of data ranks on extra gathers, and on the module calls that a backward will reach (ZeRO 3).
 
-A data rank cannot know that another one calls a module once more (a vision tower for images and for videos, a loop with
-a length that depends on the data). So every forward ends with a round in which the ranks tell each other that they have
-ended it, and a rank that needs something out of order asks for it in such a round:
+A data rank cannot know that another rank calls a module once more (a vision tower for images and videos, a loop of
+data-dependent length). So every forward ends with a round, an all-gather of messages, in which ranks report its end or
+request extra buckets:
 
     rank 0   gathers 0 1 2 3 in order | needs 1: round      | needs 2: round      | end: round
     rank 1   gathers 0 1 2 3 in order | end: round, gathers 1 | round, gathers 2  | round
 
-A rank begins its first round after it has started all gathers of the order, so nobody waits for it in one. The last
-round compares the calls. A backward after equal calls asks in equal order on all ranks. After unequal calls a rank
-keeps the buckets that its backward will reach again, and requests nothing out of order.
+A rank starts its first round after all gathers in the common order. The last round compares the calls: after equal
+calls, backwards make equal requests on all ranks; after unequal calls, a rank keeps the buckets that its backward will
+reach again, and requests nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,38 +23,38 @@ _ENDED, _EVERYWHERE = 1, 2
 
 
 ROUND = "gather round"
-"""Label of the rounds."""
+"""Label of the rounds' collectives."""
 
 
 def round_bytes(buckets: int) -> int:
-    """Returns the bytes that a rank sends in a round: flags, a digest of its calls, a bit for each bucket."""
+    """Returns the bytes of one rank's message: flags, a digest of its calls, and one bit per bucket."""
     return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Message of one rank in a round; ``wanted`` has indices of buckets."""
+    """Message of one rank in a round; ``wanted``: indices of requested buckets."""
 
     wanted: frozenset[int] = frozenset()
     everywhere: bool = False
-    """The wanted buckets stay gathered in every later pass."""
+    """True: the requested buckets stay gathered in every later pass."""
     ended: bool = False
-    """The forward has ended; nothing is wanted."""
+    """True if this rank's forward has ended, so that it requests nothing."""
     calls: bytes = bytes(_DIGEST_BYTES)
-    """Digest of the calls of a forward that has ended."""
+    """Digest of the module calls of an ended forward."""
 
 
 class GatherRounds:
-    """Rounds of the ranks that gather together, between their hosts; label "gather round".
+    """Exchange of messages between the hosts of the ranks that gather together; label "gather round".
 
-    ``buckets``: number of buckets, which is the same on all of them.
+    ``buckets``: number of buckets, equal on all of these ranks.
     """
 
     def __init__(self, comm: Comm, buckets: int) -> None:
         self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
-        """Returns the messages of all ranks in this round."""
+        """All-gathers the messages ``said``; returns those of all ranks, in order."""
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
         return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]
@@ -77,7 +77,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class PassCalls:
-    """Calls of the forwards that one backward differentiates, as positions of the gather order."""
+    """Module calls of the forwards that one backward differentiates, as positions of the gather order."""
 
     def __init__(self) -> None:
         self._positions: list[int] = []
@@ -86,34 +86,32 @@ class PassCalls:
         """Data ranks have made different calls in one of the forwards."""
 
     def begin_forward(self) -> None:
-        """Forgets the calls that a backward has differentiated."""
+        """Starts a forward; discards calls that a backward has already differentiated."""
         if self._reached:
             self._positions.clear()
             self._reached = self.unequal = False
 
     def begin_backward(self) -> None:
-        """Makes the next forward begin with an empty record of calls."""
+        """Starts a backward, so that the next forward discards the recorded calls."""
         self._reached = True
 
     def note(self, position: int) -> None:
-        """Notes a call; successive calls of one position count once."""
+        """Records a call at ``position``; successive calls at one position count once."""
         if self._positions[-1:] != [position]:
             self._positions.append(position)
 
     def compare(self, last: Sequence[Said]) -> None:
-        """Compares the calls of all ranks after their forward."""
+        """Sets ``unequal`` if the digests of the ranks' ``last`` messages differ."""
         self.unequal = self.unequal or len({said.calls for said in last}) > 1
 
     @property
     def digest(self) -> bytes:
-        """Equal for equal calls."""
+        """Digest of the recorded calls, equal on ranks with equal calls."""
         return blake2b(repr(self._positions).encode(), digest_size=_DIGEST_BYTES).digest()
 
     @property
     def reached_again(self) -> frozenset[int]:
-        """Positions that a backward, which goes through the calls from the last to the first, reaches after it has
-        passed them.
-        """
+        """Positions that the backward, which visits the calls from last to first, visits again after leaving them."""
         again, lowest = set(), None
         for position in reversed(self._positions):
             if lowest is not None and position >= lowest:

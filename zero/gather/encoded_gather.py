@@ -1,4 +1,4 @@
-"""Gathers of weights in fewer bits: the owner sends codes, and every rank decodes all of them, the owner its own too.
+"""Quantized gathers of weights: the owner sends codes, and every rank, the owner included, decodes them.
 
     ZeRO 3        kept [s] -> message [m] -> gathered [N, m] -> params [N*s]      whenever the bucket is gathered
     ZeRO 1 and 2  master [s] -> the same                                          after each update
@@ -22,30 +22,29 @@ from engine.zero.wire_formats import WireFormats
 
 @dataclass(frozen=True, slots=True)
 class EncodedGather:
-    """One gather of one bucket."""
+    """Encoded all-gather of one bucket."""
 
     flat: FlatBucket
     codec: BlockCodec
     own: Tensor
-    """This rank's message [m]."""
+    """Encoded shard of this rank, uint8 [m]."""
     full: Tensor
-    """All messages [N*m], once they have come."""
+    """Encoded shards of all ranks, [N*m], valid after the all-gather."""
 
     def decode(self) -> None:
-        """Writes the values of all ranks into the bucket."""
+        """Decodes the shards of all ranks into the bucket's ``params``."""
         ranks = self.full.numel() // self.own.numel()
         self.codec.decode(self.full.view(ranks, -1), self.flat.params.view(ranks, -1))
 
 
 def encoded_gather(flat: FlatBucket, codec: BlockCodec, weights: Tensor, ranks: int) -> EncodedGather:
-    """Encodes this rank's ``weights`` [s] of a bucket for a gather."""
+    """Encodes this rank's ``weights`` [s] of a bucket for an all-gather over ``ranks``."""
     own = codec.message(weights)
     return EncodedGather(flat, codec, own, own.new_empty(ranks * own.numel()))
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
-    """Starts the gather of a bucket that ``rounds_in_gathers``, from its master weights; one all-gather of the
-    shards."""
+    """Starts the all-gather of a bucket with ``rounds_in_gathers``, from its master weights."""
     assert flat.master is not None and flat.codec is not None
     axis = flat.bucket.spread.sharding
     gather = encoded_gather(flat, flat.codec, flat.master.to(flat.params.device), comm.grid.size(axis))
@@ -53,14 +52,13 @@ def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
 
 
 def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """Gathers the weights as an update would leave them, so that the first step and a resumed one compute with equal
-    values."""
+    """All-gathers decoded weights before the first step, so that first and resumed steps compute with equal weights."""
     for flat in buckets:
         if flat.rounds_in_gathers:
             gather_masters(flat, comm, "parameters").wait()
 
 
 def with_codecs(buckets: Sequence[FlatBucket], formats: WireFormats, kernels: Kernels) -> tuple[FlatBucket, ...]:
-    """Returns the same buckets with the codecs of their weights."""
+    """Returns the buckets with the codecs that ``formats`` defines for their weights."""
     found = [(flat, formats.of_weights(flat.bucket)) for flat in buckets]
     return tuple(flat if wire is None else replace(flat, codec=BlockCodec(wire, kernels)) for flat, wire in found)

@@ -1,4 +1,4 @@
-"""Tensors that are sharded as parameters are, by parameter name: gradients, masters, moments; to read and to write.
+"""Sharded tensors by parameter name (gradients, master weights, moments), to read and to write.
 
     pieces                [ shard 1 ]                        what this rank holds of a bucket
     whole     [ shard 0 | shard 1 | shard 2 | shard 3 ]      gathered over axis dp; given out as views by name
@@ -33,21 +33,21 @@ LABEL = "full tensors"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """Elements ``part`` of a bucket, as this rank holds them."""
+    """Elements ``part`` of a bucket that this rank stores, with a scale factor."""
 
     flat: FlatBucket
     part: slice
     values: Tensor
-    """[part]"""
+    """Stored elements, [part]."""
     factor: float = 1.0
-    """Factor from ``values`` to the given values."""
+    """Factor from stored ``values`` to the values that users see."""
 
     def given(self) -> Tensor:
-        """Returns values in the scale that the user reads and writes."""
+        """Returns the elements in the users' scale."""
         return self.values * self.factor if self.factor != 1.0 else self.values
 
     def take(self, written: Tensor) -> bool:
-        """Takes the elements that differ from the given values; returns True if any does. Waits for the device."""
+        """Stores the elements of ``written`` that differ; returns True if any does. Synchronizes the device."""
         written = written.to(self.values.device)
         changed = written != self.given()
         if not changed.any():
@@ -56,7 +56,7 @@ class HeldPart:
         return True
 
     def of(self, slot: Slot) -> "HeldPart | None":
-        """Returns the elements that belong to one parameter; None if there are none."""
+        """Returns the part with one parameter's elements; None if it has none."""
         start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
         if start >= stop:
             return None
@@ -69,7 +69,7 @@ class NamedShards:
     """Shards of one kind of tensor (weights, gradients or a moment) of all trained parameters, by name."""
 
     call: str
-    """The public method, for errors."""
+    """Name of the public method, for error messages."""
     table: ShardTable
     comm: Comm
     device: torch.device
@@ -77,19 +77,20 @@ class NamedShards:
     """All trained buckets of this rank."""
     pieces: Sequence[HeldPart]
     sharded: bool
-    """Each data rank holds a shard; else all of them hold everything."""
+    """True if each data rank stores a shard; False if each stores everything."""
     refresh: Callable[[Sequence[FlatBucket]], None] | None = None
-    """Called with the buckets that some data rank has written into, on all of them."""
+    """Function called on all data ranks with the buckets that some rank has written to."""
 
 
 @contextmanager
 def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields tensors of the parameters that match, full over dp, in the shapes of this rank's parameters.
+    """Yields the tensors of parameters that match ``pattern``, gathered over dp, in the shapes of this rank's
+    parameters.
 
     Collective: one all-gather over dp for each bucket, label "full tensors"; at the end digests over dp and replica.
 
     Raises:
-        EngineError: nothing matches; ranks have written different values.
+        EngineError: no parameter matches, or ranks have written different values.
     """
     chosen = _matching(shards, pattern)
     with torch.no_grad():
@@ -126,9 +127,9 @@ def _changes(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dic
 
 @contextmanager
 def local_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's part [elements] of each parameter that matches; empty where other data ranks own all of it.
+    """Yields this rank's shards [elements] of parameters that match ``pattern``; empty where other data ranks own them.
 
-    Sends nothing, but masters are gathered where some rank has written.
+    Communicates only after a write: an all-gather of the written masters over dp.
     """
     chosen = _matching(shards, pattern)
     parts: dict[str, tuple[HeldPart, Tensor]] = {}
@@ -169,7 +170,7 @@ def _matching(shards: NamedShards, pattern: str) -> frozenset[str]:
 
 
 def matching_rows(table: ShardTable, pattern: str) -> list[ShardRow]:
-    """Returns the parameters with a name, or another name, that matches."""
+    """Returns the parameters with a name or alias that matches ``pattern``."""
     return [row for row in table if any(fnmatchcase(name, pattern) for name in (row.name, *row.aliases))]
 
 
@@ -189,11 +190,11 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
 
 
 def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], call: str, comm: Comm) -> None:
-    """Refuses different writes on data ranks, because each keeps only its own shard.
+    """Refuses writes that differ between data ranks, because each stores only its own shard.
 
     Args:
-        written: first name of a bucket -> digest of the bucket.
-        axes: first name of a bucket -> axis of the ranks that hold its parameters.
+        written: digest of each written bucket, by the bucket's first parameter name.
+        axes: axis of the ranks with the bucket's parameters, by the same name.
     """
     for axis in sorted({axes[name] for name in written}):
         names = [name for name in written if axes[name] == axis]
@@ -210,9 +211,9 @@ def check_data_ranks(written: Mapping[str, Tensor], axes: Mapping[str, Axis], ca
 def check_holders(
     written: Mapping[str, Tensor], rows: Sequence[ShardRow], call: str, comm: Comm, device: torch.device
 ) -> None:
-    """Refuses different writes to tied parameters on their stages, and to unsharded parameters on tensor ranks.
+    """Refuses writes that differ between stages (tied parameters) or tensor ranks (unsharded parameters).
 
-    ``written``: name -> digest, of the parameters that this rank holds.
+    ``written``: digest of each parameter on this rank, by name.
     """
     shared = [row.name for row in rows if len(row.owners) > 1 or (row.equal_on_tensor_ranks and comm.grid.tp > 1)]
     if not shared:
@@ -230,12 +231,12 @@ def check_holders(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """Model and flat buckets that :func:`full_parameters` works on."""
+    """Model with the flat buckets that :func:`full_parameters` gathers."""
 
     model: nn.Module
     table: ShardTable
     buckets: Sequence[FlatBucket]
-    """All buckets of this rank, including buckets of frozen parameters."""
+    """All buckets of this rank, trained and frozen."""
     gatherer: ParameterGatherer | None
     """Gatherer of the parameters; None if they are not sharded."""
     comm: Comm

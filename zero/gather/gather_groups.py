@@ -28,16 +28,16 @@ from engine.zero.gather.gatherer import ParameterGatherer
 
 @dataclass(frozen=True, slots=True)
 class GatherGroups:
-    """Gather groups of a full model."""
+    """Modules with sharded parameters, in groups that are gathered together."""
 
     modules: tuple[tuple[str, ...], ...]
-    """Modules of each group: their calls use the group's parameters."""
+    """Names of the modules in each group."""
     of_parameter: Mapping[str, tuple[int, ...]]
-    """Parameter, by its first name -> groups that use it; empty if no known module uses it."""
+    """Groups that use each parameter, by its first name; empty if no known module uses it."""
 
 
 def find_gather_groups(model: nn.Module, calls: Sequence[str] = (), closed: Collection[str] = ()) -> GatherGroups:
-    """Returns the groups of ``model``.
+    """Divides the modules of ``model`` into gather groups.
 
     Args:
         calls: names of modules in the order in which a forward calls them.
@@ -80,9 +80,9 @@ def _grouped(units: Sequence[str], blocks: set[str]) -> list[list[str]]:
 
 
 class GatheredModules:
-    """Modules of a stage that gather their parameters when they are called.
+    """Patches on a stage's modules that gather their parameters at each call.
 
-    They are patched outside activation checkpointing, so that a block is gathered once for its backward.
+    They are outside activation checkpointing, so that recomputation in backward gathers a block once.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Gather schedule: which sharded parameters are gathered at which moment of a step (ZeRO 3). Pure arithmetic, no torch.
+"""Gather schedule: the moments of a step at which sharded parameters are gathered (ZeRO 3). No torch.
 
 FSDP2 calls it the prefetch order, and its two ends unshard and reshard.
 
@@ -23,22 +23,22 @@ from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.layout import Bucket, FlatLayout, Turn
 
 EVERYWHERE = Turn(-1, -1)
-"""Turn of parameters that code outside all modules reads."""
+"""Turn of parameters that are read outside all modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherOrder:
-    """Turns of one rank in order; positions index them, and bucket numbers index ``buckets``."""
+    """Order in which one rank uses its gather groups; bucket numbers index ``buckets``."""
 
     buckets: tuple[Bucket, ...]
     turns: tuple[Turn, ...]
     members: tuple[frozenset[int], ...]
-    """Position -> buckets that must be gathered while its group runs."""
+    """For each position, the buckets that must be gathered while its group runs."""
     backward_from: Mapping[int, int]
-    """Stage -> first position that its backward reaches; earlier ones are frozen and have no trained input."""
+    """First position that each stage's backward reaches; earlier groups are frozen and have no trained input."""
 
     def positions(self, walk: Action) -> range:
-        """Returns the positions of one pass, a forward or a backward of any microbatch, in its order."""
+        """Returns the gather positions of a forward or backward pass, in the order of use."""
         own = [position for position, turn in enumerate(self.turns) if turn.stage == walk.stage]
         if not own:
             return range(0)
@@ -52,15 +52,14 @@ class GatherOrder:
         return frozenset.intersection(*self.members)
 
     def at_start(self, walk: Action | None) -> frozenset[int]:
-        """Returns the buckets that a pass needs first; the empty set without a pass."""
+        """Returns the buckets that a pass needs first; empty without a pass."""
         positions = self.positions(walk) if walk else ()
         return self.members[positions[0]] if positions else frozenset()
 
     def pinned(self, limit: int | None, sizes: Sequence[int]) -> frozenset[int]:
-        """Returns the buckets that remain gathered over all microbatches of a step: the first ones within ``limit``
-        bytes.
+        """Returns the buckets that stay gathered over all microbatches of a step: the first ones up to ``limit`` bytes.
 
-        ``sizes`` are the bytes of every full bucket. A limit of None pins all buckets.
+        ``sizes``: bytes of each full bucket. ``limit`` None: all buckets stay gathered.
         """
         if limit is None:
             return frozenset(range(len(self.buckets)))
@@ -77,20 +76,20 @@ class GatherOrder:
 
 @dataclass(frozen=True, slots=True)
 class Gathers:
-    """Gathers of one step."""
+    """Numbers of gathers in one step, by bucket."""
 
     calls: int
     times: tuple[int, ...]
-    """Number of times that each bucket is gathered over dp."""
+    """Number of all-gathers over dp for each bucket."""
     calls_within: int = 0
     times_within: tuple[int, ...] = ()
-    """Number of times that each bucket is gathered from secondary shards, within nodes."""
+    """Number of all-gathers from secondary shards, within nodes, for each bucket."""
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
-    """Returns the order of the rank with these ``stages``.
+    """Returns the gather order of a rank with these pipeline ``stages``.
 
-    ``fed`` are the stages that come after trained parameters, so that their backward reaches their first position.
+    ``fed``: stages after trained parameters; their backward reaches their first position.
     """
     buckets = (*layout.buckets, *layout.frozen)
     called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}
@@ -121,10 +120,10 @@ def count_gathers(
     secondary: Collection[int] = (),
     counted: Axis | None = None,
 ) -> Gathers:
-    """Counts the gathers of the passes of a step in which every module runs in the order of the groups.
+    """Counts the gathers of a step's ``passes``, in which modules run in the order of the groups.
 
-    ``secondary``: buckets of which nodes keep a shard, so that only their first gather goes over dp. ``counted``: the
-    axis of the buckets that count; None: all count.
+    ``secondary``: buckets with secondary shards, which only their first gather sends over dp. ``counted``: sharding
+    axis of the counted buckets; None: all.
     """
     own = frozenset(index for index, each in enumerate(order.buckets) if counted in (None, each.spread.sharding))
     calls, times, calls_within, times_within = 0, [0] * len(order.buckets), 0, [0] * len(order.buckets)

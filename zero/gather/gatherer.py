@@ -3,16 +3,13 @@
     forward    a module of group k is entered      -> free k - 1, start the gather of k + 1, wait for k
     backward   the gradient of its output arrives  -> free k + 1, start the gather of k - 1, wait for k
 
-Autograd walks the graph from the newest operation to the oldest, so everything that ran after a call is done when the
-gradient of the call's output arrives. Recomputed forwards run inside a backward; the groups they enter are gathered
-too.
+Autograd runs the newest operations first, so when the gradient of a call's output arrives, backward of all later calls
+is done. Groups of forwards that backward recomputes are gathered too.
 
-Every rank gathers the groups in their order, independent of the model's calls (a module that one rank skips is gathered
-there all the same), through communicators of their own, so that no reduction comes between. In a forward, a rank that
-needs something outside that order (for a module that runs again or before its turn, or a weight that other code reads)
-asks for it in a round of all data ranks (``call_agreement``). In a backward after equal calls all ranks send equal
-requests, and compare their requests before such a gather; after unequal calls a rank keeps the buckets that it will
-reach again.
+Every rank gathers the groups in the same order, even for modules that it skips, in separate process groups. In a
+forward, a rank that needs parameters outside this order (a module that runs again or early, a weight that other code
+reads) requests them from all data ranks (``call_agreement``). In a backward after equal calls all ranks make equal
+requests, and compare them before such a gather; after unequal calls a rank keeps the buckets that it will reach again.
 """
 
 from collections import defaultdict, deque
@@ -35,7 +32,7 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 _FORWARD, _BACKWARD = Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0)
-"""Passes of the three-call loop, which announces no schedule and has one stage."""
+"""Passes of the user's forward/backward/step loop, which has one stage and no schedule."""
 
 
 class _Walk:
@@ -70,12 +67,12 @@ class ParameterGatherer:
     """Gathers and frees the sharded parameters of this rank's stages.
 
     Args:
-        buckets: trained buckets, then frozen ones, as ``order`` numbers them.
-        order: the turns in which each bucket is needed.
+        buckets: trained buckets, then frozen ones, numbered as in ``order``.
+        order: order in which buckets are needed.
         pinned: buckets that stay gathered over all passes of a step.
-        comm: communication; label "parameters" on axis dp, one batch for each group and pass.
-        start: called when a gradient arrives while no pass runs, to begin the backward that it belongs to.
-        within: secondary shards of gathered buckets on nodes; these are gathered once over dp, then within the nodes.
+        comm: all-gathers over dp, label "parameters", one batch for each group and pass.
+        start: called when a gradient arrives outside a pass, to begin its backward.
+        within: buckets with secondary shards, gathered once over dp, then within nodes.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Announces the passes of a step, so that buckets that the next pass needs first are not freed before it.
+        """Sets the passes of a step, so that buckets needed first by the next pass stay gathered.
 
         Secondary shards from earlier forwards are dropped, so that the step sends the planned traffic.
         """
@@ -118,18 +115,18 @@ class ParameterGatherer:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Opens one forward."""
+        """Runs one forward inside the context, with prefetches in gather order."""
         with self._passing(_FORWARD, _BACKWARD if torch.is_grad_enabled() else None):
             yield
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """Opens one backward; ``last`` is True for the last one of the step."""
+        """Runs one backward inside the context; ``last``: the last one of the step."""
         with self._passing(_BACKWARD, None if last else _FORWARD):
             yield
 
     def end(self) -> None:
-        """Frees everything after the step or its failure, also memory that nodes of the graph refer to."""
+        """Frees all gathered buckets after a step or its failure, including memory that graph nodes refer to."""
         self._to_come.clear()
         self._pass, self._differentiated = None, False
         self._whole.free(self._whole.live - self._opened)
@@ -168,7 +165,9 @@ class ParameterGatherer:
             self._whole.settle()
 
     def unequal(self, stage: int, microbatch: int) -> bool:
-        """Returns True if data ranks made different calls in the forward of a backward that begins."""
+        """Returns True if the forward of this stage and microbatch made different module calls on different data
+        ranks.
+        """
         calls = self._calls_of.get((stage, microbatch))
         return calls is not None and calls.unequal
 
@@ -204,7 +203,7 @@ class ParameterGatherer:
         self.refuse_opened("a step")
 
     def refuse_opened(self, what: str) -> None:
-        """Refuses ``what`` on every stage while full_parameters is open."""
+        """Refuses the call ``what`` on every stage while ``full_parameters`` is open."""
         if self._openings:
             raise EngineError(
                 f"{what} cannot run inside full_parameters, which keeps parameters gathered; leave its `with` block "
@@ -214,7 +213,7 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ what modules call
 
     def enter(self, group: int) -> None:
-        """Gathers the group before one of its modules runs."""
+        """Gathers the buckets of ``group`` before one of its modules runs, and prefetches the next ones."""
         position = self._position(group)
         if self._pass is not None and position is not None:
             if self._pass.is_forward:
@@ -223,8 +222,9 @@ class ParameterGatherer:
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
     def around(self, group: int | None) -> AbstractContextManager[None]:
-        """Opens a call of one of the group's modules (None: of a module around groups). A call outside passes gathers
-        for itself; the backward of another engine may recompute a module, and begins a pass of its own."""
+        """Runs a call of a module of ``group`` (None: of a module around groups) inside the context. Outside a pass the
+        call gathers its own buckets; recomputation in another engine's backward starts a pass.
+        """
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()
         if self._pass is not None or self._reads_shapes:
@@ -235,7 +235,7 @@ class ParameterGatherer:
         return self._outside.call(used)
 
     def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
-        """Hooks the outputs of a module that has run: a gradient of an output marks the begin of its backward."""
+        """Hooks the outputs of a module that has run: the first gradient of an output starts the module's backward."""
         position = self._position(group)
         if position is not None and (self._pass is None or self._pass.is_forward):
             self._calls += 1
@@ -368,7 +368,9 @@ class ParameterGatherer:
         self._whole.show(indices)
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
-        """Keeps the memory of views of parameters that a module has returned, because other code will read them."""
+        """Keeps buckets gathered whose parameters a module returned as views, because code outside the module reads
+        them.
+        """
         if self._pass is None:
             return
         found = frozenset(index for output in outputs if (index := self._whole.bucket_of(output)) is not None)
@@ -376,7 +378,7 @@ class ParameterGatherer:
             self._need_everywhere(found)
 
     def own(self, output: Tensor) -> Tensor:
-        """Returns ``output``, which outlives the pass, in memory of its own if its memory is part of a bucket."""
+        """Returns ``output``, cloned if it shares a bucket's memory, because it is used after the pass."""
         index = self._whole.bucket_of(output)
         if index is None:
             return output
@@ -385,7 +387,7 @@ class ParameterGatherer:
         return output.clone()
 
     def retire(self) -> None:
-        """Marks the engine as closed, for the error of reads of sharded parameters."""
+        """Marks the engine as closed, for error messages of later reads of sharded parameters."""
         self._closed = True
 
     # ------------------------------------------------------------------ full parameters between steps
@@ -396,8 +398,9 @@ class ParameterGatherer:
         return self._pass is not None
 
     def open(self, indices: Collection[int]) -> frozenset[int]:
-        """Gathers buckets between steps; returns buckets that were not open yet. Every rank of axis dp calls it
-        equally."""
+        """Gathers buckets between steps; returns the ones that were not open. Every rank of axis dp makes the same
+        call.
+        """
         opened = frozenset(indices) - self._opened
         self._whole.free(opened & self._whole.encoded)  # what a pass has left is rounded, and this is written back
         self._whole.ask_alike(opened, exact=True)
@@ -407,29 +410,30 @@ class ParameterGatherer:
         return opened
 
     def close(self, indices: Collection[int]) -> None:
-        """Frees the buckets that ``open`` has returned, except memory to which the caller still has a tensor."""
+        """Frees buckets returned by :meth:`open`, except memory that the caller's tensors share."""
         self._openings -= 1
         self._opened -= set(indices)
         self._whole.free(frozenset(indices), leave=True)
         self._whole.drop_secondary(indices)
 
     def forget(self) -> None:
-        """Drops secondary shards, because the parameters have changed: the next gather reads all data ranks. All ranks
-        call it."""
+        """Drops secondary shards after a change of parameters, so that the next gather is over all data ranks. All
+        ranks call it.
+        """
         self._whole.drop_secondary()
 
     def settle(self) -> None:
-        """Waits until the shards on the host have been read, so that they may be written."""
+        """Waits until the device has read shards in host memory, which may then be written."""
         self._whole.settle()
 
     @property
     def secondary(self) -> tuple[Tensor, ...]:
-        """Memory of the secondary shards on this node."""
+        """Memory of this rank's secondary shards."""
         return self._whole.secondary.memory if self._whole.secondary is not None else ()
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Opens code that reads only the shapes of parameters, such as a trace: its calls gather nothing."""
+        """Disables gathers inside the context, for code that reads only shapes of parameters, such as a trace."""
         self._reads_shapes = True
         try:
             with self._whole.without_content():

@@ -1,4 +1,4 @@
-"""Shards that a closed engine leaves on the parameters (ZeRO 3), until the next engine of the model gathers them.
+"""Parameters left sharded by a closed engine (ZeRO 3), until the model's next engine gathers them.
 
 close        each parameter knows its bucket, whose shard this rank keeps
 make_whole   all ranks give their shards, bucket by bucket, and parameters have their own memory again, on the host
@@ -19,17 +19,17 @@ _LEFT = "_left_shards"
 
 @dataclass(frozen=True, slots=True)
 class LeftBucket:
-    """Bucket of a closed engine."""
+    """Bucket of a closed engine, with the ranks that store its shards."""
 
     flat: FlatBucket
     ranks: tuple[int, ...]
-    """Ranks of the job that keep its shards, in their order."""
+    """Global ranks with the shards, in shard order."""
 
 
 def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
-    """Notes on the parameters of ``buckets`` where their shards are, except shards of a tensor rank's part.
+    """Records on the parameters of ``buckets`` which ranks store their shards, without tensor-parallel parameters.
 
-    Parameters of other stages have no shards, so a model on tensor or pipeline ranks does not become whole again.
+    Models on several tensor or pipeline ranks therefore stay sharded.
     """
     if grid.size("replica") > 1:
         return
@@ -40,9 +40,9 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
 
 @torch.no_grad()
 def make_whole(model: nn.Module, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Restores the full values of parameters that a closed engine has left in shards; nothing without such parameters.
+    """Gathers parameters that a closed engine left sharded; does nothing if there are none.
 
-    Collective: ``gather`` returns the given tensor of every rank of the job.
+    Collective: ``gather`` all-gathers a tensor over all ranks of the job.
     """
     left: dict[int, LeftBucket] = {}
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Calls of a model's modules while no pass runs: a forward that the user calls, or another method.
+"""Calls of a model's modules outside a training pass: a forward by the user, or another method.
 
 Each module of a gather group gathers its buckets and frees them when it returns; nothing is gathered ahead, because the
 next call is unknown. Every data rank makes the same calls. A backward through them is a pass as any other.
@@ -14,7 +14,7 @@ from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 
 class OutsideCalls:
-    """Calls that run at present, one inside the other."""
+    """Context of module calls outside training passes, which may be nested; gathers their parameters."""
 
     def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
         self._whole, self._comm = whole, comm
@@ -23,12 +23,12 @@ class OutsideCalls:
 
     @property
     def running(self) -> bool:
-        """True inside a call."""
+        """True while a module call is in progress."""
         return self._depth > 0
 
     @contextmanager
     def call(self, indices: frozenset[int]) -> Iterator[None]:
-        """Opens a call that uses these buckets."""
+        """Runs a call that uses the buckets ``indices`` inside the context."""
         if not self._depth:
             self._comm.join("a call of the model outside the engine")
         opened = indices - self._whole.live
@@ -45,7 +45,7 @@ class OutsideCalls:
             self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
 
     def read(self, index: int) -> None:
-        """Gathers a bucket that code outside its modules reads; it remains until the outermost call ends."""
+        """Gathers a bucket that code outside its modules reads; it stays gathered until the outermost call ends."""
         if index not in self._whole.live:
             self._read |= {index}
         with torch.no_grad():

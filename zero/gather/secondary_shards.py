@@ -1,4 +1,4 @@
-"""Secondary shards: parts of gathered parameters that the data ranks of a node store for the next gathers.
+"""Secondary shards: gathered parameters, stored in parts by the data ranks of a node for the next gathers (hpZ).
 
     node 0: ranks 0 1   node 1: ranks 2 3
     kept       [ 0 | 1 | 2 | 3 ]         each rank a quarter; the first gather of a step goes over all of dp
@@ -19,19 +19,19 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.zero.flat_buckets import FlatBucket
 
 WITHIN = "parameters within nodes"
-"""Label of gathers from secondary shards."""
+"""Label of all-gathers from secondary shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecondaryLayout:
-    """Buckets that have a secondary shard."""
+    """Sizes of secondary shards: the data ranks of a node, and the buckets."""
 
     ranks: int = 1
-    """Data ranks of a node, side by side on the axis; 1: there are no secondary shards."""
+    """Number of neighbouring data ranks on a node; 1: no secondary shards."""
     buckets: frozenset[int] = frozenset()
 
     def elements(self, bucket_elements: int) -> int:
-        """Returns elements of the shard of one bucket."""
+        """Returns the elements of the secondary shard of one bucket."""
         return bucket_elements // self.ranks
 
 
@@ -39,10 +39,10 @@ NO_SHARDS = SecondaryLayout()
 
 
 class SecondaryShards:
-    """Secondary shards of a rank; indices count ``buckets``.
+    """Secondary shards of this rank, by bucket index.
 
     Args:
-        comm: communication; label "parameters within nodes" on axis dp, between the ranks of a node.
+        comm: all-gathers between the data ranks of a node, label "parameters within nodes".
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], layout: SecondaryLayout, comm: Comm) -> None:
@@ -57,28 +57,28 @@ class SecondaryShards:
 
     @property
     def valid(self) -> frozenset[int]:
-        """Buckets that can be gathered within the node."""
+        """Indices of buckets that can be gathered within the node."""
         return frozenset(self._valid)
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """The memory of all shards, whether their values are valid or not."""
+        """Memory of all secondary shards, valid or not."""
         return tuple(self._shards.values())
 
     def take(self, index: int) -> None:
-        """Keeps this rank's part of a full bucket before the bucket is freed."""
+        """Copies this rank's slice of a full bucket to its secondary shard, before the bucket is freed."""
         shard = self._shards.get(index)
         if shard is not None and index not in self._valid:
             shard.copy_(self._own(self._buckets[index]))
             self._valid.add(index)
 
     def gather(self, indices: Sequence[int]) -> Pending:
-        """Starts the gather of valid buckets from the ranks of the node, in one batch; their memory is allocated."""
+        """Starts the all-gather of valid buckets within the node, in one batch, into allocated memory."""
         pairs = [(self._buckets[index].params, self._shards[index]) for index in indices]
         return self._comm.gather_parameters(pairs, WITHIN, self._ranks)
 
     def drop(self, indices: Collection[int] | None = None) -> None:
-        """Forgets the values of these buckets, or of all, because their parameters have changed or may change."""
+        """Marks secondary shards as invalid, by default all, after a change of their parameters."""
         self._valid.difference_update(self._shards if indices is None else indices)
 
     def _own(self, flat: FlatBucket) -> Tensor:

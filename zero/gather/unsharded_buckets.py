@@ -1,4 +1,4 @@
-"""Memory of sharded parameters: allocated and gathered, shown, freed (ZeRO 3).
+"""Memory of gathered parameters (ZeRO 3): allocated and gathered, used by the modules, freed.
 
 FREE   --ask-->   UNDER_WAY           --show-->   SHOWN                --free-->   FREE
        allocate, start the gather      wait; parameters look as usual
@@ -34,18 +34,18 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, Seco
 
 
 class ShardArrival:
-    """Copies of one batch of gathers."""
+    """Host-to-device copies of one batch of gathers."""
 
     def __init__(self, copied: torch.Event | None) -> None:
         self._copied = copied
 
     def before(self, gather: Pending) -> Pending:
-        """Returns ``gather``; with one data rank, where no collective waits for the copies, its wait does."""
+        """Returns ``gather``; with one data rank, a handle that waits for the copies."""
         return gather if self._copied is None or gather.under_way else Pending(self._copied.wait)
 
 
 class ShardSource:
-    """Source of the shards that a rank's gathers read."""
+    """Source of the shards that this rank's all-gathers send."""
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         hosted = [flat for flat in buckets if flat.kept_on_host]
@@ -56,10 +56,10 @@ class ShardSource:
         """After the newest copy that the host has not waited for."""
 
     def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
-        """Copies the shards of these buckets to the device; their memory is allocated, and gathers start inside.
+        """Copies the shards of ``flats`` from the host to allocated device memory; gathers start inside the context.
 
-        ``beside``: copies and gathers overlap with the computation. Codes are computed on the stream of the
-        computation, because they use its memory.
+        ``beside``: copies and gathers overlap with compute. Encoded shards are computed on the compute stream, because
+        they use its memory.
         """
         hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
         return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
@@ -73,33 +73,33 @@ class ShardSource:
             yield ShardArrival(self._last)
 
     def settle(self) -> None:
-        """Waits until the device has read the memory of the host, so that it may be written."""
+        """Waits until the device has read the shards in host memory, which may then be written."""
         if self._last is not None:
             self._last.synchronize()
             self._last = None
 
     @staticmethod
     def of(flat: FlatBucket) -> Tensor:
-        """Returns the shard [owned] of a bucket on the device, inside ``on_device``."""
+        """Returns the shard [owned] of a bucket on the device, inside :meth:`on_device`."""
         return flat.params[flat.shard] if flat.kept_on_host else flat.kept
 
 
 class BucketState(Enum):
-    """State of the memory of one bucket on this rank."""
+    """State of a bucket's full memory on this rank."""
 
     FREE = auto()
-    """There is no memory, and code that reads a parameter is refused or gathers first."""
+    """Not allocated; a read of a parameter raises, or gathers first."""
     UNDER_WAY = auto()
-    """Memory is allocated and a gather writes into it; parameters are not to be read yet."""
+    """Allocated, with an all-gather in progress; parameters are not readable."""
     SHOWN = auto()
-    """The gather has arrived, and parameters look as usual."""
+    """Gathered; parameters are readable."""
 
 
 class UnshardedBuckets:
-    """State of the buckets of a stage; indices count ``buckets``.
+    """Full memory of the sharded buckets of this rank's stages, by bucket index.
 
-    ``read(index, name)`` is called when code reads a parameter that is not gathered. ``within``: secondary shards of
-    gathered buckets, by default none.
+    ``read(index, name)``: called when code reads a parameter that is not gathered. ``within``: layout of secondary
+    shards, by default none.
     """
 
     def __init__(
@@ -129,18 +129,18 @@ class UnshardedBuckets:
 
     @property
     def live(self) -> frozenset[int]:
-        """Buckets that are not free."""
+        """Indices of allocated buckets."""
         return self._resident.union(self._gathers)
 
     @property
     def encoded(self) -> frozenset[int]:
-        """Buckets that passes gather in fewer bits."""
+        """Indices of buckets with encoded all-gathers."""
         return frozenset(index for index, flat in enumerate(self._buckets) if flat.codec is not None)
 
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Allocates memory for the buckets and starts their gather, in one batch; ``exact``: no weight is encoded.
+        """Allocates buckets and starts their all-gather in one batch; ``exact``: without encoding.
 
-        Buckets with a secondary shard are gathered in a batch of their own, within the node.
+        Buckets with a secondary shard are gathered in a second batch, within the node.
         """
         missing = sorted(indices - self.live)
         if self.secondary is not None and not exact:
@@ -197,9 +197,9 @@ class UnshardedBuckets:
         return frozenset(index for index in indices if self._states[index] is BucketState.SHOWN)
 
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
-        """Gathers buckets again, also ones that are gathered here: all data ranks call it with equal ``indices``.
+        """Gathers buckets anew, even those already gathered on this rank; all data ranks pass equal ``indices``.
 
-        Afterwards the buckets shown before and the ``wanted`` ones are shown.
+        Afterwards the earlier readable buckets and the ``wanted`` ones are readable.
         """
         live, shown = indices & self.live, self._shown(indices)
         self.refuse_written(indices)
@@ -209,12 +209,12 @@ class UnshardedBuckets:
         self.free(indices - live - wanted)
 
     def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Requests buckets outside the common order, after a comparison with all data ranks.
+        """Requests buckets outside the gather order, after a check that all data ranks request the same ones.
 
-        The comparison is one gather of 8 bytes a rank, label "gather check"; it is left out if nothing is missing.
+        The check is one all-gather of 8 bytes per rank, label "gather check", without missing buckets none.
 
         Raises:
-            EngineError: data ranks ask for different buckets, each of which would be gathered in part.
+            EngineError: data ranks request different buckets.
         """
         missing = sorted(indices - self.live)
         if not missing:
@@ -243,7 +243,7 @@ class UnshardedBuckets:
         return self._buckets[index].bucket.spread.sharding
 
     def show(self, indices: frozenset[int]) -> None:
-        """Waits for requested buckets, and shows their parameters to the model."""
+        """Waits for requested buckets, and makes their parameters readable."""
         for index in indices - self._shown(indices) - self._resident:
             self._gathers[index].wait()
             self._states[index] = BucketState.SHOWN
@@ -252,10 +252,10 @@ class UnshardedBuckets:
             self._versions[index] = _versions(self._buckets[index])
 
     def free(self, indices: frozenset[int], leave: bool = False) -> None:
-        """Releases the memory of the buckets.
+        """Frees the memory of buckets.
 
-        ``leave``: memory that other tensors use is left to them, with its values. In a pass autograd has such
-        tensors, and the backward gathers their content again; between steps they belong to other code.
+        ``leave``: memory shared with other tensors stays allocated for them. In a pass such tensors belong to autograd,
+        whose backward gathers them again; between steps they belong to user code.
         """
         for index in indices & self._gathers.keys():
             self._gathers.pop(index).wait()
@@ -271,17 +271,17 @@ class UnshardedBuckets:
             self._index_of[_memory(flat.params)] = self._index_of.pop(before)
 
     def settle(self) -> None:
-        """Waits until gathers have read the shards on the host, so that they may be written."""
+        """Waits until gathers have read the shards in host memory, which may then be written."""
         if self._hosted is not None:
             self._hosted.settle()
 
     def drop_secondary(self, indices: Collection[int] | None = None) -> None:
-        """Forgets the secondary shards of these buckets, or of all: their parameters have changed or may change."""
+        """Marks secondary shards as invalid, by default all, after a change of their parameters."""
         if self.secondary is not None:
             self.secondary.drop(indices)
 
     def refuse_written(self, indices: frozenset[int]) -> None:
-        """Refuses writes of the model into gathered parameters, because freeing the bucket would lose them.
+        """Refuses writes of the model to gathered parameters, which would be lost when the bucket is freed.
 
         Raises:
             EngineError: a parameter was written since it arrived; the message names the first one.
@@ -297,13 +297,13 @@ class UnshardedBuckets:
                     )
 
     def bucket_of(self, tensor: Tensor) -> int | None:
-        """Returns the index of the bucket that contains the tensor's memory."""
+        """Returns the index of the bucket that contains the tensor's memory; None if no bucket does."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._index_of.get(_memory(tensor)) if _has_memory(tensor) else None
 
     @contextmanager
     def without_content(self) -> Iterator[None]:
-        """Shows all parameters with their shapes inside this context, for code that reads shapes only."""
+        """Makes the shapes of all parameters readable inside the context, without data."""
         states = enumerate(self._states)
         hidden = [index for index, each in states if each is not BucketState.SHOWN and index not in self._resident]
         for index in hidden:

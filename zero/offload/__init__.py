@@ -1,1 +1,1 @@
-"""Optimizer state outside the device: buckets that the host updates, and the copies between the two memories."""
+"""Optimizer state in host memory or on disk: updates on the host, and copies between host and device."""

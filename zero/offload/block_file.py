@@ -1,4 +1,4 @@
-"""File of one size that is written and read as a whole, in blocks with hashes in memory.
+"""A file of fixed size that is read and written as a whole, in blocks whose hashes are in memory.
 
     file      | block 0 | block 1 | block 2 | ...        threads take one block each: ``DEPTH`` are under way
     hashes         h0        h1        h2                of the last write
@@ -32,34 +32,34 @@ from torch import Tensor
 from engine.errors import EngineError
 
 SECTOR = 4096
-"""Bytes: addresses, lengths and places of direct transfers are multiples of it, on every usual disk."""
+"""Alignment in bytes of addresses, lengths and offsets of direct I/O on usual disks."""
 DEPTH = 8
-"""Blocks under way at a time."""
+"""Number of blocks in transfer at a time."""
 
 
 def whole_sectors(size: int) -> int:
-    """Returns ``size`` in bytes, rounded up to a multiple that a direct transfer can move."""
+    """Rounds ``size`` in bytes up to a multiple of the sector."""
     return -(-size // SECTOR) * SECTOR
 
 
 def sector_memory(size: int) -> Tensor:
-    """Allocates zeros that begin on a sector, uint8 [size]; the last view of them frees their memory."""
+    """Allocates zeroed memory, uint8 [size], aligned to disk sectors; freed with its last view."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def begins_on_sector(block: memoryview) -> bool:
-    """Returns True if a direct transfer can move this memory: it starts on a sector and has whole sectors."""
+    """Returns True if direct I/O can use this memory: start and size are multiples of a sector."""
     address: int = numpy.frombuffer(block, numpy.uint8).__array_interface__["data"][0]
     return address % SECTOR == 0 and len(block) % SECTOR == 0
 
 
 class DiskCalls:
-    """Calls of the system, each as a method; a test has calls in their place that fail."""
+    """System calls on files as methods, which tests replace by failing ones."""
 
     def open(self, path: Path) -> tuple[int, bool]:
-        """Returns the descriptor of a new file, and True if its transfers are direct."""
+        """Creates a file; returns (descriptor, True if its I/O is direct)."""
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600), hasattr(os, "O_DIRECT")
@@ -69,41 +69,41 @@ class DiskCalls:
             return os.open(path, flags, 0o600), False
 
     def allocate(self, file: int, size: int) -> None:
-        """Reserves the space on the disk."""
+        """Reserves ``size`` bytes on the disk."""
         os.posix_fallocate(file, 0, size)
 
     def read(self, file: int, into: memoryview, start: int) -> int:
-        """Reads at ``start``; returns the bytes read, which may be fewer."""
+        """Reads at offset ``start``; returns the bytes read, possibly fewer than requested."""
         return os.preadv(file, [into], start)
 
     def write(self, file: int, data: memoryview, start: int) -> int:
-        """Writes at ``start``; returns the bytes written, which may be fewer."""
+        """Writes at offset ``start``; returns the bytes written, possibly fewer than requested."""
         return os.pwritev(file, [data], start)
 
     def leave_direct(self, file: int) -> None:
-        """Uses the page cache from now on."""
+        """Switches the file from direct I/O to the page cache."""
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
 
 
 BLOCK = 1 << 20
-"""Bytes of a block: read, written and hashed at once."""
+"""Bytes of a block, the unit of reads, writes and hashes."""
 
 
 class BlocksUnderWay:
-    """Blocks of a file that threads read or write."""
+    """Handle of block transfers by threads."""
 
     def __init__(self, futures: Sequence["Future[None]"]) -> None:
         self._futures = futures
 
     def joined(self, other: "BlocksUnderWay") -> "BlocksUnderWay":
-        """Returns the blocks of both."""
+        """Returns one handle for the transfers of both."""
         return BlocksUnderWay([*self._futures, *other._futures])
 
     def result(self) -> None:
-        """Waits for all of them, and raises the failure of the first one that has failed.
+        """Waits for all blocks; raises the error of the first failed one.
 
         Raises:
-            EngineError: the disk refuses, or a block is not the one that was written last.
+            EngineError: the disk fails, or a block differs from the last write.
         """
         wait(self._futures)
         for future in self._futures:
@@ -133,32 +133,26 @@ class BlockFile:
             raise _failure("made", path, error) from error
 
     def start_write(self, data: memoryview, threads: Executor) -> BlocksUnderWay:
-        """Starts to write all of the file from ``data``, which must not change before the write has ended."""
+        """Starts to write the whole file from ``data``, which must not change before the write has ended."""
         jobs = self._blocks(data)
         return BlocksUnderWay([threads.submit(self._write_block, number, block) for number, block in jobs])
 
     def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
-        """Starts to read all of the file; see ``read``."""
+        """Starts to read the whole file; see :meth:`read`."""
         jobs = self._blocks(into)
         return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
 
     def write(self, data: memoryview) -> None:
-        """Writes all of the file.
+        """Writes the whole file from ``data``.
 
         Raises:
-            EngineError: the disk is full or refuses.
+            EngineError: the disk is full or fails.
         """
         for number, block in self._blocks(data):
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads all of the file.
-
-        ``checked``: the file must have the bytes of the last ``write``; else other code may have written to it.
-
-        Raises:
-            EngineError: the disk refuses, the file ends early, or a block is not the one that was written last.
-        """
+        """Reads the whole file."""
         for number, block in self._blocks(into):
             self._read_block(number, block, checked)
 
@@ -238,14 +232,16 @@ def _failure(what: str, path: Path, error: OSError) -> EngineError:
 
 
 class PageUse(Protocol):
-    """Transfer that still needs a page."""
+    """Interface of a transfer that still uses a page."""
 
     def result(self) -> object:
-        """Waits until it has ended."""
+        """Waits until the transfer has ended."""
 
 
 class MomentBuffers:
-    """``count`` pages of ``size`` bytes; one that is being written is free afterwards."""
+    """Pool of ``count`` pages of ``size`` bytes in host memory; a page being written becomes free when the write
+    ends.
+    """
 
     def __init__(self, count: int, size: int) -> None:
         self.size = size
@@ -255,11 +251,11 @@ class MomentBuffers:
 
     @property
     def spare(self) -> bool:
-        """True if a page is free, or will be when a write ends."""
+        """True if a page is free or being written."""
         return bool(self._free or self._busy)
 
     def take(self) -> Tensor:
-        """Returns a page, uint8 [size]; waits for the oldest write if none is free, and raises its failure."""
+        """Returns a free page, uint8 [size]; if there is none, waits for the oldest write and raises its error."""
         if not self._free:
             page, write = self._busy.popleft()
             write.result()
@@ -267,10 +263,10 @@ class MomentBuffers:
         return self._free.pop()
 
     def give_back(self, page: Tensor, write: PageUse) -> None:
-        """Frees a page when ``write`` has ended."""
+        """Returns a page to the pool, usable again after ``write`` has ended."""
         self._busy.append((page, write))
 
     def free_all(self) -> None:
-        """Takes back every page, after all reads and writes."""
+        """Marks all pages as free; all reads and writes must have ended."""
         self._busy.clear()
         self._free = list(self._pages)

@@ -1,4 +1,4 @@
-"""The update of one step runs on the host while the next step computes: delayed by one (ZeRO-Offload, section 5.2).
+"""Delayed update: the host updates the weights of one step while the next step computes (ZeRO-Offload, 5.2).
 
     device  | step t: gradients at w(t-1) | w(t) | step t+1: gradients at w(t) | w(t+1) | ...
     host    | update t-1, makes w(t) -----^      | update t, makes w(t+1) -----^        | update t+1
@@ -24,11 +24,11 @@ from engine.zero.flat_buckets import FlatBucket
 
 
 class DelayedUpdate:
-    """Update of one rank that may be under way; it is pending until its weights are on the device.
+    """Update of this rank on the host, overlapped with the next step; pending until its weights are on the device.
 
     Args:
-        buckets: updated buckets, all of them by the host.
-        give: copies masters to the device and gathers them over dp. Collective over dp; the update has ended.
+        buckets: trained buckets, all updated by the host.
+        give: copies updated masters to the device and gathers them over dp.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], give: Callable[[], None]) -> None:
@@ -40,23 +40,22 @@ class DelayedUpdate:
 
     @property
     def pending(self) -> bool:
-        """True if the weights of a started update are not on the device."""
+        """True if a started update is not on the device yet."""
         return self._update is not None
 
     def launch(self, update: Callable[[], None]) -> None:
-        """Starts ``update``, which reads and writes host memory only. No other update is pending."""
+        """Starts ``update`` on a thread; it may access host memory only. No other update may be pending."""
         assert self._update is None
         self._given = self._sums()
         self._update = self._thread.submit(update)
 
     def join(self) -> None:
-        """Waits for the running update; it remains pending."""
+        """Waits for the running update, which stays pending."""
         if self._update is not None:
             self._update.exception()
 
     def problem(self) -> EngineError | None:
-        """Returns the reason why the pending update cannot be brought: it has failed, or it would overwrite weights
-        that were written."""
+        """Returns the error of the pending update (it raised, or its weights were changed meanwhile); None if valid."""
         if self._update is None or self._given is None:
             return None
         if (error := self._update.exception()) is not None:
@@ -76,7 +75,7 @@ class DelayedUpdate:
         return None
 
     def finish(self) -> bool:
-        """Brings the pending update to the device; returns False if there is none. Collective over dp.
+        """Copies the pending update to the device; returns False if there is none. Collective over dp.
 
         Raises:
             EngineError: see ``problem``.

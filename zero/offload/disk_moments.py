@@ -1,25 +1,20 @@
-"""Moments on disk: read into buffers of the host for the update of their bucket, and written back afterwards.
+"""Optimizer moments on disk: read to host buffers for the update of their bucket, and written back.
 
     disk    | read 0 | read 1 | before 0 | read 2 | write 0 | before 1 ...      threads
     host             | update 0          | update 1         | update 2 ...
 
-New moments go into another slot than the old ones (``BucketFiles``), and the weights from before an update into a file
-of their own. So an update that fails on any rank is undone on all, repeated once, and undone again if it fails again:
-then all ranks raise one sentence, and have the state of the step before. State that is no view of a slot, because it
-was loaded, is written before it is updated.
+New moments are written to a second slot (``BucketFiles``), and the old weights to another file, so an update that fails
+on any rank is undone on all ranks and repeated once. After a second failure all ranks raise the same error, with the
+state of the step before. Loaded state is written to a slot before its update.
 
-The files of one bucket: two slots of moments, of which one is valid while the other one is written.
+One bucket has two slots; one is valid while the other is written:
 
     slot a     moments of step 4      valid
     slot b     moments of step 5      being written; valid as soon as all ranks have made step 5
 
-A step that fails on any rank leaves all ranks with the slots of the step before. Between updates the optimizer's state
-is a view of the valid slot, which is mapped, so that whoever reads it gets the values without a copy that would last.
+Between updates, the optimizer's state tensors are views of the memory-mapped valid slot.
 
-Agreement on updates from disk: an update that fails on one rank is undone on all ranks.
-
-The ranks ask each other once an update, when their last bucket on disk is written. Only after a failure do they
-exchange more.
+Ranks compare success once per update, after the last bucket is written; more is exchanged only after a failure.
 """
 
 import logging
@@ -41,20 +36,19 @@ LABEL = "disk"
 
 
 class DiskAgreement:
-    """Exchange of the state of all ranks' disks; every call is collective over the world, label "disk"."""
+    """Agreement of all ranks on the state of their disks; every call is collective over the world, label "disk"."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
 
     def first(self, own: bool) -> int | None:
-        """Returns the first rank with a true ``own``; None if there is none. One all-reduce of 8 bytes, none on one
-        rank."""
+        """Returns the lowest rank with ``own`` True; None if there is none. One 8-byte all-reduce."""
         if self._comm.grid.world_size == 1:
             return 0 if own else None
         return first_rank(own, self._comm, self._device, LABEL)
 
     def sentence(self, rank: int, own: str) -> str:
-        """Returns the message of ``rank`` on every rank: two all-reduces, of its length and of its bytes."""
+        """Broadcasts the error message of ``rank``, by two all-reduces: length, then bytes."""
         if self._comm.grid.world_size == 1:
             return own
         says = self._comm.grid.rank == rank
@@ -69,13 +63,13 @@ class DiskAgreement:
 
 
 MomentState = MutableMapping[Tensor, Any]
-"""Optimizer tensor -> its moments by name, as ``torch.optim.Optimizer.state``."""
+"""Moments by name of each optimizer tensor, as ``torch.optim.Optimizer.state``."""
 FoundMoment = tuple[Tensor, str, Tensor]
-"""Optimizer tensor, name, moment."""
+"""Triple (optimizer tensor, name of the moment, moment)."""
 
 
 class MomentPlace(NamedTuple):
-    """Place of one moment in a slot."""
+    """Position of one moment in a slot."""
 
     weights: Tensor
     name: str
@@ -83,16 +77,16 @@ class MomentPlace(NamedTuple):
     start: int
 
     def of(self, memory: Tensor) -> Tensor:
-        """Returns the moment in a copy of the slot, uint8 [bytes]."""
+        """Returns the moment as a view of ``memory``, a copy of the slot, uint8 [bytes]."""
         size = self.weights.numel() * self.dtype.itemsize
         return memory[self.start : self.start + size].view(self.dtype).view(self.weights.shape)
 
 
 class BucketFiles:
-    """Both slots, with room for the moments that were ``found``.
+    """Files of one bucket's moments: two slots, each with space for the moments ``found``.
 
     Raises:
-        EngineError: the disk is full or refuses.
+        EngineError: the disk is full or fails.
     """
 
     def __init__(self, folder: Path, name: str, found: Sequence[FoundMoment]) -> None:
@@ -120,30 +114,30 @@ class BucketFiles:
         self._version = 0
 
     def fits(self, found: Sequence[FoundMoment]) -> bool:
-        """Returns True if a slot has a place for each of these moments, and no other place."""
+        """Returns True if a slot has exactly the positions of these moments."""
         kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
         return [(id(place.weights), place.name, place.dtype) for place in self.places] == kinds
 
     def shown(self, state: MomentState) -> bool:
-        """Returns True if ``state`` has the tensors of the valid slot."""
+        """Returns True if ``state`` contains views of the valid slot."""
         return self.valid is not None and all(
             state.get(place.weights, {}).get(place.name) is view
             for place, view in zip(self.places, self._views[self.valid], strict=True)
         )
 
     def start_read(self, page: Tensor, threads: Executor) -> BlocksUnderWay:
-        """Starts to read the valid slot; its blocks are checked, unless the program has written into a view."""
+        """Starts to read the valid slot into ``page``; hashes are checked unless the program has written to a view."""
         assert self.valid is not None
         checked = self._version == self._mapped[self.valid]._version
         return self.slots[self.valid].start_read(page.numpy().data[: self.size], threads, checked)
 
     def lend(self, page: Tensor, state: MomentState) -> None:
-        """Gives the optimizer the moments in ``page``."""
+        """Sets the optimizer's moments to views of ``page``."""
         for place in self.places:
             state[place.weights][place.name] = place.of(page)
 
     def start_write(self, page: Tensor, state: MomentState, threads: Executor) -> BlocksUnderWay:
-        """Copies the moments of ``state`` into ``page``, and starts to write them into the slot that is not valid."""
+        """Copies the moments of ``state`` to ``page``, and starts to write it to the invalid slot."""
         now = [state[place.weights][place.name] for place in self.places]
         there = [place.of(page) for place in self.places]
         if any(moment.data_ptr() != place.data_ptr() for moment, place in zip(now, there, strict=True)):
@@ -154,16 +148,16 @@ class BucketFiles:
         return self.slots[self._fresh].start_write(page.numpy().data[: self.size], threads)
 
     def commit(self) -> None:
-        """Makes the written slot the valid one."""
+        """Makes the newly written slot the valid one."""
         self.valid, self._version = self._fresh, self._mapped[self._fresh]._version
 
     def show(self, state: MomentState) -> None:
-        """Gives the optimizer views of the valid slot."""
+        """Sets the optimizer's moments to views of the valid slot."""
         if self.valid is not None:
             self._show(state, self.valid)
 
     def close(self) -> None:
-        """Deletes the files."""
+        """Deletes both files."""
         for slot in self.slots:
             slot.close()
 
@@ -176,13 +170,13 @@ logger = logging.getLogger("trine")
 
 
 class DiskMoments:
-    """Moments of the sets of an optimizer (``UpdateOrder``) that are kept on disk.
+    """Optimizer moments on disk, by set of an :class:`UpdateOrder`.
 
     Args:
         sets: the optimizer tensors of each bucket; empty for a bucket that is not on disk.
-        state: the optimizer's.
-        buffers: memory for the buckets that are read, updated or written.
-        agreement: of the ranks, all of which have an object of this class.
+        state: state of the optimizer.
+        buffers: host memory for moments that are read, updated or written.
+        agreement: agreement of all ranks, each with an object of this class.
     """
 
     def __init__(
@@ -220,10 +214,10 @@ class DiskMoments:
     # ------------------------------------------------------------------ an update of all ranks
 
     def update(self, attempt: Callable[[], None], put_back: Callable[[], None]) -> None:
-        """Makes an update on all ranks or on none; repeats a failed one once. Collective over the world.
+        """Runs an update on all ranks or on none; repeats a failed one once. Collective over the world.
 
-        ``attempt`` updates bucket by bucket; ``put_back`` brings weights that were put back to where they are used,
-        and undoes the counts.
+        ``attempt`` updates bucket by bucket; ``put_back`` copies restored weights to the device and restores step
+        counts.
 
         Raises:
             EngineError: a disk has failed twice; the same on all ranks.
@@ -242,13 +236,15 @@ class DiskMoments:
                 self._refuse(failed, lost)
 
     def allows(self, number: int) -> bool:
-        """Returns True if set ``number`` may be updated; ranks agree on the disks before the first set in memory."""
+        """Returns True if bucket set ``number`` may be updated; before the first set in memory, all ranks compare the
+        success of their disks.
+        """
         return self._failure is None if number <= self._last else self.agree() is None
 
     def begin(self, number: int) -> bool:
-        """Gives the optimizer the moments of a set in memory, and starts to read the moments of the next one.
+        """Sets the optimizer's moments of a set to memory, and prefetches the next set.
 
-        Returns False if the disk fails or does not have the last write, so that the set is not to be updated.
+        Returns False if the disk failed or lost the last write; the set must then not be updated.
         """
         if not self._sets[number] or not self._buffers.size:
             return True
@@ -262,7 +258,7 @@ class DiskMoments:
         return self._failure is None
 
     def end(self, number: int) -> None:
-        """Takes the updated moments of a set, and starts to write them."""
+        """Starts to write the updated moments of a set."""
         if number not in self._pages or self._failure is not None:
             return
         page, found, uses = self._pages.pop(number), self._found(number), self._kept[number][1]
@@ -279,7 +275,7 @@ class DiskMoments:
             self._failure = error
 
     def agree(self) -> int | None:
-        """Waits for all writes; returns the first rank of the world that has failed. Collective, once an update."""
+        """Waits for all writes; returns the lowest failed rank of the world. Collective, once per update."""
         if self._agreed is None:
             reads = [read for _, read in self._reads.values()]
             for blocks in (*self._under_way, *reads):
@@ -292,7 +288,7 @@ class DiskMoments:
         return self._agreed[0]
 
     def put_back(self) -> None:
-        """Restores moments and weights of this rank as they were before the update."""
+        """Restores moments and weights of this rank to the state before the update."""
         for number in self._touched:
             replaced, files = self._replaced.pop(number, None), self._files.get(number)
             if files is not None and (replaced is not None or files.valid is None):
@@ -305,11 +301,10 @@ class DiskMoments:
         self._end_update()
 
     def refuse_failed(self) -> None:
-        """Refuses to continue, or to save, after optimizer state was lost: on all ranks, because all have learned of
-        it.
+        """Refuses to continue or save after optimizer state was lost; every rank raises.
 
         Raises:
-            EngineError: the disk has failed before.
+            EngineError: a disk has failed during an earlier update.
         """
         if self._lost is not None:
             raise EngineError(

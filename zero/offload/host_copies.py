@@ -22,10 +22,9 @@ from engine.zero.layout import FlatLayout
 
 
 def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
-    """Returns the indices of the first buckets that contain at least ``ratio`` of all trained elements; whole buckets
-    only.
+    """Returns the indices of the first buckets with together at least ``ratio`` of all trained elements.
 
-    The first ones are reduced first, so their gradients have the most of the backward to travel in.
+    The first buckets are reduced first, so most of the backward overlaps with their copies.
     """
     chosen: list[int] = []
     elements = 0
@@ -38,10 +37,9 @@ def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
 
 
 class HostCopies:
-    """Copies of one rank between the device and the host shards of its buckets; other buckets are passed over.
+    """Copies of gradients and weights between the device and the host shards of offloaded buckets.
 
-    A writer of reduced sums on the device calls ``changed``. ``wait`` copies the changed sums, so a copy that began too
-    early costs time and is never used.
+    Code that writes reduced gradients on the device calls ``changed``; ``wait`` then copies them again.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
@@ -60,18 +58,17 @@ class HostCopies:
         """Buckets with copied sums, or with sums on their way until the event."""
 
     def changed(self, flat: FlatBucket) -> None:
-        """Marks the copy as stale after a write to the sums on the device, or to the copy's memory."""
+        """Marks the host copy of a bucket's gradients as stale."""
         self._brought.pop(flat.bucket.index, None)
 
     def forget(self) -> None:
-        """Marks the copies of all buckets as stale."""
+        """Marks the host copies of all buckets as stale."""
         self._brought.clear()
 
     def follow(self, flat: FlatBucket, reduction: Pending) -> None:
-        """Copies the sums once ``reduction`` is complete, unless that would delay the backward.
+        """Copies the gradients to the host once ``reduction`` is complete, on a side stream of the device.
 
-        A side stream of the device waits for it. A host that computes itself would have to stop here, so there the copy
-        is left to ``wait``.
+        On a CPU device the copy is deferred to :meth:`wait`, because it would delay the backward.
         """
         if flat.host_sums is None or self.late or (is_host(self._device) and reduction.under_way):
             return
@@ -82,7 +79,7 @@ class HostCopies:
 
     @torch.no_grad()
     def wait(self, flat: FlatBucket) -> None:
-        """Waits until the host has the present sums of the bucket."""
+        """Waits until the host has the current reduced gradients of the bucket."""
         if flat.host_sums is None:
             return
         if flat.bucket.index not in self._brought:
@@ -93,15 +90,16 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """Makes the current stream wait for all reductions that a side stream has waited for."""
+        """Makes the current stream wait for the reductions that the side stream waits for."""
         if self._reduced is not None:
             self._reduced.wait()
             self._reduced = None
 
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:
-        """Copies the master into ``kept``; the host rounds it into the memory of the gradients, after their last
-        use."""
+        """Copies the master weights to ``kept`` on the device; the host casts them in the memory of the used
+        gradients.
+        """
         assert flat.master is not None
         if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here
             flat.kept.copy_(flat.master.to(flat.kept.dtype))

@@ -1,4 +1,4 @@
-"""State of a model that waits in host memory between two phases of a run, and comes back with the same bytes.
+"""Training state moved to host memory between two phases of a run, and back without a change of any bit.
 
     train    | offload_states |  another model generates  | reload_states |  train
     device     all state         what was not offloaded                     all state
@@ -26,7 +26,7 @@ from engine.zero.state_inventory import Home, StateInventory, StateTensor
 
 MOMENTS, MASTERS, PARAMETERS, GRADIENTS = "optim_states", "hp_params", "lp_params", "lp_grads"
 KINDS = (MOMENTS, MASTERS, PARAMETERS, GRADIENTS)
-"""DeepSpeed's names of the kinds of state; its "contiguous_grad_buffer" is the memory of "lp_grads" here."""
+"""Kinds of offloadable state, named as in DeepSpeed."""
 _SAME = MappingProxyType({"contiguous_grad_buffer": GRADIENTS})
 
 _FORWARD = frozenset({PARAMETERS})
@@ -51,7 +51,7 @@ class _Away:
 
 
 class OffloadedStates:
-    """Moves the state of one engine on this rank to host memory and back. Nothing is communicated."""
+    """Copies of one engine's state on this rank in host memory. Communicates nothing."""
 
     def __init__(self, inventory: StateInventory, device: torch.device) -> None:
         self._inventory, self._device = inventory, device
@@ -62,17 +62,17 @@ class OffloadedStates:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of state in host memory."""
+        """Kinds of state currently in host memory."""
         return frozenset(self._moved)
 
     @property
     def bytes(self) -> int:
-        """Bytes of host memory that the copies take."""
+        """Bytes of host memory of all copies."""
         return sum(each.copy.nbytes for kind in self._moved.values() for each in kind)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps state in place during a block that reads or writes it."""
+        """Prevents offload of state inside the context, which reads or writes the state."""
         self._blocks += 1
         try:
             yield
@@ -80,10 +80,10 @@ class OffloadedStates:
             self._blocks -= 1
 
     def refuse_held(self) -> None:
-        """Refuses to move state to which an open block refers.
+        """Refuses to offload state that an open context uses.
 
         Raises:
-            EngineError: there is one.
+            EngineError: a context is open.
         """
         if self._blocks:
             raise EngineError(
@@ -92,20 +92,21 @@ class OffloadedStates:
             )
 
     def expire(self, kinds: Collection[str]) -> None:
-        """Ends graphs that have saved parameters before these are moved, because a backward through them reads their
-        memory."""
+        """Invalidates graphs that have saved parameters before the parameters are offloaded, so that a backward
+        raises.
+        """
         if PARAMETERS in kinds and PARAMETERS not in self._moved:
             held = [each for each in self._inventory.model.parameters() if not isinstance(each, AbsentParameter)]
             torch.autograd.graph.increment_version(held)
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
-        """Moves these kinds, unless they are in host memory. It allocates all host memory first, so that it moves all
-        or nothing.
+        """Copies these kinds of state to host memory and frees the device memory. All host memory is allocated first,
+        so that a failure moves nothing.
 
-        ``blocking``: the device has let go of its memory when this returns; else copies may still run.
+        ``blocking``: device memory is free when the call returns; False: copies may still run.
 
         Raises:
-            EngineError: the host has no such memory.
+            EngineError: the host memory cannot be allocated.
         """
         moved = {kind: self._wholes(kind) for kind in KINDS if kind in kinds and kind not in self._moved}
         pinned = pinned and not is_host(self._device)
@@ -133,7 +134,7 @@ class OffloadedStates:
             finish(self._device)
 
     def reload(self, kinds: Collection[str] = KINDS, blocking: bool = True) -> None:
-        """Brings these kinds back; kinds on the device remain as they are."""
+        """Copies these kinds of state back to the device; skips kinds that are already there."""
         for kind in [kind for kind in KINDS if kind in kinds and kind in self._moved]:
             for each in self._moved[kind]:
                 each.whole.untyped_storage().resize_(each.copy.nbytes)
@@ -147,10 +148,10 @@ class OffloadedStates:
             finish(self._device)
 
     def refuse(self, call: str) -> None:
-        """Refuses ``call`` if it needs state that is in host memory.
+        """Refuses ``call`` if it needs state that is offloaded to host memory.
 
         Raises:
-            EngineError: it does; the message names the missing state.
+            EngineError: the state is offloaded; the message names it.
         """
         needs = _NEEDS.get(call, frozenset(KINDS))
         if call == "eng(batch)" and torch.is_grad_enabled():
@@ -201,10 +202,10 @@ class OffloadedStates:
 
 
 def chosen_kinds(include: Iterable[object] | None) -> frozenset[str]:
-    """Returns the kinds that ``include`` names, as strings or members of DeepSpeed's enumeration; None: all.
+    """Returns the kinds of state in ``include``, given as strings or members of DeepSpeed's enum; None: all kinds.
 
     Raises:
-        EngineError: a name is none of DeepSpeed's.
+        EngineError: a name is not one of DeepSpeed's.
     """
     if include is None:
         return frozenset(KINDS)

@@ -1,14 +1,12 @@
-"""The folder of one engine's files on a disk: locked while the engine lives, and removed by the next one if it was
-killed.
+"""Folder of one engine's files on disk: locked while the engine lives; the next engine deletes the folder of a killed
+one.
 
     nvme_path/trine-moments-rank3-x8k2/lock          held by flock, which the kernel frees when the process ends
                                        bucket-0 ...
 
-The files are of no use to another process, since weights and counters that belong to them are gone; runs go on from
-checkpoints. So files of a killed run are removed, and never read.
+Files of a killed run are deleted, never read: runs resume from checkpoints.
 
-Memory in files of the same folder (``MappedMemory``) has no names there: the system keeps it in its page cache while
-there is room, and writes it out when not.
+``MappedMemory`` uses unnamed files in this folder: the system writes their pages to disk when memory is short.
 """
 
 import fcntl
@@ -30,10 +28,10 @@ PREFIX = "trine-moments-"
 
 
 class ScratchFolder:
-    """Fresh folder in ``parent``, which is made if it does not exist.
+    """Temporary folder in ``parent``, locked until ``close``; ``parent`` is created if missing.
 
     Raises:
-        EngineError: the folder cannot be made.
+        EngineError: the folder cannot be created.
     """
 
     def __init__(self, parent: str, rank: int) -> None:
@@ -63,7 +61,7 @@ def _remove(path: Path, lock: int, owner: int) -> None:
 
 
 def delete_left_behind(parent: Path) -> None:
-    """Deletes the folders of engines that have ended without deleting them; folders of live engines remain."""
+    """Deletes folders of engines that have ended without cleanup; folders of live engines remain."""
     for folder in sorted(parent.glob(f"{PREFIX}*")):
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -80,20 +78,20 @@ def delete_left_behind(parent: Path) -> None:
 
 
 class MappedMemory:
-    """Makes tensors in files of ``folder``, which is made if it does not exist.
+    """Allocator of tensors in memory-mapped files in ``folder``, which is created if missing.
 
-    They do not count as the data of the process, and a limit on the memory of a group of processes makes the system
-    write them out instead of ending the processes. The files are deleted as soon as they are mapped.
+    Under a cgroup memory limit the kernel writes these pages out instead of killing the processes. The files are
+    unlinked once mapped.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Returns ``count`` zeros, with their space on the disk reserved.
+        """Returns ``count`` zeros of ``dtype``, with disk space reserved.
 
         Raises:
-            EngineError: the folder cannot be made or written, or the disk is full.
+            EngineError: the folder cannot be created or written, or the disk is full.
         """
         size = count * dtype.itemsize
         if not size:

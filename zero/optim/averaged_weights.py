@@ -1,17 +1,14 @@
-"""The average of the weights in the place of the weights, until training goes on.
+"""Averaged weights in place of the trained weights until training continues.
 
     train    | enter |  evaluate, save for others  | leave | train
     weights     average                               the same bits as before
 
-For the moving average of a configuration, and for schedule-free optimizers, which evaluate at another point than where
-they take gradients.
-
-The exponential moving average of the weights, in the shards in which the optimizer updates them.
+The average is that of a schedule-free optimizer, or an exponential moving average, stored like the optimizer's shards:
 
     first update     average = weights
     every later one  average = decay * average + (1 - decay) * weights
 
-as ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` makes it, from the masters. Nothing is sent.
+as in ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``, from the masters, without communication.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,16 +24,16 @@ from engine.zero.optim.optimizer_tensors import OptimizerTensor
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 FAMILY = "ema"
-"""Name of the average of a parameter in a checkpoint: "ema/NAME"."""
+"""Prefix of averages in a checkpoint: "ema/" and the parameter's name."""
 
 
 def average_dtype(weights: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the average of weights: at least fp32, so that small steps are not lost."""
+    """Returns the dtype of the average of ``weights``: at least fp32, so that small changes are not lost."""
     return torch.promote_types(weights, torch.float32)
 
 
 class WeightAverage:
-    """Averages of the weights that this rank updates."""
+    """Exponential moving averages of the weights that this rank updates."""
 
     def __init__(self, places: Sequence[OptimizerTensor], decay: float) -> None:
         self._places, self._decay = places, decay
@@ -44,7 +41,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adds the weights of an update to the average."""
+        """Adds the current weights to the average."""
         for place in self._places:
             weights = place.parameter.detach()
             weights = weights.to(average_dtype(weights.dtype))
@@ -55,15 +52,15 @@ class WeightAverage:
                 average.lerp_(weights, 1 - self._decay)
 
     def forget(self) -> None:
-        """Begins anew with the weights of the next update."""
+        """Discards the averages; the next update restarts them from the weights."""
         self._values.clear()
 
     def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Returns the averages by updated parameter, as checkpoints store them; empty before the first update."""
+        """Returns the averages by parameter, as stored in checkpoints; empty before the first update."""
         return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
 
     def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Allocates the averages that a checkpoint has by "ema/NAME"; the others begin anew."""
+        """Allocates the averages that a checkpoint has under "ema/" names; other averages restart."""
         self.forget()
         for place in self._places:
             if all(f"{FAMILY}/{name}" in stored for name in place.names()):
@@ -73,7 +70,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages [owned] of a bucket; the weights themselves before the first average."""
+        """Returns the averages [owned] of a bucket; before the first update, its weights."""
         own = [place for place in self._places if place.flat is flat]
         if not own:  # frozen
             return flat.weights
@@ -93,14 +90,14 @@ _READERS = frozenset({
 
 
 class Average(Protocol):
-    """Gives the averages of the weights of a bucket."""
+    """Interface of averages of a bucket's weights."""
 
     def of(self, flat: FlatBucket) -> Tensor:
-        """Returns the averages [owned]."""
+        """Returns the averaged weights [owned] of a bucket."""
 
 
 class AveragedWeights:
-    """Exchanges the trained weights of a rank for their average, and back."""
+    """Temporary replacement of this rank's trained weights by their average."""
 
     def __init__(self, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer, average: Average) -> None:
         self._buckets, self._optimizer, self.average = buckets, optimizer, average
@@ -110,17 +107,17 @@ class AveragedWeights:
 
     @property
     def by_itself(self) -> bool:
-        """Evaluations and exports take the average without being asked: that of a schedule-free optimizer."""
+        """True if evaluations and exports always use the average, as for schedule-free optimizers."""
         return self.moving is None
 
     @property
     def inside(self) -> bool:
-        """The model has the average."""
+        """True while the model contains the average."""
         return self._before is not None
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Copies this rank's weights, and puts the average in their place. Gathers over dp, label "parameters"."""
+        """Saves this rank's weights and replaces them by the average. All-gathers over dp, label "parameters"."""
         self._before = []
         for flat in self._buckets:
             sync_masters(flat)
@@ -130,17 +127,20 @@ class AveragedWeights:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Puts the weights back, and drops values that were written meanwhile. Gathers over dp, label "parameters"."""
+        """Restores the trained weights, and discards values written since :meth:`enter`. All-gathers over dp, label
+        "parameters".
+        """
         for flat, before in zip(self._buckets, self._before or (), strict=False):
             flat.weights.copy_(before)
         self._before = None
         self._optimizer.refresh(self._buckets)
 
     def refuse(self, call: str) -> None:
-        """Refuses calls that need the trained weights, or would write the average over them.
+        """Refuses ``call``, which needs the trained weights or would overwrite them, while the model contains the
+        average.
 
         Raises:
-            EngineError: the model has the average.
+            EngineError: the model contains the average.
         """
         if self.inside and call not in _READERS:
             raise EngineError(

@@ -24,37 +24,39 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
 
 PIECE = 1 << 20
-"""Elements that have fp32 copies at a time."""
+"""Number of elements with fp32 copies at a time."""
 
 
 class UpdateRun(NamedTuple):
-    """Elements that are updated together."""
+    """Consecutive elements of one parameter that are updated together."""
 
     part: slice
-    """Slice of the tensor that the optimizer was given."""
+    """Slice of the optimizer's tensor."""
     number: int
-    """Number of the parameter."""
+    """Number of the parameter, equal on all ranks."""
     places: Tensor
     """Index of each element in the full parameter, int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullShapes:
-    """Full shapes of a model's parameters, as one rank sees them."""
+    """Full shapes of a model's parameters, and this rank's shards of them."""
 
     numbers: Mapping[str, int]
-    """Parameter -> its number, the same on all ranks."""
+    """Number of each parameter by name, equal on all ranks."""
     rows: Mapping[str, ShardRow]
     holder: ShardHolder
-    """Coordinates of this rank."""
+    """Grid coordinates of this rank."""
 
     def index(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """Returns indices in the full parameter, int64 [stop - start], of elements ``start:stop`` of the local part."""
+        """Returns the indices in the full parameter, int64 [stop - start], of elements ``start:stop`` of this rank's
+        shard.
+        """
         own, lines = torch.arange(start, stop, device=device), self.lines(name, device)
         return own if lines is None else lines.index(own)
 
     def lines(self, name: str, device: torch.device) -> Lines | None:
-        """Returns the position of the local part in the full parameter; None if this rank has all of it."""
+        """Returns the positions of this rank's shard in the full parameter; None if the rank stores all of it."""
         row = self.rows[name]
         if row.dim is None:
             return None
@@ -66,19 +68,19 @@ class FullShapes:
 
 @dataclass(slots=True)
 class RoundedUpdates:
-    """Update rule for weights without masters."""
+    """Updates of bf16 weights without masters, with stochastic rounding."""
 
     seed: int
     whole: FullShapes
     moments: torch.dtype
     scale: float = 1.0
-    """Factor that gradients are multiplied by, in fp32."""
+    """Factor applied to gradients in fp32."""
     _slots: dict[Tensor, list[tuple[Slot, int, int, int]]] = field(default_factory=dict)
     """Optimizer tensor -> (slot, first and last element of the slot, their place in the tensor)."""
     _lines: dict[str, Lines | None] = field(default_factory=dict)
 
     def add(self, weights: Tensor, flat: FlatBucket, part: slice) -> None:
-        """Registers ``weights`` as the elements ``part`` of a bucket, without the padding."""
+        """Registers ``weights`` as the elements ``part`` of a bucket, without padding."""
         found = self._slots[weights] = []
         for slot in flat.bucket.slots:
             start, stop = max(slot.start, part.start), min(slot.stop, part.stop)
@@ -86,7 +88,9 @@ class RoundedUpdates:
                 found.append((slot, start - slot.start, stop - slot.start, start - part.start))
 
     def pieces(self, weights: Tensor) -> Iterator[UpdateRun]:
-        """Yields all elements of an optimizer tensor in pieces; one empty piece if the tensor is all padding."""
+        """Yields slices of an optimizer tensor, of at most ``PIECE`` elements each; one empty slice if it is all
+        padding.
+        """
         if not self._slots[weights]:
             yield UpdateRun(slice(0, 0), 0, torch.empty(0, dtype=torch.int64, device=weights.device))
         for slot, begin, end, place in self._slots[weights]:
@@ -97,7 +101,7 @@ class RoundedUpdates:
                 yield UpdateRun(part, self.whole.numbers[slot.name], index)
 
     def runs(self, weights: Tensor, step: int) -> Iterator[tuple[slice, StochasticRounding]]:
-        """Yields the same elements one parameter at a time, with the rounding of Adam's update number ``step``."""
+        """Yields (slice, rounding) for each parameter in a tensor, with the random bits of Adam's update ``step``."""
         for slot, begin, end, place in self._slots[weights]:
             if slot.name not in self._lines:
                 self._lines[slot.name] = self.whole.lines(slot.name, weights.device)
@@ -107,7 +111,9 @@ class RoundedUpdates:
             yield slice(place, place + end - begin), how
 
     def store(self, target: Tensor, piece: UpdateRun, values: Tensor, step: int, kind: int) -> None:
-        """Writes fp32 ``values`` of update ``step``; ``kind`` is 0 for weights, and one number for each moment."""
+        """Rounds fp32 ``values`` of update ``step`` to ``target``; ``kind`` is 0 for weights, and one number per
+        moment.
+        """
         # Every (update, quantity, parameter) has a key of its own, so no two roundings share random bits.
         if target.dtype == torch.bfloat16:
             values = round_to_bf16(values, piece.places, derive_seed(self.seed, step, kind, piece.number))

@@ -13,18 +13,18 @@ from torch import Tensor
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 
 ENTRY = "entry"
-"""Key of a group: the number of the optimizer that updates it."""
+"""Key of a parameter group: number of the optimizer that updates it."""
 
 Groups = list[dict[str, Any]]
 
 
 class CompositeOptimizer(FlatOptimizer):
-    """Flat optimizers that update the groups named by ``group["entry"]``.
+    """Optimizer composed of flat optimizers, each for the groups with its number in ``group["entry"]``.
 
     Args:
-        groups: torch parameter groups; groups of other ranks' parameters are empty.
-        makers: makes the optimizer of each entry from its groups.
-        kind: name for checkpoints and messages.
+        groups: torch parameter groups; groups without parameters on this rank are empty.
+        makers: function for each entry that makes its optimizer from its groups.
+        kind: name in checkpoints and messages.
     """
 
     def __init__(self, groups: Groups, makers: Sequence[Callable[[Groups], torch.optim.Optimizer]], kind: str) -> None:
@@ -44,33 +44,33 @@ class CompositeOptimizer(FlatOptimizer):
 
     @property
     def kind(self) -> str:
-        """The kinds of all entries."""
+        """Name in checkpoints, made of the names of all entries."""
         return self._kind
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the moments of all entries, sorted."""
+        """Names of the moments of all optimizers, sorted."""
         return tuple(sorted({name for part in self.parts.values() for name in part.moment_names}))
 
     def moment_dtype(self, weight: Tensor) -> torch.dtype:
-        """Returns the dtype of the moments of a tensor."""
+        """Returns the dtype of the moments of ``weight``."""
         rounded = self.rounding is not None and weight.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weight.dtype
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the values of the tensor's own optimizer."""
+        """Returns the optimizer state of ``weight`` from its own optimizer, in the shape of ``weight``."""
         return self._part_of(weight).values(weight, device)
 
     def encoded(self, weight: Tensor) -> bool:
-        """Returns the answer of the tensor's own optimizer."""
+        """Returns True if the optimizer of ``weight`` stores its state encoded."""
         return self._part_of(weight).encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Passes the values to the optimizer of ``weight``."""
+        """Stores optimizer state ``values`` of ``weight`` in the optimizer that updates it."""
         self._part_of(weight).keep(weight, values)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Counts in the tensor's own optimizer."""
+        """Increments the step count of ``group`` in its own optimizer."""
         self.parts[group[ENTRY]].count(group)
 
     def _part_of(self, weight: Tensor) -> FlatOptimizer:
@@ -78,7 +78,7 @@ class CompositeOptimizer(FlatOptimizer):
         return self.parts[next(own)[ENTRY]]
 
     def keeps(self, name: str, group: int) -> bool:
-        """Returns True if the parameters of a group have this moment."""
+        """Returns True if the parameters of group number ``group`` have the moment ``name``."""
         return name in self.parts[self.param_groups[group][ENTRY]].moment_names
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -88,14 +88,14 @@ class CompositeOptimizer(FlatOptimizer):
 
 
 class PlainComposite(torch.optim.Optimizer):
-    """Optimizers of torch that update the groups named by ``group["entry"]``; for one process."""
+    """Optimizer composed of torch optimizers, for one process; groups select theirs by ``group["entry"]``."""
 
     def __init__(self, groups: Groups, makers: Sequence[Callable[[Groups], torch.optim.Optimizer]]) -> None:
         self.parts = [makers[entry](own) for entry, own in _by_entry(groups).items()]
         super().__init__(groups, {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every group once."""
+        """Runs one step of every optimizer."""
         for part in self.parts:
             part.step()
 

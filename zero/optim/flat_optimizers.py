@@ -30,7 +30,7 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
 class UpdatePiece(NamedTuple):
-    """Elements of a flat tensor that have missed the same number of updates."""
+    """Slice of a flat tensor; its elements have missed equally many updates."""
 
     part: slice
     missed: int
@@ -38,59 +38,58 @@ class UpdatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateOrder:
-    """Tensors of an optimizer in the sets in which they are updated, one set after another."""
+    """Order in which an update visits its sets of tensors, with callbacks before and after each set."""
 
     sets: Sequence[Sequence[Tensor]]
     begins: Callable[[int], bool] | None
-    """Called with the number of a set before its update; False leaves the set as it is."""
+    """Function called with the number of a set of tensors before its update; returns False to skip the set."""
     updated: Callable[[int], None]
-    """Called with the number of a set as soon as its update is made, or launched."""
+    """Function called with the number of a set once its update is computed or started."""
     later: Callable[[Callable[[], None]], None] | None = None
-    """Takes the function that makes the counted update, to call it once, on any thread; None: it is made at once."""
+    """Function that receives the counted update to run it once, on any thread; None: the update runs at once."""
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Base class that calls ``_update`` for each group with the tensors that have gradients."""
+    """Base class of flat optimizers; calls ``_update`` for each group with its tensors that have gradients."""
 
     elementwise = True
     encodes = False
-    """Its state has the values of elements in another form; ``values`` gives them, and ``keep`` takes them back."""
+    """True if moments are stored encoded: ``values`` decodes and ``keep`` encodes them."""
     counted: tuple[str, ...] = ("step",)
-    """Options of a group that updates change, which a checkpoint restores."""
+    """Group options that updates change and checkpoints restore."""
     kernels: Kernels = REFERENCE
     pieces: Mapping[Tensor, tuple[UpdatePiece, ...]] = MappingProxyType({})
-    """The pieces to update of tensors that are not updated as a whole."""
+    """Slices to update, for tensors that are updated in part."""
     rounding: RoundedUpdates | None = None
-    """Update rule for bf16 weights without masters, if there are any."""
+    """Update of bf16 weights with stochastic rounding; None if all weights have masters."""
     order: UpdateOrder | None = None
-    """Sets of tensors to update one after another; None: a group after another."""
+    """Order in which sets of tensors are updated; None: group by group."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the values that it keeps of every element, once it has made a step."""
+        """Names of the state tensors of every element, once a step has been made."""
         return ()
 
     @property
     def kind(self) -> str:
-        """Name of the rule in checkpoints."""
+        """Name of the optimizer in checkpoints."""
         return type(self).__name__.removeprefix("Flat")
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the optimizer state of a tensor's elements, in the shape of ``weight``; ``device``: of copies."""
+        """Returns the state of ``weight`` in its shape, by name; ``device``: device of decoded copies."""
         own = self.state.get(weight, {})
         return {name: kept for name, kept in own.items() if isinstance(kept, Tensor) and kept.shape == weight.shape}
 
     def encoded(self, weight: Tensor) -> bool:
-        """Returns True if the values of a tensor are stored in another form."""
+        """Returns True if the state of ``weight`` is stored encoded."""
         return self.encodes
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Stores values that were loaded or written."""
+        """Replaces the state of ``weight`` by ``values``, loaded or written by the user."""
         self.state[weight] = dict(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group as torch does, but without its guard against torch.compile: the import takes half of the start
-        of a rank."""
+        """Adds a parameter group as torch does, but without importing torch.compile, half of a rank's start-up time."""
         unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @overload
@@ -101,7 +100,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every group once."""
+        """Updates every parameter group once."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             self.count(group)
@@ -116,7 +115,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def count(self, group: dict[str, Any]) -> None:
-        """Counts an update of a group, before it is made."""
+        """Increments the step count of a group, before its update."""
         group["step"] = group.get("step", 0) + 1
 
     @torch.no_grad()
@@ -191,17 +190,19 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class FusedAdam:
-    """Launches the updates of one step."""
+    """Launcher of the fused Adam kernels of one step."""
 
     kernels: Kernels
     decision: DeviceDecision
     narrow: Mapping[Tensor, Tensor | None]
-    """Optimizer tensor -> narrow weights that receive its values; None if the tensor is no master."""
+    """Low-precision weights that receive the rounded values of each optimizer tensor; None if the tensor is no
+    master.
+    """
     rounding: RoundedUpdates | None
-    """Update rule for bf16 weights without masters, if there are any."""
+    """Update of bf16 weights with stochastic rounding; None if all weights have masters."""
 
     def moments(self, weights: Tensor) -> torch.dtype:
-        """Returns the dtype of the moments of these weights."""
+        """Returns the dtype of the moments of ``weights``."""
         rounded = self.rounding is not None and weights.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weights.dtype
 
@@ -213,9 +214,10 @@ class FusedAdam:
         rule: AdamRule,
         pieces: Sequence[UpdatePiece] | None,
     ) -> None:
-        """Makes update number ``step`` from ``weights.grad``: one launch, or one for each parameter with rounding.
+        """Launches Adam's update ``step`` from ``weights.grad``: one kernel, or one per parameter with stochastic
+        rounding.
 
-        ``pieces``: the elements to update; None: all.
+        ``pieces``: slices to update; None: all elements.
         """
         assert weights.grad is not None
         narrow = self.narrow[weights]
@@ -244,10 +246,10 @@ def _missed_at(pieces: Sequence[UpdatePiece] | None, place: int) -> int | None:
 
 
 class FlatAdam(FlatOptimizer):
-    """Adam, or AdamW with ``decoupled``; two moments an element."""
+    """Adam, or AdamW with ``decoupled``; two moments per element."""
 
     fused: FusedAdam | None = None
-    """Launcher for a step on which the device decides; None in all other steps."""
+    """Launcher of fused kernels in a step with the skip decision on the device; otherwise None."""
 
     def __init__(
         self,
@@ -264,7 +266,7 @@ class FlatAdam(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Both averages."""
+        """Names of the two moments."""
         return ("exp_avg", "exp_avg_sq")
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -283,7 +285,7 @@ class FlatAdam(FlatOptimizer):
 
 
 def adam_rule(group: Mapping[str, Any]) -> AdamRule:
-    """Returns the rule of a group of the optimizer."""
+    """Returns Adam's hyperparameters in a parameter group."""
     return AdamRule(
         lr=float(group["lr"]),
         betas=tuple(group["betas"]),
@@ -295,7 +297,7 @@ def adam_rule(group: Mapping[str, Any]) -> AdamRule:
 
 
 class FlatSGD(FlatOptimizer):
-    """SGD; one momentum buffer an element, or none without momentum."""
+    """SGD; one momentum buffer per element, or none without momentum."""
 
     def __init__(
         self,
@@ -311,7 +313,7 @@ class FlatSGD(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """The momentum, if there is one."""
+        """Name of the momentum buffer; empty without momentum."""
         return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
@@ -325,7 +327,7 @@ class FlatSGD(FlatOptimizer):
 
 
 class FlatLion(FlatOptimizer):
-    """Lion; one momentum an element."""
+    """Lion; one momentum per element."""
 
     def __init__(
         self,
@@ -338,7 +340,7 @@ class FlatLion(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """The momentum."""
+        """Name of the momentum tensor."""
         return ("exp_avg",)
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
@@ -352,14 +354,14 @@ _COUNTED = ("step", "lr", "betas")
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """Counts of the host before an update, restored if the device decides against the update."""
+    """Snapshot of step counts before an update, restored if the device skips the update."""
 
     groups: tuple[Mapping[str, Any], ...]
     states: frozenset[Tensor]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> "Bookkeeping":
-        """Records the present counts of ``optimizer``."""
+        """Records the current step counts of ``optimizer``."""
         groups = optimizer.param_groups
         return cls(
             tuple({key: group[key] for key in _COUNTED if key in group} for group in groups),
@@ -367,7 +369,7 @@ class Bookkeeping:
         )
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undoes the counts of a skipped update, and deletes moments that were created for it."""
+        """Restores the step counts after a skipped update, and deletes moments that it created."""
         for group, before in zip(optimizer.param_groups, self.groups, strict=True):
             for key in [key for key in _COUNTED if key in group and key not in before]:
                 del group[key]

@@ -1,5 +1,6 @@
-"""The optimizer of torch inside the engine's: how it is made, from which groups, whether it may be given parts of
-parameters, and that nobody else steps it."""
+"""Creation of the torch optimizer inside the engine: its groups, its need of whole parameters, and a guard of
+``step``.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,14 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """Overrides of an optimizer group; None keeps the optimizer's own value."""
+    """Overrides of an optimizer group; None: the optimizer's own value."""
 
     lr: float | None = None
     weight_decay: float | None = None
     others: tuple[tuple[str, Any], ...] = ()
-    """Options of a group of the user's own optimizer."""
+    """Other options of a group in the user's optimizer."""
     entry: int | None = None
-    """Number of the optimizer that updates it, where a list has several; None: there is one."""
+    """Number of the optimizer in a list of several; None: there is one."""
 
     def as_kwargs(self) -> dict[str, Any]:
         """Returns the overrides as keys of a torch parameter group."""
@@ -40,15 +41,15 @@ class GroupOptions:
 def make_inner(
     factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """Returns the optimizer that ``factory`` creates from the members of each group, by its index."""
+    """Makes the optimizer by ``factory`` from groups with the parameters ``members[index]`` and their overrides."""
     return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])
 
 
 def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
-    """Returns ``inner`` if it has the ability of the built-in optimizers that the setting ``key`` needs.
+    """Returns ``inner`` as a built-in optimizer, which the configuration key ``key`` requires for ``ability``.
 
     Raises:
-        ConfigError: it is the user's own.
+        ConfigError: ``inner`` is the user's own optimizer.
     """
     if not isinstance(inner, FlatOptimizer):
         raise ConfigError(
@@ -59,12 +60,12 @@ def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimi
 
 
 def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group, without its parameters."""
+    """Returns a group's options without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
 def refuse_own_step(*_: object) -> None:
-    """Refuses a step by the user: its gradients are unreduced sums, and no parameter would be gathered.
+    """Raises on a user's step of the engine's optimizer, because its gradients are not reduced.
 
     Raises:
         EngineError: always.
@@ -76,7 +77,7 @@ def refuse_own_step(*_: object) -> None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
-    """Refuses an optimizer that is not elementwise, if ``by`` gives it shards of parameters.
+    """Refuses an optimizer that is not elementwise, because the setting ``by`` shards parameters.
 
     Raises:
         ConfigError: the optimizer is neither a known one nor marked ``elementwise``.

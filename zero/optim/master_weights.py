@@ -22,16 +22,18 @@ _AT_ONCE = 1 << 15
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Returns the factor for gradients of L2 norm ``norm`` (Pascanu et al. 2013); a ``max_norm`` of 0 disables
-    clipping.
+    """Returns the factor that clips gradients of L2 norm ``norm`` to ``max_norm`` (Pascanu et al. 2013); 1 if
+    ``max_norm`` is 0.
 
-    The small constant is torch's, so that a run equals ``torch.nn.utils.clip_grad_norm_``.
+    Adds 1e-6 to the norm, as ``torch.nn.utils.clip_grad_norm_``.
     """
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 def gradient_norm(sum_of_squares: float, weight: float) -> float:
-    """Returns the norm of the averaged gradient, from the sum of squares of the summed gradient and its weight."""
+    """Returns the L2 norm of the averaged gradient, from the squared sum of the summed gradient and the step's
+    ``weight``.
+    """
     if weight == 0:
         raise EngineError("the weight of this step is 0 on all ranks: there is nothing to average; mask fewer labels.")
     return math.sqrt(sum_of_squares) / weight
@@ -52,8 +54,9 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Copies written elements into the local part of the master. Waits for the device only if the master is on the
-    host."""
+    """Copies elements that the user has written in the parameters to the master. Synchronizes only for a master on the
+    host.
+    """
     if flat.master is None:
         return
     kept = flat.kept.to(flat.master.device)
@@ -87,9 +90,9 @@ def _take_written(kept: Tensor, master: Tensor, among: Tensor | None = None) -> 
 def full_weights(
     buckets: Sequence[FlatBucket], comm: Comm, average: Callable[[FlatBucket], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name of the parameter, its values over all of dp, in their widest dtype), bucket by bucket.
+    """Yields (name, full values in the widest dtype) of each parameter, gathered over dp, bucket by bucket.
 
-    ``average``: gives values [owned] in place of the weights.
+    ``average``: function that returns values [owned] in place of the weights.
 
     Each bucket with sharded masters or parameters takes one all-gather over dp, label "full state"; every rank must
     consume all items. A tensor is a view of the parameters or of one gathered bucket.
@@ -108,12 +111,12 @@ def full_weights(
 
 
 def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Copies elements that the user has written, where the kernel cannot distinguish them from gathered values."""
+    """Copies elements that the user has written to masters, for buckets with encoded all-gathers."""
     for flat in filter(lambda each: each.rounds_in_gathers, buckets):
         sync_masters(flat)
 
 
 def tell_autograd(buckets: Sequence[FlatBucket]) -> None:
-    """Writes bypassed autograd, which must refuse a backward through a graph of the old weights."""
+    """Increments the version of all parameters in ``buckets``, so that a backward through old graphs raises."""
     torch.autograd.graph.increment_version([parameter for flat in buckets for parameter in flat.parameters])
     torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights

@@ -1,4 +1,4 @@
-"""The tensors that an inner optimizer is given: runs of a bucket, or whole parameters, with the gradients they read."""
+"""Tensors that the inner optimizer updates (runs of a bucket, or whole parameters), with their gradients."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,16 @@ class OptimizerTensor:
     part: slice
 
     def narrow(self) -> Tensor | None:
-        """Returns the narrow weights that receive these values; None if there are none, or a gather fills them."""
+        """Returns the low-precision weights that receive the updated values; None if there are none, or if a gather
+        writes them.
+        """
         if self.flat.master is None or self.flat.rounds_in_gathers:
             return None
         start = self.flat.owned.start
         return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
 
     def slots(self) -> Iterator[tuple[Slot, slice]]:
-        """Yields the parameters with elements in this tensor, and the slice of these elements."""
+        """Yields (slot, slice of this tensor) for each parameter with elements in this tensor."""
         for slot in self.flat.bucket.slots:
             start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
             if start < stop:
@@ -40,57 +42,59 @@ class OptimizerTensor:
 
 
 WholeState = Mapping[str, Mapping[str, Tensor]]
-"""Parameter -> name -> values in a shape of their own, all of them on each rank that keeps any."""
+"""State tensors by parameter and state name, in shapes other than the parameter's, complete on every rank that stores
+them.
+"""
 WholeShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
-"""Parameter -> name -> that shape."""
+"""Shapes of state tensors by parameter and name."""
 
 
 class WholeUpdates(Protocol):
-    """Updates of parameters as a whole, which begin when the step of the optimizer has seen all buckets."""
+    """Interface of updates that need whole parameters, run after the optimizer's step has visited all buckets."""
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state that it may keep."""
+        """Names of the state tensors that the updates store."""
 
     @property
     def by_owner(self) -> bool:
-        """Each parameter's owner keeps its state; False: every rank that holds a part of the parameter does."""
+        """True if only the owner of a parameter stores its state; False if every rank with a part of it does."""
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """All data ranks keep the same state."""
+        """True if all data ranks store equal state."""
 
     @property
     def shapes(self) -> WholeShapes:
-        """Shapes of the state of each parameter that is updated here, on whichever rank."""
+        """Shapes of the state of every parameter with such updates, on any rank."""
 
     @property
     def state(self) -> WholeState:
-        """State on this rank; empty before the first update."""
+        """State tensors on this rank; empty before the first update."""
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Makes the updates, except of ``unused`` parameters, and yields the names of updated ones.
+        """Updates all parameters except ``unused`` ones; yields the names of updated parameters.
 
-        ``missed``: updates that others have missed.
+        ``missed``: number of missed updates, by parameter.
         """
 
     def forget(self) -> None:
-        """Begins anew at the next update."""
+        """Deletes the state of whole parameters; the next update creates new state."""
 
     def prepare(self) -> WholeState:
-        """Returns the state; zeros before the first update."""
+        """Returns the state tensors; zeros before the first update."""
 
 
 def families_of(whole: Iterable[WholeUpdates]) -> frozenset[str]:
-    """Returns names of the state that updates of full parameters keep."""
+    """Returns the names of all state tensors of whole-parameter updates."""
     return frozenset(family for each in whole for family in each.families)
 
 
 class LateBuckets:
-    """Buckets with parameters that are updated as a whole, each until all of these are updated."""
+    """Tracker of buckets that are gathered once all of their whole-parameter updates are made."""
 
     def __init__(self, buckets: Sequence[FlatBucket], whole: Sequence[WholeUpdates]) -> None:
         names = {number: {n for each in whole for n in each.names(flat)} for number, flat in enumerate(buckets)}
@@ -100,7 +104,7 @@ class LateBuckets:
         return number in self._missing
 
     def complete(self, made: frozenset[str]) -> list[int]:
-        """Returns the numbers of the buckets that these parameters complete, each once."""
+        """Returns the numbers of the buckets that the updated parameters ``made`` complete, each once."""
         for own in self._missing.values():
             own -= made
         ready = [number for number, own in self._missing.items() if not own]
@@ -110,14 +114,14 @@ class LateBuckets:
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
-    """Returns the gradients of elements ``part`` of a bucket that its update reads: on the device, or their copy."""
+    """Returns the gradient of a bucket's elements ``part``: on the device, or its copy on the host."""
     if flat.host_sums is None:
         return flat.gradient(part)
     return flat.host_sums[part.start - flat.owned.start : part.stop - flat.owned.start]
 
 
 def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mapping[str, int]) -> Iterator[UpdatePiece]:
-    """Yields runs of parameters that are updated and have missed the same number of updates."""
+    """Yields slices of updated parameters that have missed the same number of updates."""
     run: UpdatePiece | None = None
     for slot, part in place.slots():
         behind = None if slot.name in unused else missed.get(slot.name, 0)
@@ -132,21 +136,21 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
 
 
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (group, elements, shape) of each run of one group, flat, so that an update is a few long kernels."""
+    """Yields (group, slice, flat shape) of each run of one optimizer group, for few long kernels."""
     for segment in flat.bucket.segments(flat.owned):
         yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
 
 
 def whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (group, elements, shape) of each parameter."""
+    """Yields (group, slice, shape) of each parameter in the bucket."""
     for slot in flat.bucket.slots:
         yield slot.group, slice(slot.start, slot.stop), slot.shape
 
 
 def parameter_parts(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yields (group, elements, shape) of the owned elements of each parameter, flat; of the padding if there are none.
+    """Yields (group, slice, flat shape) of the owned elements of each parameter, or of padding if there are none.
 
-    So every rank has the state that others gather from it.
+    Thus every rank has state tensors for the gathers of other ranks.
     """
     owned = [(slot, max(slot.start, flat.owned.start), min(slot.stop, flat.owned.stop)) for slot in flat.bucket.slots]
     found = [(slot.group, slice(start, stop), (stop - start,)) for slot, start, stop in owned if start < stop]

@@ -57,20 +57,20 @@ logger = logging.getLogger("trine")
 
 
 class ShardedOptimizer:
-    """Updates the owned weights of every bucket and gathers the updated parameters.
+    """Optimizer step of a rank: updates the owned weights of every bucket and gathers the parameters over dp.
 
     Args:
         buckets: the flat buckets of this rank.
-        groups: overrides by group index.
+        groups: option overrides by group index.
         factory: builds the inner optimizer from torch parameter groups.
-        comm: communication; label "parameters" on axis dp, one all-gather for each bucket and step.
+        comm: one all-gather over dp for each bucket and step, label "parameters".
         sharded: update shards only (ZeRO 1); at ZeRO 0 every rank updates everything.
-        own: the inner optimizer is the user's, and is given a tensor for each parameter instead of runs of several,
-            so that one without a gradient keeps its own step count. At ZeRO 0 it has the parameter's shape, and an
-            optimizer that needs full matrices then works, unless tensor ranks cut them.
+        own: the inner optimizer is the user's and gets one tensor per parameter, so that parameters without gradients
+            retain their step counts. At ZeRO 0 tensors have the parameters' shapes, so that an optimizer of full
+            matrices works without tensor parallelism.
 
     Raises:
-        ConfigError: the optimizer is to be sharded and does not work element by element.
+        ConfigError: ``sharded`` is True and the optimizer is not elementwise.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ShardedOptimizer:
         return members
 
     def round(self, rounding: RoundedUpdates) -> None:
-        """Updates bf16 weights without masters through ``rounding``.
+        """Makes bf16 weights without masters be updated through ``rounding``.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -145,10 +145,10 @@ class ShardedOptimizer:
         self._rounding = inner.rounding = rounding
 
     def use_disk_moments(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
-        """Stores the moments of the buckets that the host updates on disk from now on.
+        """Stores the moments of host-updated buckets on disk.
 
         Raises:
-            ConfigError: the inner optimizer is not a built-in one, and updates all buckets at once.
+            ConfigError: the inner optimizer is not a built-in one.
         """
         try:
             built_in(self.inner, 'zero_optimization.offload_optimizer.device "nvme"', "update bucket by bucket")
@@ -162,7 +162,7 @@ class ShardedOptimizer:
         self.disk = DiskMoments(folder, sets, self.inner.state, buffers, DiskAgreement(self._comm, device))
 
     def delay(self) -> None:
-        """Makes every update overlap with the next step from now on; the host updates all buckets.
+        """Makes every later update overlap with the next step; the host must update all buckets.
 
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
@@ -172,12 +172,12 @@ class ShardedOptimizer:
         self.delayed = DelayedUpdate(self._buckets, partial(self.refresh, self._buckets))
 
     def join_delayed(self) -> None:
-        """Waits for an update that overlaps with a step; its weights may still be on the host."""
+        """Waits for the delayed update; its weights may still be on the host."""
         if self.delayed is not None:
             self.delayed.join()
 
     def end_delayed(self) -> None:
-        """Waits for an overlapping update; its weights are brought as far as that needs no other rank."""
+        """Waits for the delayed update, and copies its weights to the device as far as possible without other ranks."""
         if self.delayed is None:
             return
         self.delayed.close()
@@ -197,7 +197,7 @@ class ShardedOptimizer:
                 )
 
     def use(self, kernels: Kernels) -> None:
-        """Uses these kernels from now on, where they support the optimizer."""
+        """Sets the kernels of later updates, where they support the optimizer."""
         self._kernels = kernels
         if isinstance(self.inner, FlatOptimizer):
             self.inner.kernels = kernels
@@ -208,16 +208,15 @@ class ShardedOptimizer:
         )
 
     def gradient_squared_norm(self) -> Tensor:
-        """Returns this rank's share of the squared norm of the reduced gradients, fp64, on the device of the sums."""
+        """Returns this rank's summand of the squared norm of the reduced gradients, fp64, on the gradients' device."""
         return squared_norm(self._norm_parts, self._kernels)
 
     @torch.no_grad()
     def launch(self, decision: DeviceDecision) -> None:
-        """Makes a step on a decision that only the device has. No host synchronization.
+        """Launches a step with the ``decision`` to update or skip on the device only. No host synchronization.
 
-        Buckets are gathered over dp in either case; after a skipped update they bring the unchanged values. ``settle``
-        ends an update that was made, and ``Bookkeeping`` restores the counts of one that was skipped. The inner
-        optimizer sees the reduced sums themselves, because the kernels apply the factor as they read.
+        Buckets are gathered over dp in either case. Afterwards ``settle`` ends an update, or ``Bookkeeping`` restores
+        the counts of a skipped one. Kernels apply the gradient factor as they read the reduced sums.
         """
         assert isinstance(self.inner, FlatAdam)
         sync_rounded(self._buckets)
@@ -230,7 +229,7 @@ class ShardedOptimizer:
             self.inner.fused = None
 
     def forget(self) -> None:
-        """Resets the state to that of a new optimizer; some (Adagrad) create state in their constructor."""
+        """Resets the optimizer state to its state before the first step; Adagrad's is created by its constructor."""
         self.inner.state.clear()
         self.unused = frozenset()
         self.missed.clear()
@@ -242,12 +241,14 @@ class ShardedOptimizer:
                 group.pop(name, None)
 
     def first_state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """Returns the state before the first update, by tensor: empty except for optimizers such as Adagrad."""
+        """Returns the state before the first update by tensor: empty except for optimizers such as Adagrad."""
         return self._make().state if self._begins_with_state else {}
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """Multiplies the reduced gradients by ``scale``, updates, and gathers every bucket over dp (not at ZeRO 3)."""
+        """Multiplies the reduced gradients by ``scale``, updates, and all-gathers every bucket over dp (not at ZeRO
+        3).
+        """
         if self._rounding is not None:
             self._rounding.scale = scale
         self._give_gradients()
@@ -277,20 +278,19 @@ class ShardedOptimizer:
                 self.copies.changed(flat)
 
     def settle(self) -> None:
-        """Counts the update for each parameter, and informs autograd that the parameters have changed."""
+        """Increments the counts of missed updates, and marks the parameters as changed for autograd."""
         for name in self.unused:
             self.missed[name] = self.missed.get(name, 0) + 1
         tell_autograd(self._buckets)
 
     @torch.no_grad()
     def refresh(self, buckets: Sequence[FlatBucket]) -> None:
-        """Rounds written masters into the parameters of all data ranks, with the gathers that follow an update."""
+        """Casts written masters to the parameters of all data ranks, by the all-gathers of an update."""
         _wait([self._start_gather(flat, rounded=False) for flat in buckets])
         tell_autograd(buckets)
 
     def scales_in_place(self, flat: FlatBucket) -> bool:
-        """Returns True if ``step`` multiplies the gradients in the bucket by its factor; on the host it multiplies the
-        copy."""
+        """Returns True if ``step`` scales the gradients in the bucket; for host-updated buckets it scales the copy."""
         return flat.host_sums is None and self._scales(flat)
 
     def _scales(self, flat: FlatBucket) -> bool:
@@ -299,11 +299,11 @@ class ShardedOptimizer:
 
     @property
     def whole_state(self) -> WholeState:
-        """State of updates of whole parameters."""
+        """State tensors of whole-parameter updates, by parameter and name."""
         return {name: kept for each in self.whole for name, kept in each.state.items()}
 
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
-        """Counts the parameters of this rank, ``among``, that this step uses otherwise than the last one."""
+        """Counts the parameters of ``among`` used in only one of this step and the last."""
         return len(unused ^ (self.unused & among))
 
     def _step_inner(self, rounded: bool, scale: float = 1.0) -> None:

@@ -1,1 +1,1 @@
-"""Gradients from the backward to the rank that owns them: summed over axis dp, once a step or in every microbatch."""
+"""Gradient reduction from backward to the owner rank: over axis dp, once per step or in every microbatch."""

@@ -1,4 +1,4 @@
-"""The sum of a bucket's gradients over axis dp in messages of fewer bits, from every rank to the owner of each shard.
+"""Quantized reduction of a bucket's gradients over axis dp, from every rank to the owner of each shard.
 
     gradients [N, s] + residual -> codes [N, m] -> all-to-all -> decode, add in fp32 in the order of ranks -> shard [s]
 
@@ -26,12 +26,12 @@ from engine.zero.wire_formats import WireFormats
 
 
 class EncodedReduction:
-    """Reductions of one bucket.
+    """Encoded reduce-scatter of one bucket's gradients.
 
     Shape suffixes: N data ranks, W of them in a node, A nodes, s elements of a shard, m bytes of its message.
 
     Args:
-        comm: communication; one all-to-all over dp for each hop, with the label of the hop.
+        comm: one all-to-all over dp for each hop, with the hop's label.
     """
 
     def __init__(self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels) -> None:
@@ -46,7 +46,7 @@ class EncodedReduction:
             self.residuals = tuple(torch.zeros(count, self._size, device=flat.params.device) for count in rows)
 
     def start(self, full: Tensor, out: Tensor) -> Pending:
-        """Starts the sum of ``full`` [N*s], which may change at once; the wait leaves this rank's shard in ``out`` [s].
+        """Starts the sum of ``full`` [N*s], which may change at once; after the wait ``out`` [s] is this rank's shard.
 
         Ranks wait for the sums of their buckets in one order, since the wait of the first hop sends the second one.
         """
@@ -79,7 +79,7 @@ class EncodedReduction:
 def encoded_reductions(
     buckets: Sequence[FlatBucket], formats: WireFormats, comm: Comm, kernels: Kernels
 ) -> dict[int, EncodedReduction]:
-    """Returns the reductions of all buckets that are encoded, by index of the bucket."""
+    """Returns the encoded reductions by bucket index, for the buckets that ``formats`` encodes."""
     found: dict[int, EncodedReduction] = {}
     for flat in buckets:
         wire = formats.of_gradients(flat.bucket)
@@ -89,7 +89,7 @@ def encoded_reductions(
 
 
 def connect_hops(formats: WireFormats, comm: Comm) -> None:
-    """Opens the groups of all hops. Every rank of the world calls it."""
+    """Creates the groups of all hops. Every rank of the world calls it."""
     ranks = comm.grid.size(comm.grid.shard_line)
     if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == ranks):
         return

@@ -1,14 +1,13 @@
-"""Guard of gradients: an error in place of None for code that reads a gradient on its parameter.
+"""Guard of ``parameter.grad``: code that reads it gets an error that names the alternative, not None.
 
     forward            | backward                      | until step(), zero_grad() or the next forward
     plain parameters   | gradients move into buckets,  | guarded: to read, write or delete ``p.grad`` raises,
                        | p.grad is None again          | since None would let clipping find nothing
 
-A parameter with values elsewhere (a shard under ZeRO 3, another stage's) is guarded too, so that every rank
-refuses the same code. The objects stay the user's; only their class changes and changes back, so that nothing stands
-between torch and a parameter while the model runs.
+Parameters without full values on this rank (ZeRO 3, other stages) are guarded too, so that every rank refuses the same
+code. Only the parameter's class changes, and is restored before the model runs.
 
-Notices a backward that the user starts himself, and keeps the engine's context of it open until it ends.
+Also detects a backward that the user starts, and keeps the engine's context open until its end:
 
     loss.backward()    | the first gradient arrives    | the others arrive    | autograd's final callback
                        | start: open the context       | are taken            | end: close the context
@@ -35,26 +34,25 @@ class _AbandonedError(Exception):
 
 
 Enter = Callable[[], AbstractContextManager[None] | None]
-"""Returns the context of a backward that begins now; None if the engine does not use its gradients."""
+"""Function that returns the context of a starting backward; None if the engine does not use its gradients."""
 
 
 class UserBackward:
-    """Backward of the user's own that runs at present."""
+    """Detector of a backward that the user calls."""
 
     def __init__(self) -> None:
         self._enter: weakref.WeakMethod[Enter] | None = None
         self._context: AbstractContextManager[None] | None = None
 
     def serve(self, enter: Enter) -> None:
-        """Calls ``enter``, a method, for the context of every backward from now on, as long as its object lives.
+        """Sets the method ``enter``, weakly referenced, that provides the context of every later backward.
 
-        Hooks on parameters refer to this object, and the garbage collector does not look into all of them: through a
-        strong reference they would keep a dropped engine alive if the loss refers to it.
+        Parameter hooks refer to this object, so a strong reference would keep a dropped engine alive.
         """
         self._enter = weakref.WeakMethod(enter)
 
     def start(self) -> None:
-        """Begins a backward when a gradient arrives. Hooks of autograd call it while no backward is known."""
+        """Enters the context of a backward when its first gradient arrives."""
         enter = self._enter() if self._enter is not None else None
         if enter is None or self._context is not None:
             return
@@ -66,7 +64,7 @@ class UserBackward:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def abandon(self) -> bool:
-        """Closes the context of a backward that has raised; returns True if there was one."""
+        """Exits the context of a backward that has raised; returns True if there was one."""
         context = self._context
         if context is None or torch._C._current_graph_task_id() != -1:
             return False
@@ -85,12 +83,12 @@ _GRAD: Any = Tensor.grad
 
 
 def plain_grad(parameter: Tensor) -> Tensor | None:
-    """Returns the ``grad`` of a parameter, guarded or not."""
+    """Returns ``parameter.grad`` without the guard."""
     return _GRAD.__get__(parameter)  # type: ignore[no-any-return]
 
 
 def set_plain_grad(parameter: Tensor, grad: Tensor | None) -> None:
-    """Sets the ``grad`` of a parameter, guarded or not."""
+    """Sets ``parameter.grad`` without the guard."""
     _GRAD.__set__(parameter, grad)
 
 
@@ -135,7 +133,7 @@ _OWN: Mapping[type, type] = MappingProxyType({taken: own for own, taken in _TAKE
 
 
 class GradientGuard:
-    """Guards the ``grad`` of parameters while their gradients wait for a step."""
+    """Guard of parameters' ``grad`` while their gradients are in the engine's buckets."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes ``parameters``: all trained ones; ones of other stages require no gradient here."""
@@ -145,7 +143,7 @@ class GradientGuard:
         self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def set(self) -> None:
-        """Guards every trained parameter of torch's own class, and every one on another stage."""
+        """Guards every trained parameter of class ``nn.Parameter``, and all parameters of other stages."""
         if not self._guarded:
             trained = (p for p in self._parameters if p.requires_grad or id(p) in self._absent)
             self._guarded = [p for p in trained if type(p) in _TAKEN]
@@ -153,11 +151,13 @@ class GradientGuard:
                 parameter.__class__ = _TAKEN[type(parameter)]
 
     def serve(self, drop: Callable[[], None]) -> None:
-        """Calls ``drop``, a method, in ``zero_grad`` of the model from now on, as long as its object lives."""
+        """Sets the method ``drop``, weakly referenced, that the model's ``zero_grad`` calls."""
         self._drop = weakref.WeakMethod(drop)
 
     def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
-        """Makes ``zero_grad`` of the model drop the engine's gradients too, until the returned function is called."""
+        """Patches the model's ``zero_grad`` to discard the engine's gradients too; returns a function that undoes
+        it.
+        """
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             drop = self._drop() if self._drop is not None else None
@@ -175,7 +175,7 @@ class GradientGuard:
         return give_back
 
     def lift(self) -> None:
-        """Restores the class of the parameters."""
+        """Removes the guard: restores the class of the parameters."""
         guarded, self._guarded = self._guarded, []
         for parameter in guarded:
             parameter.__class__ = _OWN.get(type(parameter), type(parameter))

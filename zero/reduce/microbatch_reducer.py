@@ -28,7 +28,7 @@ from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
 from engine.zero.reduce.replica_sums import summed_over_replicas
 
 BUFFERS = 2
-"""Full buckets of gradients that exist at a time."""
+"""Maximum number of full gradient buckets at a time."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _Flight:
 
 
 class MicrobatchReducer(SharedReduction):
-    """Sums gradients over data ranks in every microbatch, and over microbatches in the shards.
+    """Reducer that reduce-scatters gradients in every microbatch and sums microbatches in the shards (ZeRO 2).
 
     One collective for each bucket and microbatch.
 
@@ -97,7 +97,7 @@ class MicrobatchReducer(SharedReduction):
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Collects and reduces the gradients of one backward; the last one of a step is not special here."""
+        """Accumulates and reduces the gradients of one backward inside the context."""
         self._settle()
         place = which.stage, which.microbatch
         if which.part == "input":
@@ -122,7 +122,7 @@ class MicrobatchReducer(SharedReduction):
     def finish(self) -> None:
         """Waits for all reductions, sums partial and tied gradients, and prepares the next step.
 
-        Afterwards each shard of ``grads`` holds the sum over microbatches and data ranks.
+        Afterwards each shard of ``grads`` contains the sum over microbatches and data ranks.
         """
         self._settle()
         self._end_step()
@@ -145,7 +145,7 @@ class MicrobatchReducer(SharedReduction):
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the gradients of an unfinished step; the next backward waits for the running collectives."""
+        """Discards the gradients of an unfinished step; the next backward waits for running collectives."""
         self._abandoned += [flight.pending for flight in self._flights]
         self._flights.clear()
         self._kept.clear()
@@ -187,7 +187,7 @@ class MicrobatchReducer(SharedReduction):
         self._places[name][0].summed.add(name)
 
     def complete(self, name: str) -> None:
-        """Reduces the buckets that are complete."""
+        """Starts the reduction of buckets with complete gradients."""
         self._places[name][0].arrived.add(name)
         # Buckets are launched in order: data ranks must issue the same collectives, though their hooks may fire in
         # another order.

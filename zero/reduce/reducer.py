@@ -1,4 +1,4 @@
-"""Interface of the gradient reducers, and the hooks that take every gradient off its parameter when it is complete."""
+"""Interface of gradient reducers, and the hooks that take each complete gradient from its parameter."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,18 +24,18 @@ from engine.zero.reduce.gradient_guard import plain_grad, set_plain_grad
 logger = logging.getLogger("trine")
 
 Take = Callable[[str, Tensor], None]
-"""Called with (parameter name, gradient) each time a backward produces one; dense, in the parameter's shape."""
+"""Function (parameter name, gradient) called for each gradient of a backward; dense, in the parameter's shape."""
 
 
 class EngineHook(partial[None]):
-    """Hook by which an engine takes the gradient of a parameter."""
+    """Marker of a hook that takes a parameter's gradient for an engine."""
 
 
 def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
-    """Refuses hooks that run after a gradient is accumulated, except the engine's.
+    """Refuses post-accumulate-grad hooks other than the engine's.
 
     Raises:
-        EngineError: another engine trains the parameter; there are more than ``known``, and they would find no
+        EngineError: another engine trains the parameter, or it has more than ``known`` hooks, which would find no
             gradient.
     """
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)  # torch leaves it untyped
@@ -54,12 +54,12 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
 
 
 class GradientHooks:
-    """Passes gradients to ``take`` while ``backward`` is open, so that none remains on a parameter.
+    """Hooks that pass gradients to ``take`` during ``backward``, so that none remains on a parameter.
 
-    ``products`` receive the nodes of their parameters, after which nothing is added to the sums.
+    ``products``: main gradients, told when the autograd node of their parameter runs.
 
-    A gradient that arrives at another time is announced by ``start``, which may open ``backward``. Else it changes no
-    weight; if ``warns``, a warning is logged once.
+    A gradient outside ``backward`` calls ``start``, which may open it. Otherwise the gradient is not used; ``warns``
+    logs this once.
     """
 
     def __init__(
@@ -79,7 +79,9 @@ class GradientHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Opens one backward. A ``grad`` that a backward of the user's own has left is set aside and restored."""
+        """Takes the gradients of one backward inside the context; an earlier ``grad`` of the user is restored
+        afterwards.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # freed parameters would run code of their class
             for name, parameter in self._parameters.items():
                 check_own_hooks(name, parameter, 1)
@@ -97,7 +99,7 @@ class GradientHooks:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters that the user has frozen since."""
+        """Names of the parameters that the user has frozen since the build."""
         return frozenset(name for name, parameter in self._parameters.items() if not parameter.requires_grad)
 
     def remove(self) -> None:
@@ -136,9 +138,10 @@ class GradientHooks:
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
     def admits(self, name: str, node: Any | None) -> bool:
-        """Returns True if a product of the running backward may add to the sum; ``node``: None without autograd.
+        """Returns True if a product of the running backward may add to the parameter's sum; ``node``: autograd node or
+        None.
 
-        The user's hooks on the parameter need a separate gradient; the log notes it once.
+        The user's hooks on the parameter require a separate gradient, which is logged once.
         """
         parameter = self._parameters[name]
         if not self.open and self._start is not None:
@@ -193,35 +196,35 @@ BackwardPart = Literal["whole", "input", "weight"]
 
 
 class Backward(NamedTuple):
-    """Identifies one backward of one stage, or one of its two parts."""
+    """Identification of one backward of a stage, or of one of its two halves."""
 
     last: bool
-    """True for the last one of its part and stage in a step, as far as that is known before."""
+    """True for the expected last backward of a stage in a step."""
     part: BackwardPart = "whole"
     stage: int = 0
     microbatch: int = 0
     further: bool = False
-    """True for the first one after one that was taken for the last one: all buckets are reduced a second time."""
+    """True for a backward after the expected last one: all buckets are reduced again."""
     unequal: bool = False
-    """True after a forward in which data ranks have called different modules (ZeRO 3). No bucket is then reduced before
-    the end of the backward: a rank that waits for a reduction does not begin the gathers that another one waits for.
+    """True if data ranks called different modules in the forward (ZeRO 3). Buckets are then reduced after the backward,
+    since a reduction and a gather could wait for each other.
     """
 
 
 class Reducer(Protocol):
-    """Takes the gradients of a step's backwards and leaves their sum over data ranks in the buckets."""
+    """Interface of reducers, which sum the gradients of a step over data ranks into the buckets."""
 
     def backward(self, which: Backward) -> AbstractContextManager[None]:
         """Returns the context of one backward."""
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Adds a gradient inside a backward that autograd itself did not deliver."""
+        """Adds a gradient that autograd did not deliver, inside a backward."""
 
     def finish(self) -> None:
-        """Completes every sum. Collective."""
+        """Completes the reduction of every bucket. Collective over dp."""
 
     def keep(self) -> None:
-        """Lets further backwards add to the sums that ``finish`` has completed; the next ``finish`` completes all."""
+        """Allows further backwards after :meth:`finish` to add to the sums; the next ``finish`` reduces them."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -229,27 +232,27 @@ class Reducer(Protocol):
 
     @property
     def unused(self) -> frozenset[str]:
-        """Parameters without a gradient in the finished step."""
+        """Names of the parameters without a gradient in the finished step."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Parameters that are frozen now: the user may freeze a trained parameter and unfreeze it again."""
+        """Names of the parameters that the user has frozen for now."""
 
     def reset(self) -> None:
-        """Forgets the gradients of an unfinished step."""
+        """Discards the gradients of an unfinished step."""
 
     def watch(self, on: bool) -> None:
-        """Turns on or off the check that each gradient of this rank is finite before data ranks sum it."""
+        """Enables or disables the check that each gradient of this rank is finite before its reduction."""
 
     def observe(self, observer: Take | None) -> None:
-        """Passes each later gradient of this rank to ``observer`` before it is summed; None: to no observer."""
+        """Sets the function that receives each gradient of this rank before its reduction; None: no function."""
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Encoding errors of gradients, to be added to the next ones (error feedback); by name."""
+        """Encoding errors of gradients by name, added to the next gradients (error feedback)."""
 
     def found_nonfinite(self) -> bool:
-        """Returns True if a watched gradient since the last call was not finite; waits for the device."""
+        """Returns True if a gradient checked since the last call was not finite; synchronizes the device."""
 
     def remove(self) -> None:
         """Removes the hooks from the parameters."""
@@ -257,30 +260,30 @@ class Reducer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReducerSetup:
-    """Inputs that every reducer needs."""
+    """Constructor arguments that all reducers share."""
 
     buckets: Sequence[FlatBucket]
     """The trained flat buckets of this rank."""
     parameters: Mapping[str, nn.Parameter]
-    """Trainable parameters by the names used in the buckets."""
+    """Trainable parameters by name."""
     comm: Comm
-    """Communication; gradients are sent over axis dp with the label "gradients"."""
+    """Communication of gradients over axis dp, label "gradients"."""
     wire: torch.dtype | None = None
-    """Dtype on the wire; None is the dtype of accumulation."""
+    """Dtype of sent gradients; None: the accumulation dtype."""
     sum_partial: SumPartial | None = None
-    """Function that sums gradients by parameter name, in place, over the tensor ranks that hold a part."""
+    """Function that sums partial gradients by name, in place, over tensor ranks."""
     start: Callable[[], None] | None = None
-    """Function that is called when a gradient arrives while no backward is open, to open it; None: never."""
+    """Function called when a gradient arrives outside a backward, to open one; None: not called."""
     main: MainGradients | None = None
-    """Registry from which products of a backward take their sums; None: every gradient is computed."""
+    """Registry of main gradients for products of a backward; None: every gradient is computed separately."""
     encoded: Mapping[int, EncodedReduction] = field(default_factory=dict)
-    """Reductions of buckets in fewer bits, by index of the bucket."""
+    """Encoded reductions by bucket index."""
     copies: HostCopies = field(default_factory=lambda: HostCopies(()))
-    """Copies of reduced sums to the host, for the buckets that it updates."""
+    """Copies of reduced gradients to the host, for host-updated buckets."""
 
 
 class SharedReduction:
-    """Base of the reducers: hooks, partial and tied gradients, dtype on the wire, collectives of unfinished steps."""
+    """Base class of reducers: hooks, partial and tied gradients, dtype of messages, abandoned collectives."""
 
     def __init__(self, setup: ReducerSetup) -> None:
         self._comm, self._buckets = setup.comm, setup.buckets
@@ -310,7 +313,7 @@ class SharedReduction:
         self._hooks = GradientHooks(trained, self.take, setup.start, self._products, warns=told)
 
     def take(self, name: str, grad: Tensor) -> None:
-        """Adds a gradient of the running backward to the sum of its parameter, which is reduced later."""
+        """Adds a gradient of the running backward to its parameter's sum, to be reduced later."""
         self._seen.add(name)
         if self._watched is not None:
             self._watched.append(grad.isfinite().all())
@@ -320,7 +323,7 @@ class SharedReduction:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Parameters that are frozen now."""
+        """Names of the parameters that are frozen at present."""
         return self._hooks.frozen
 
     def _add(self, name: str, grad: Tensor) -> None:
@@ -335,9 +338,9 @@ class SharedReduction:
         self.complete(name)
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the sum of a parameter, for a product that adds to it; None if the gradient itself is needed.
+        """Returns the sum of a parameter, to which a product may add; None if a separate gradient is needed.
 
-        It is needed where an observer or hooks of the user's see it.
+        Observers and hooks of the user need a separate gradient.
         """
         if self._observer is not None or not self._hooks.admits(name, node):
             return None
@@ -347,7 +350,7 @@ class SharedReduction:
         raise NotImplementedError
 
     def added(self, name: str) -> None:
-        """Notes that a product was added to the sum of a parameter, as a hook would note a gradient."""
+        """Records that a product was added to the sum of a parameter, as its hook would record a gradient."""
         self._seen.add(name)
         self._note_sum(name)
         if self._watched is not None and (opened := self._sum(name)) is not None:
@@ -358,11 +361,11 @@ class SharedReduction:
         raise NotImplementedError
 
     def complete(self, name: str) -> None:
-        """Notes that the running backward adds nothing more to the sum of a parameter."""
+        """Records that the running backward adds no more to the sum of a parameter."""
         raise NotImplementedError
 
     def keep(self) -> None:
-        """Sets completed sums aside; see :class:`Reducer`."""
+        """Saves finished gradient sums for a retry; see :meth:`Reducer.keep`."""
         self._kept_sums = [(flat, self._part(flat), flat.gradient(self._part(flat)).clone()) for flat in self._buckets]
         self._kept_names = self.names - self.unused
 
@@ -411,16 +414,16 @@ class SharedReduction:
             self._main.clear()
 
     def watch(self, on: bool) -> None:
-        """Turns on or off the check that each gradient of a backward is finite; see :class:`Reducer`."""
+        """Enables or disables the finite check; see :meth:`Reducer.watch`."""
         self._watched = [] if on else None
 
     def observe(self, observer: Take | None) -> None:
-        """Passes every later gradient to ``observer``; see :class:`Reducer`."""
+        """Sets the observer of gradients; see :meth:`Reducer.observe`."""
         self._observer = observer
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Encoding errors; see :class:`Reducer`."""
+        """Encoding errors of gradients by name; see :class:`Reducer`."""
         return {
             f"{index}.{hop}": residual
             for index, reduction in self._encoded.items()
@@ -428,7 +431,7 @@ class SharedReduction:
         }
 
     def found_nonfinite(self) -> bool:
-        """Returns True if a watched gradient was not finite since the last call."""
+        """Returns True if a gradient checked since the last call was not finite."""
         watched, self._watched = self._watched, self._watched and []
         return bool(watched) and not torch.stack(watched or []).all()
 

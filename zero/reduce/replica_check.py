@@ -1,4 +1,4 @@
-"""Checks of reduced gradients: equality on tensor ranks in the first step, and the source of a non-finite value.
+"""Checks of reduced gradients: equality on tensor ranks in the first step, and the origin of a non-finite number.
 
 A plan that calls a parameter replicated, while the model uses it on cut activations, would silently train copies that
 drift apart. Their gradients differ between tensor ranks from the first step on, so :class:`ReplicaCheck` compares,
@@ -24,7 +24,9 @@ PLAN_CHECK = "plan check"
 
 
 class ReplicaCheck:
-    """Check of ``parallel.check_replicas``: runs once, after the first step's gradients are reduced."""
+    """Check by ``parallel.check_replicas``, once after the first step's reduction, that replicated gradients are
+    equal.
+    """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         alike = {row.name for row in table if row.dim is None and row.axis == "tp"}  # experts are in no tensor plan
@@ -40,11 +42,10 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:
-        """Returns the error found, the same on every tensor rank; the traffic, which the step leaves out, goes to
-        ``sent``.
+        """Returns the error of the check, equal on every tensor rank; adds the check's traffic to ``sent``.
 
-        One all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes for each parameter and 8
-        more; every rank of a stage takes part, also after a failed step.
+        One all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes per parameter and 8 more;
+        every rank of a stage participates, even after a failed step.
         """
         places = self.places
         before = self._comm.tally.copy()
@@ -81,22 +82,24 @@ NON_FINITE = "non-finite"
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteSource:
-    """Source of a value that was not finite in a step; the same on every rank."""
+    """Source of a non-finite number in a step, equal on every rank."""
 
     name: str
-    """"the loss", "the weight", the first parameter with a gradient that is not finite, or "the gradient norm"."""
+    """Name: "the loss", "the weight", "the gradient norm", or the first parameter with a non-finite gradient."""
     ranks: tuple[int, ...]
-    """Ranks on which it arose; empty where the sum over data ranks has hidden them."""
+    """Global ranks with the source; empty if unknown after the sum over data ranks."""
 
     @property
     def subject(self) -> str:
-        """Subject of a sentence: the source of the number, and its ranks."""
+        """Source and its ranks, as the subject of a sentence."""
         what = self.name if self.name.startswith("the ") else f"the gradient of {self.name!r}"
         return f"{what} on rank{'s' * (len(self.ranks) > 1)} {_listed(self.ranks)}" if self.ranks else what
 
 
 class NonFinite:
-    """Finds the source of a non-finite number: the loss, or the first parameter in the order of the plan's table."""
+    """Search for the source of a non-finite number: the loss, or the first parameter in the order of the shard
+    table.
+    """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, device: torch.device) -> None:
         self._names = [row.name for row in table]
@@ -109,15 +112,14 @@ class NonFinite:
 
     @torch.no_grad()
     def find(self, loss: Tensor, weight: float, own: bool, sent: Tally) -> NonFiniteSource:
-        """Returns the source of a skipped step, the same on every rank.
+        """Returns the source of the non-finite number that skipped a step, equal on every rank.
 
-        One all-gather of 24 bytes a rank over the world, label "non-finite". ``sent`` gets this traffic, which the step
-        leaves out.
+        One all-gather of 24 bytes per rank over the world, label "non-finite", counted in ``sent``.
 
         Args:
             loss: this rank's sum of losses, 0-dim.
             weight: sum of weights over all ranks.
-            own: a backward of this rank is known to have given a gradient that was not finite before its reduction.
+            own: True if a gradient of this rank was not finite before its reduction.
         """
         before = self._comm.tally.copy()
         first = next((number for number, flat, part in self._places if not flat.gradient(part).isfinite().all()), None)

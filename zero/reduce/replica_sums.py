@@ -1,4 +1,4 @@
-"""The second hop of a reduction where ZeRO shards over a part of the data axis: shards are summed over its replicas.
+"""Second hop of a reduction when ZeRO shards over part of the data axis: sums shards over the replicas.
 
     shard groups 0: ranks 0 1   1: ranks 2 3
     inside    reduce-scatter over dp_shard        0 and 2 have the first half, 1 and 3 the second one
@@ -16,16 +16,16 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.grid import Axis
 
 OnWire = Callable[[Tensor], Tensor]
-"""Function from gradients to their message: the gradients, or a copy in the dtype of the wire."""
+"""Function that returns gradients to send: the tensor itself, or a copy in the dtype of messages."""
 
 
 class ReplicaSum:
-    """Sum of one reduced shard over shard groups; on an axis of one rank it is the shard.
+    """Sum of one reduced shard over shard groups; over one rank the shard itself.
 
     Args:
-        inside: the reduction within the shard group, which leaves its sum in ``shard``.
-        axis: ranks that hold the same shard.
-        comm: communication; one all-reduce over ``axis``, label "gradients".
+        inside: reduction within the shard group, into ``shard``.
+        axis: axis of the ranks with the same shard.
+        comm: one all-reduce over ``axis``, label "gradients".
     """
 
     def __init__(self, inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire) -> None:
@@ -34,14 +34,14 @@ class ReplicaSum:
         self._sent = shard
 
     def cross(self) -> None:
-        """Waits for the sum within the group, and sends it on. A second call does nothing."""
+        """Waits for the sum within the shard group, and starts the all-reduce. A second call does nothing."""
         if self._across is None:
             self._inside.wait()
             self._sent = self._on_wire(self._shard)
             self._across = self._comm.all_reduce(self._sent, self._axis, "gradients")
 
     def wait(self) -> None:
-        """Completes the sum."""
+        """Waits until the sum is complete."""
         self.cross()
         assert self._across is not None
         self._across.wait()
@@ -52,6 +52,6 @@ class ReplicaSum:
 def summed_over_replicas(
     inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
 ) -> tuple[Pending, ReplicaSum]:
-    """Returns the whole reduction, which sends unsent messages in its wait, and its second hop."""
+    """Returns (handle of both hops, second hop); the handle's wait starts an unstarted second hop."""
     across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across

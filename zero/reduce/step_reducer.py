@@ -8,8 +8,8 @@
 Collectives are issued in the order of the buckets on every rank, independent of the order of the hooks, so that they
 match even on ranks with different backwards (an unused parameter, another branch).
 
-Deferred buckets come last and wait for ``finish``: gradients that are partial over tensor ranks are summed before their
-reduction, gradients of parameters tied over pipeline ranks after it, on the shard.
+Deferred buckets are reduced last, by ``finish``: gradients partial over tensor ranks are summed before their reduction,
+gradients of parameters tied over pipeline ranks after it, on the shard.
 
 A rank may have several stages, and a backward may be split in two parts (``pipeline/runtime/split_backward``): a bucket
 is complete after the last of all backwards that contribute to it.
@@ -69,7 +69,7 @@ class _Progress:
 
 
 class GradientReducer(SharedReduction):
-    """Sums gradients over microbatches into the buckets and reduces the buckets over dp, one collective each a step.
+    """Reducer that accumulates microbatches in full buckets and reduces each bucket over dp once per step.
 
     Args:
         scatter: reduce-scatter to the shards (ZeRO 1) instead of all-reduce (ZeRO 0).
@@ -88,10 +88,11 @@ class GradientReducer(SharedReduction):
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
-        """Collects the gradients of one backward; during the last ones of a step, reduces buckets as they complete.
+        """Accumulates the gradients of one backward inside the context; in the last backward, reduces buckets once
+        complete.
 
         Raises:
-            EngineError: a parameter gave a gradient after its bucket was reduced.
+            EngineError: a gradient arrived after its bucket was reduced.
         """
         self._settle()
         if which.further:
@@ -109,7 +110,7 @@ class GradientReducer(SharedReduction):
     def finish(self) -> None:
         """Reduces the remaining buckets, waits for all, and prepares the next step.
 
-        Afterwards each shard (stage 0: each full bucket) of ``grads`` holds the sum over microbatches and data ranks;
+        Afterwards each shard (ZeRO 0: each full bucket) of ``grads`` contains the sum over microbatches and data ranks;
         a parameter without a gradient in this step contributes zero.
         """
         self._settle()
@@ -122,10 +123,10 @@ class GradientReducer(SharedReduction):
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the gradients of an unfinished step.
+        """Discards the gradients of an unfinished step.
 
-        A collective under way still writes into its bucket. The next backward waits for it. Waiting here could hide the
-        error of this step, because a peer may never have joined the collective.
+        A running collective still writes to its bucket, so the next backward waits for it. A wait here could hide the
+        error of this step, because a peer may never join the collective.
         """
         self._seen.clear()
         self._forget_kept()
@@ -184,7 +185,7 @@ class GradientReducer(SharedReduction):
         self._places[name].touched = True
 
     def complete(self, name: str) -> None:
-        """Reduces the buckets that are complete, if this backward is the last one."""
+        """Reduces buckets with complete gradients, in the last backward."""
         place = self._places[name]
         progress = place.progress
         if self._last:

@@ -1,4 +1,4 @@
-"""Copies of weights on several ranks, compared again and again at no call of their own.
+"""Periodic comparison of weights that several ranks store, without extra collectives.
 
     digest     a number of each rank, which is 0 in the sum over all ranks as long as copies are equal: the copies of a
                weight have factors whose sum is 0. It travels in the control sum
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class WeightCopies:
-    """Comparison of the weights in ``buckets``, of those that other ranks hold as well."""
+    """Check that weights stored on several ranks are bitwise equal, for the weights in ``buckets``."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._told = comm, False
@@ -69,7 +69,7 @@ class WeightCopies:
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:
-        """Returns this rank's summand of a comparison, fp64."""
+        """Returns this rank's summand of the check, fp64; the sum over all ranks is 0 if copies are equal."""
         if not self._parts:
             return 0.0
         # factors are numbers of the host: a tensor of them would be copied to the device, for which the host waits
@@ -78,9 +78,9 @@ class WeightCopies:
 
     @torch.no_grad()
     def compare(self, total: float, sent: Tally) -> None:
-        """Logs once which weight differs, if ``total``, the sum of all digests, shows that one does. All ranks call it.
+        """Logs once which weight differs, if ``total``, the sum of all digests, is not 0. All ranks call it.
 
-        At most 8 bytes a weight over tp and over the data ranks, and 16 bytes over the world, label "copies".
+        Sends at most 8 bytes per weight over tp and over dp, and 16 bytes over the world, label "copies".
         """
         if self._told or int(total) % _PRIME == 0:
             return

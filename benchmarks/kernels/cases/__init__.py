@@ -1,1 +1,1 @@
-"""What each operator is measured and checked on."""
+"""Test cases of every kernel: inputs, reference, competitors and targets."""

@@ -1,4 +1,4 @@
-"""What a kernel is measured and checked on: an operator, the slice of a model that gives its sizes, what it must cost.
+"""Types of a kernel test case: operator, sizes, minimal cost and target.
 
 Slice    sizes of a model's share on one tensor rank: Llama 8B and 70B at 1, 2, 4 and 8 ranks
 Case     one operator in one form on one slice: inputs, our operator, eager torch's, peers
@@ -18,7 +18,7 @@ from benchmarks.kernels.cases.errors import Operator
 from engine.kernels.dispatch import Kernels
 
 TOKENS = 8192
-"""Of a microbatch: two sequences of 4096."""
+"""Tokens of a microbatch: two sequences of 4096."""
 
 Direction = Literal["forward", "backward", "both"]
 Inputs = tuple[Tensor, ...]
@@ -27,27 +27,27 @@ Peers = Mapping[str, Callable[[], Operator]]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Sizes."""
+    """Sizes of one tensor rank's share of a model."""
 
     name: str
     tokens: int
     width: int
     hidden: int
-    """Of the perceptron."""
+    """Hidden size of the MLP on this rank."""
     heads: int
     key_heads: int
     head: int
     """Width of a head."""
     vocabulary: int
     parameters: int = 500_000_000
-    """Of an optimizer's shard."""
+    """Number of parameters in an optimizer shard."""
 
 
 _LLAMA = MappingProxyType({"8B": (4096, 14336, 32), "70B": (8192, 28672, 64)})
 
 
 def llama(size: str, ranks: int) -> Slice:
-    """The share of one of ``ranks`` tensor ranks of Llama 3."""
+    """Returns the sizes of one of ``ranks`` tensor ranks of Llama 3 ``size``."""
     width, hidden, heads = _LLAMA[size]
     name = f"Llama-{size} tp{ranks}"
     return Slice(name, TOKENS, width, hidden // ranks, heads // ranks, 8 // ranks, 128, 128256 // ranks)
@@ -55,7 +55,7 @@ def llama(size: str, ranks: int) -> Slice:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one direction."""
+    """Minimum bytes and FLOPs of one direction of an operator."""
 
     bytes: int = 0
     flops: int = 0
@@ -66,11 +66,11 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """At least this share of the measured copy rate, of the measured rate of products, or of a contender's speed."""
+    """Minimum fraction of the measured copy rate, product rate, or a contender's speed."""
 
     direction: Direction
     against: str
-    """"copy", "product", or the name of a contender."""
+    """Reference: "copy", "product", or the name of a contender."""
     least: float
 
 
@@ -80,74 +80,74 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operator on one slice."""
+    """Test case: one operator in one form on one model slice."""
 
     operator: str
-    """As the table of winners names it."""
+    """Name of the operator in ``tuned.json``."""
     form: str
     where: Slice
     dtype: torch.dtype
     width: int
-    """What the table of winners is asked with."""
+    """Width for the lookup in ``tuned.json``."""
     make: Callable[[torch.device, int], Inputs]
-    """Random inputs with so many rows (``rows``: all)."""
+    """Function (device, number of rows) that returns random inputs; ``rows`` is the full case."""
     rows: int
     ours: Callable[[Kernels], Operator]
     eager: Operator
-    """As models write it, in plain torch."""
+    """Plain torch reference, written as in models."""
     forward: Cost
     backward: Cost | None = None
-    """None: the operator has no gradient."""
+    """Cost of the backward; None: the operator has no gradient."""
     peers: Peers = field(default_factory=_nothing)
-    """Made when wanted: a peer that cannot be imported raises."""
+    """Functions that make peers on demand; an import may fail."""
     targets: tuple[Target, ...] = ()
     memory_limit: int | None = None
-    """Bytes beside the inputs, in a forward and a backward."""
+    """Maximum bytes besides the inputs, in a forward and a backward; None: no limit."""
     compiled: bool = True
-    """Whether torch.compile is a contender: it takes seconds a case to compile."""
+    """True if torch.compile is a contender."""
     shape: str = ""
-    """Sizes, for people."""
+    """Tensor sizes as text."""
     winners: Mapping[str, Direction] = field(default_factory=_nothing)
-    """Rows of the table of winners that the case decides, and by which direction; none: the operator's, by both."""
+    """Rows of ``tuned.json`` that the case determines, with the direction; empty: the operator, both directions."""
 
     @property
     def name(self) -> str:
-        """Unique among the cases of a lineup."""
+        """Unique name: operator, form, slice and dtype."""
         return f"{self.operator} [{self.form}] {self.where.name} {short(self.dtype)}"
 
     @property
     def decides(self) -> Mapping[str, Direction]:
-        """Rows of the table of winners, by the direction that decides."""
+        """Rows of ``tuned.json`` that the case determines, with the direction."""
         return self.winners or {self.operator: "both"}
 
     @property
     def both(self) -> Cost:
-        """Of forward and backward."""
+        """Cost of forward and backward together."""
         return self.forward + (self.backward or Cost())
 
 
 def short(dtype: torch.dtype) -> str:
-    """As torch calls it, without the module."""
+    """Returns the name of ``dtype`` without the module."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Values for inputs: normal, from a seed, made on the device in fp32 and rounded."""
+    """Generator of random inputs on a device: fp32 from a seed, rounded to ``dtype``."""
 
     generator: torch.Generator
     dtype: torch.dtype
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Normal values of standard deviation ``scale``."""
+        """Returns normal random numbers of standard deviation ``scale``."""
         device = self.generator.device
         return torch.randn(shape, generator=self.generator, device=device).mul_(scale).to(self.dtype)
 
     def integers(self, below: int, *shape: int) -> Tensor:
-        """Uniform int64 below ``below``."""
+        """Returns uniform random int64 numbers in [0, ``below``)."""
         return torch.randint(below, shape, generator=self.generator, device=self.generator.device)
 
 
 def random(device: torch.device, dtype: torch.dtype, seed: int = 0) -> Random:
-    """From ``seed``."""
+    """Returns a generator with ``seed``."""
     return Random(torch.Generator(device).manual_seed(seed), dtype)

@@ -1,4 +1,4 @@
-"""How far an operator is from the truth: against float64, and against what eager torch loses in the same dtype."""
+"""Numerical error of an operator against float64, relative to the error of eager torch in the same dtype."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,32 +14,32 @@ Operator = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Of one output or gradient: root mean square differences from float64 on the same inputs and gradients."""
+    """Root mean square errors of one output or gradient, relative to float64 on equal inputs."""
 
     error: float
     eager: float
-    """What eager torch errs in the same dtype."""
+    """Error of eager torch in the same dtype."""
     scale: float
-    """Root mean square of the true result."""
+    """Root mean square of the float64 result."""
     ulp: float
-    """One unit in the last place, relative."""
+    """Relative size of one unit in the last place."""
 
     @property
     def allowed(self) -> float:
-        """Twice eager's; one unit in the last place where eager torch happens to be exact."""
+        """Maximum allowed error: twice eager torch's, or one unit in the last place if that is larger."""
         return max(2 * self.eager, self.ulp * self.scale)
 
     @property
     def holds(self) -> bool:
-        """Whether the error is allowed; what is not a number is not."""
+        """True if the error is allowed; False for NaN."""
         return self.error <= self.allowed
 
 
 def results(operator: Operator, inputs: Sequence[Tensor], narrow: torch.dtype | None = None) -> list[Tensor]:
-    """Outputs of ``operator`` and the gradients of its floating inputs, for random gradients of the outputs.
+    """Returns the outputs of ``operator``, and the gradients of its float inputs for random output gradients.
 
-    Outputs alone where none has a gradient. ``narrow``: the dtype that the gradients of the outputs are rounded to
-    first, so that runs in several dtypes get equal ones.
+    Only outputs if none requires a gradient. ``narrow``: dtype to which output gradients are rounded, so that runs in
+    several dtypes get equal ones.
     """
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     given = operator(*leaves)
@@ -55,7 +55,7 @@ def results(operator: Operator, inputs: Sequence[Tensor], narrow: torch.dtype | 
 
 
 def deviations(ours: Operator, eager: Operator, inputs: Sequence[Tensor]) -> list[Deviation]:
-    """How far every result of ``ours`` and of ``eager`` is from ``eager`` in float64."""
+    """Returns the errors of each result of ``ours`` and ``eager`` relative to ``eager`` in float64."""
     narrow = next(x.dtype for x in inputs if x.is_floating_point())
     truth = results(eager, [x.double() if x.is_floating_point() else x for x in inputs], narrow)
     mine, its = results(ours, inputs, narrow), results(eager, inputs, narrow)

@@ -1,4 +1,4 @@
-"""Which cases there are: those to be measured, the heads of all operators first, and those to be checked."""
+"""Lists of the kernel cases to measure, the most important of every operator first, and to check."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
 )
 
 SQUARE = Slice("8192^3", 8192, 8192, 8192, 64, 8, 128, 128256)
-"""The product by which others publish."""
+"""Square product of side 8192, as published by others."""
 NARROW = Slice("width 2048", 8192, 2048, 8192, 32, 8, 64, 32000)
 _CUT = tuple(llama(size, ranks) for size in ("8B", "70B") for ranks in (1, 8, 2, 4))
 _SMALL_CUT = _CUT[:4]
@@ -58,32 +58,32 @@ RAGGED = Slice("ragged", 301, 1096, 1400, 6, 2, 64, 3001, 100_003)
 EVEN = Slice("even", 512, 1024, 2048, 8, 8, 128, 4096, 1 << 18)
 WIDE = Slice("wide", 40, 8192, 14336, 16, 2, 128, 128256, 3_000_000)
 TINY = Slice("tiny", 5, 24, 40, 2, 1, 16, 67, 1000)
-"""For the interpreter."""
+"""Small sizes for the interpreter."""
 ROW_OPERATORS = frozenset(
     {"norm", "gated", "activation", "rotary", "cross_entropy", "adamw", "adamw_8bit", "squared_norm", "block_codec"}
 )
 Scale = Literal["tiny", "some", "all"]
-"""Of checks: in the interpreter, beside a measurement, by themselves."""
+"""Number of checks: in the interpreter, before a measurement, or alone."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the command line asked for."""
+    """Options of the command line."""
 
     device: str = "cuda"
     quick: bool = False
-    """The first slice of an operator alone."""
+    """True: only the first slice of each operator."""
     operators: tuple[str, ...] = tuple(MAKERS)
 
     @property
     def tiny(self) -> bool:
-        """On a CPU kernels are interpreted."""
+        """True on a CPU, where kernels are interpreted."""
         return self.device == "cpu"
 
 
 def measured(order: Order) -> list[Case]:
-    """bf16, every operator's first slice before any second one."""
+    """Returns the cases to measure in bf16, the first slice of all operators first."""
     by_operator = []
     for operator in order.operators:
         slices = (TINY,) if order.tiny else _SLICES.get(operator, _CUT)[: 1 if order.quick else None]
@@ -94,7 +94,7 @@ def measured(order: Order) -> list[Case]:
 
 
 def checked(operator: str, dtype: torch.dtype, scale: Scale) -> list[Case]:
-    """Shapes that several programs share, ragged ones, rows as long as a vocabulary."""
+    """Returns the cases to check: ragged shapes, several programs, rows as long as a vocabulary."""
     wide = [WIDE] if operator in ROW_OPERATORS else []
     slices = {"tiny": [TINY], "some": [RAGGED, *wide], "all": [RAGGED, EVEN, *wide]}[scale]
     maker = every_linear if operator == "linear" and scale == "all" else MAKERS[operator]

@@ -1,4 +1,4 @@
-"""Cases of cross-entropy, of logits and of hidden states. Tensor ranks cut vocabularies; nothing is sent here."""
+"""Cases of cross-entropy from logits and from hidden states, with the vocabulary shard of one tensor rank."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +15,7 @@ NARROW = "F.cross_entropy"
 
 
 def cross_entropies(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """Of logits: read forward, read and their gradient written backward."""
+    """Yields cases of cross-entropy from logits: forward reads them, backward writes their gradient."""
     size = dtype.itemsize * where.tokens * where.vocabulary
     yield Case(
         "cross_entropy", "mean", where, dtype, where.vocabulary, partial(_logits, where, dtype), where.tokens,
@@ -26,7 +26,7 @@ def cross_entropies(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def linear_cross_entropies(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """Of hidden states. Gradients are made with the loss, so that forward has all three products."""
+    """Yields cases of cross-entropy from hidden states; the forward also computes the gradients."""
     yield Case(
         "linear_cross_entropy", "mean", where, dtype, where.vocabulary, partial(_hidden, where, dtype), where.tokens,
         ours=_linear_cross_entropy, eager=_eager_linear, backward=Cost(), peers={"Liger": _liger_linear},

@@ -1,4 +1,4 @@
-"""Cases of linear layers with what follows them: their cost is operations, their measure is cuBLAS."""
+"""Cases of linear layers with fused epilogues; cost is counted in operations, and cuBLAS is the competitor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from engine.kernels.ops.activations import ACTIVATIONS, Activation
 
 CUBLAS = "cuBLAS"
 PUBLISHED = "8192^3"
-"""The slice at which the targets hold."""
+"""Name of the slice to which the targets apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What follows the product."""
+    """Operations after the product: bias, activation, residual."""
 
     activation: Activation = "none"
     biased: bool = False
@@ -28,7 +28,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the form in tables."""
         parts = ["bias"] * self.biased + [self.activation] * (self.activation != "none") + ["residual"] * self.residual
         return ", ".join(parts) or "plain"
 
@@ -43,12 +43,12 @@ _OTHERS = (
 
 
 def linears(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """Up to the hidden width of the perceptron, plain and with its activation; down again onto the residual stream."""
+    """Yields cases of the MLP's linear layers: up, plain and with activation, and down with the residual."""
     yield from (_linear(where, dtype, form) for form in _MEASURED)
 
 
 def every_linear(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """With the other activations too."""
+    """Yields cases of linear layers with all activations."""
     yield from (_linear(where, dtype, form) for form in (*_MEASURED, *_OTHERS))
 
 

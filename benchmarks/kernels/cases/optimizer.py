@@ -1,4 +1,4 @@
-"""Cases of what runs over an optimizer's flat shard: the update, and the norm of the gradients before it."""
+"""Cases of kernels on an optimizer's flat shard: the update, and the gradient norm before it."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,11 +16,11 @@ RULE = AdamRule(3e-4, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
 FACTOR = 0.5
 STEP = 10
 BLOCK = 256
-"""Elements that share a scale of moments in 8 bits, as by default."""
+"""Default number of elements per scale of 8-bit moments."""
 
 
 def adamw(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """AdamW with an fp32 master; gradients and the weights that are gathered next are in ``dtype``."""
+    """Yields cases of AdamW with fp32 masters; gradients and narrow weights are in ``dtype``."""
     wide = 3 * 2 * 4  # master and both moments, read and written
     narrow = dtype.itemsize if dtype != torch.float32 else 0
     yield Case(
@@ -31,7 +31,7 @@ def adamw(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def adamw_8bit(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """AdamW with an fp32 master and moments in 8 bits; gradients are fp32 whatever ``dtype`` the model has."""
+    """Yields cases of AdamW with fp32 masters and 8-bit moments; gradients are fp32."""
     bytes_of_element = 3 * 4 + 2 * 2  # gradient read, weights and both codes read and written
     yield Case(
         "adamw_8bit", f"blocks of {BLOCK}", where, dtype, _power(where.parameters), _coded_states, where.parameters,
@@ -41,7 +41,7 @@ def adamw_8bit(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def squared_norms(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """The sum of squares of a flat gradient."""
+    """Yields cases of the sum of squares of a flat gradient."""
     yield Case(
         "squared_norm", "flat", where, dtype, _power(where.parameters), partial(_flat, dtype), where.parameters,
         ours=_squared_norm, eager=_eager_squared_norm, forward=Cost(dtype.itemsize * where.parameters),

@@ -1,4 +1,4 @@
-"""Cases of the rotary embedding: its cost is the bytes of queries and keys, read and written.
+"""Cases of the rotary embedding; cost is the bytes of queries and keys, read and written.
 
 Shape suffixes: B batch, H heads, L length, D head width.
 """
@@ -14,11 +14,11 @@ from benchmarks.kernels.cases.errors import Operator
 from engine.kernels.dispatch import Kernels
 
 BASE = 500000.0
-"""Of the wave lengths, as Llama 3 has it."""
+"""Base of the rotary wavelengths, as in Llama 3."""
 
 
 def rotary(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """Queries and keys of one sequence, halves of a head turned against each other, as Hugging Face's Llama does."""
+    """Yields cases of rotary embedding of one sequence's queries and keys, by halves as in Hugging Face's Llama."""
     size = 2 * dtype.itemsize * where.tokens * (where.heads + where.key_heads) * where.head
     yield Case(
         "rotary", "halves", where, dtype, where.head, partial(_make, where, dtype), where.tokens,

@@ -1,4 +1,4 @@
-"""Cases of operators that work row by row or element by element: their cost is the bytes that they move."""
+"""Cases of row-wise and elementwise operators; cost is the bytes read and written."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,15 +14,15 @@ from engine.kernels.ops.activations import Activation
 
 EPS = 1e-5
 BEATS_TORCH_UP_TO = 4096
-"""Width up to which norms have to be faster than torch's."""
+"""Maximum width at which norms must be faster than torch's."""
 NORM_TARGETS_FROM = 2048
-"""Width from which norms have to reach their share of the copy rate."""
+"""Minimum width at which norms must reach their fraction of the copy rate."""
 
 FUSED_RMS = "F.rms_norm"
 
 
 def norms(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """RMSNorm, RMSNorm of a residual sum, LayerNorm."""
+    """Yields cases of RMSNorm, RMSNorm with residual sum, and LayerNorm."""
     size = dtype.itemsize * where.tokens * where.width
     wide, beaten = where.width >= NORM_TARGETS_FROM, where.width <= BEATS_TORCH_UP_TO
     targets = (Target("forward", "copy", 0.88), Target("backward", "copy", 0.80)) if wide else ()
@@ -45,7 +45,7 @@ def norms(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def gated(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """SwiGLU and GeGLU."""
+    """Yields cases of SwiGLU and GeGLU."""
     size = dtype.itemsize * where.tokens * where.hidden
     kinds: tuple[tuple[Activation, Operator, Callable[[], Operator]], ...] = (
         ("silu", _eager_swiglu, _liger_swiglu),
@@ -62,7 +62,7 @@ def gated(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def activations(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """Bias and activation after a product."""
+    """Yields cases of bias and activation after a product."""
     size = dtype.itemsize * where.tokens * where.hidden
 
     def make(device: torch.device, rows: int) -> Inputs:

@@ -1,7 +1,6 @@
-"""Cross-entropy of whole logits by the kernels of the softmax: what is measured beside torch's and Liger's.
+"""Cross-entropy of whole logits by the softmax kernels, measured against torch's and Liger's.
 
-The engine itself has the logits of a rank's part of the vocabulary, or those of a chunk of tokens, whose terms the same
-kernels find.
+The engine itself computes the loss on a vocabulary shard or on chunks of tokens, with the same kernels.
 
 Shape suffixes: N rows, V vocabulary.
 """
@@ -27,7 +26,9 @@ from engine.kernels.ops.cross_entropy import (
 
 
 def cross_entropy(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy, kernels: Kernels) -> Tensor:
-    """Cross-entropy in the dtype of the logits: [], or [N] without a reduction. Target int64. Differentiable."""
+    """Computes the cross-entropy in the dtype of the logits: [], or [N] without reduction. Target int64.
+    Differentiable.
+    """
     check_target(target_N, logits_NV.shape[-1], form.ignore_index)
     if not fits_softmax_kernels(logits_NV) or not uses_triton("cross_entropy", logits_NV, logits_NV.shape[-1], kernels):
         return reference(logits_NV, target_N, form)
@@ -36,7 +37,7 @@ def cross_entropy(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy, kerne
 
 
 def reference(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy) -> Tensor:
-    """PyTorch's, which computes in fp32 or wider and rounds once."""
+    """Computes PyTorch's cross-entropy, in fp32 or wider, rounded once."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     found = functional.cross_entropy(
         wide, target_N, ignore_index=form.ignore_index, reduction=form.reduction, label_smoothing=form.label_smoothing

@@ -1,4 +1,4 @@
-"""Cases of what data ranks send in fewer bits: a flat gradient to codes and back, as both ends of a message do."""
+"""Cases of gradient quantization for data ranks: a flat gradient to low-bit codes and back."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +15,7 @@ BLOCK = 256
 
 
 def block_codecs(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
-    """Encode and decode in both widths; whole blocks."""
+    """Yields cases of encoding and decoding whole blocks in both widths."""
     elements = -(-where.parameters // BLOCK) * BLOCK
     for bits in (8, 4):
         moved = 2 * dtype.itemsize * elements + 2 * BlockFormat(bits, BLOCK).message_bytes(elements)

@@ -1,14 +1,11 @@
-"""Folder of a ``PeftModel``: its adapters alone, as ``PeftModel.from_pretrained`` loads them.
+"""Folder of a ``PeftModel``: only its adapters, for ``PeftModel.from_pretrained``.
 
     rank 0     asks PEFT which keys of the state dict it would save     label "start"
     all        gather those weights, not the base's                     label "full state"
-    rank 0     lets PEFT write a temporary folder, and moves its files to their place
+    rank 0     lets PEFT write a temporary folder, and moves its files
 
-PEFT chooses, slices and renames tensors by kinds of adapters. Here it gets tensors that remember their key through any
-operation. An encoder that PEFT runs computes prompts; a copy of the encoder from before the engine changed its modules
-runs in its place, with the full weights.
-
-PEFT is imported only for such a model, because its user has imported it.
+PEFT chooses, slices and renames tensors by adapter type, so it receives tensors that remember their key. PEFT runs
+prompt encoders; copies of them, made before the engine changed their modules, run with the full weights.
 """
 
 import json
@@ -57,17 +54,17 @@ def _without_content(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """``PeftModel`` on its grid."""
+    """``PeftModel`` on its grid, as the source of an adapter folder."""
 
     model: nn.Module
     entries: Mapping[str, Any]
-    """Entries of its state dict by key."""
+    """Parameter or buffer of each key of ``model.state_dict()``."""
     gather: GatherState
-    """Returns the full tensors of some keys on rank 0; collective."""
+    """Function that gathers the full tensors of the given keys on rank 0. Collective."""
     shapes: Callable[[], AbstractContextManager[None]]
-    """Context in which parameters of other ranks have their shapes."""
+    """Context in which parameters of other ranks have their full shapes."""
     encoders: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Copies of its prompt encoders."""
+    """Meta-device copies of the model's prompt encoders, by adapter."""
 
 
 def write_adapters(folder: Path, source: AdapterSource, comm: Comm, device: torch.device) -> None:

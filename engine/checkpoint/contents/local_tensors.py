@@ -1,15 +1,11 @@
-"""Views of every tensor on this rank, to be stored or filled, and ownership in a save: the elements of each tensor
-that a rank stores.
+"""Views of every tensor on this rank, to save or to load, and ownership: which elements each rank saves.
 
-Ownership follows from the plan, so every rank knows it for all ranks without communication.
+Ownership follows from the plan, without communication. At every ZeRO stage, a data rank of the first shard group saves
+its 1/N of every bucket. Of ranks with replicated elements (tied stages, rows on several tensor ranks) the first one
+saves them. Data rank 0 saves parameters outside buckets (frozen and not sharded).
 
-A rank stores its 1/N of every bucket over the data axis, at every ZeRO stage: the shard that it counts in the gradient
-norm. With several shard groups, the first one stores.
-The first holder of replicated elements (tied stages, rows on several tensor ranks) stores them. Data rank 0 stores
-parameters outside buckets (frozen and not sharded).
-
-For the model folder, weights are then sent to their tensor's owner, which writes the full tensor. The tensors of a
-stage are divided among its ranks by bytes.
+For the folder ``model/``, weights are then sent to the rank that writes the full tensor. The tensors of a stage are
+divided among its ranks by bytes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,29 +31,29 @@ from engine.zero.state_inventory import StateInventory, StateTensor, UpdatedTens
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """Tensor of the model folder, written in full by one rank."""
+    """Tensor of the Hugging Face folder ``model/`` of a checkpoint, which one rank writes in full."""
 
     name: str
-    """"param/..." or "buffer/..."."""
+    """Name in the checkpoint: "param/..." or "buffer/..."."""
     key: str
     """Key of the tensor in the Hugging Face folder."""
     kind: TensorKind
     stage: int
     owner: int
-    """Rank that writes the tensor."""
+    """Rank that writes the full tensor."""
     row: ShardRow | None
-    """Row of the parameter; None for a buffer, which its owner holds in full."""
+    """Shard-table row of the parameter; None for a buffer, which is full on its owner."""
 
 
 def local_region(row: ShardRow, part: int) -> Part:
-    """Returns the part of a parameter on index ``part`` of its axis."""
+    """Returns the rows of a parameter that index ``part`` of its sharded axis has."""
     if row.dim is None:
         return Part(row.shape)
     return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in row.ranges if part in r.holders))
 
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
-    """Returns the part that a rank stores: the rows that it holds first; None if there are none."""
+    """Returns the rows of a parameter that a rank saves, as the first of their owners; None if there are none."""
     first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == row.part(holder))
     if not first or (row.axis == "ep" and holder.tp):
         return None
@@ -66,13 +62,13 @@ def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
 
 @dataclass(frozen=True)
 class SaveOwnership:
-    """Division of all tensors among all ranks."""
+    """Assignment of the elements of all tensors to the ranks that save them."""
 
     plan: Plan
 
     @cached_property
     def slots(self) -> Mapping[ShardHolder, Mapping[str, tuple[Bucket, Slot]]]:
-        """Bucket and slot of each parameter, by holder and name."""
+        """Bucket and slot of each parameter, by grid position and parameter name."""
         return {
             where: {slot.name: (bucket, slot) for bucket in (*layout.buckets, *layout.frozen) for slot in bucket.slots}
             for where, layout in self.plan.layouts.items()
@@ -80,16 +76,16 @@ class SaveOwnership:
 
     @cached_property
     def grid(self) -> Grid:
-        """The grid, as rank 0 sees it."""
+        """Grid of ranks with the coordinates of rank 0."""
         return self.plan.grid(0)
 
     def stores(self, row: ShardRow, coord: Coord) -> bool:
-        """Returns True if a rank stores elements of a row: only the first shard group does."""
+        """Returns True if a rank is in the shard group that saves the parameter."""
         spread = self.grid.expert_spread if row.axis == "ep" else self.grid.spread
         return self.grid.is_first(spread.shard_copies, coord)
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
-        """Returns this rank's share of a row: a piece of its local part."""
+        """Returns the elements of a parameter that the rank at ``coord`` updates, as a piece."""
         part = local_region(row, row.part(self.grid.holder(coord)))
         found = self.slots[self.grid.holder(coord)].get(row.name)
         if found is None:
@@ -101,7 +97,7 @@ class SaveOwnership:
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
-        """Returns the piece of a row that this rank stores, or None."""
+        """Returns the elements of a parameter that the rank at ``coord`` saves; None if it saves none."""
         part = stored_part(row, self.grid.holder(coord))
         if part is None or coord.pp != row.owners[0] or not self.stores(row, coord):
             return None
@@ -109,11 +105,11 @@ class SaveOwnership:
         return piece if piece.elements else None
 
     def frozen_dtype(self, row: ShardRow) -> torch.dtype:
-        """Returns the dtype in which the model computes with a frozen parameter."""
+        """Returns the dtype of a frozen parameter in forward."""
         return self.plan.precision.frozen(row.name, row.dtype)
 
     def kind(self, row: ShardRow) -> TensorKind:
-        """Returns the shape of a parameter, and the dtype in which the model computes with it."""
+        """Returns the full shape of a parameter and its dtype in forward."""
         precision = self.plan.precision
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else self.frozen_dtype(row)
         return TensorKind(code_of(str(dtype).removeprefix("torch.")), row.shape)
@@ -122,11 +118,11 @@ class SaveOwnership:
 def model_tensors(
     ownership: SaveOwnership, keys: Mapping[str, str], buffers: Mapping[str, tuple[str, TensorKind]]
 ) -> tuple[ModelTensor, ...]:
-    """Returns all tensors of the model folder, with their owners.
+    """Returns all tensors of the folder ``model/``, each with the rank that writes it.
 
     Args:
-        keys: parameter -> key.
-        buffers: path of a persistent buffer -> (key, kind).
+        keys: parameter name -> key in the folder.
+        buffers: buffer name -> (key, dtype and shape).
     """
     plan = ownership.plan
     rows = [(row, ownership.kind(row)) for row in plan.table if row.name in keys]
@@ -161,27 +157,27 @@ def _spread(sizes: Sequence[tuple[int, int]], plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements of a full tensor in this rank's memory."""
+    """Elements of one full tensor that are in this rank's memory."""
 
     tensor: str
-    """"param/...", "master/...", "exp_avg/..."."""
+    """Name in the checkpoint: "param/...", "master/...", "exp_avg/..."."""
     row: ShardRow
-    """The row of the parameter that the tensor belongs to."""
+    """Shard-table row of the parameter to which the tensor belongs."""
     kind: TensorKind
-    """Shape of the full tensor, and the dtype of ``values``."""
+    """Shape of the full tensor, and dtype of ``values``."""
     own: Piece
-    """The elements of the full tensor that ``values`` holds."""
+    """Elements of the full tensor that ``values`` contains."""
     values: Tensor
-    """[own.elements], on the device; a view."""
+    """Device tensor [own.elements], a view of the live state."""
     apart: bool = False
-    """True: state in a shape of its own; a rank with any element has all."""
+    """True for optimizer state that is not sharded by elements; a rank with any of it has all."""
     stores: bool = False
-    """True: this rank stores it; only for ``apart``."""
+    """True if this rank saves it; only for ``apart``."""
 
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Tensors of one rank, except for weights that it stores as codes (``quantized``)."""
+    """Live tensors of one rank, to save or to load, except for quantized frozen weights (``quantized``)."""
 
     ownership: SaveOwnership
     coord: Coord
@@ -189,7 +185,7 @@ class LocalTensors:
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
-        """Trained and frozen buckets."""
+        """Buckets of trained and frozen parameters."""
         return self.inventory.buckets
 
     @property
@@ -198,12 +194,12 @@ class LocalTensors:
         return self.inventory.optimizer.places
 
     def weights(self) -> Iterator[Held]:
-        """Yields parameters in the model's dtype; parameters outside buckets are full on every data rank."""
+        """Yields parameters in their dtype of forward; parameters outside buckets are full on every data rank."""
         for state in self.inventory.weights():
             yield from self._of(state, "param")
 
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
-        """Quantizes a full weight, and stores this rank's part."""
+        """Quantizes a full frozen weight, and stores this rank's shard."""
         device = self.buckets[0].params.device if self.buckets else full.device
         part = row.part(self.ownership.grid.holder(self.coord))
         codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, part)
@@ -213,17 +209,17 @@ class LocalTensors:
         dict(self.inventory.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
-        """Yields fp32 master weights of parameters with a narrower dtype."""
+        """Yields the fp32 masters of bf16 and fp16 parameters."""
         for state in self.inventory.masters():
             if state.flat is not None and state.flat.wide is not None:
                 yield from self._of(state, "master")
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
-        """Yields moments as views of ``tensors``: updated parameter -> name -> moment in that parameter's shape."""
+        """Yields optimizer moments as views of ``tensors``: updated parameter -> name -> moment of equal shape."""
         return self._elements(self.inventory.element_state(tensors))
 
     def averages(self) -> Iterator[Held]:
-        """Returns the moving averages of parameters."""
+        """Yields the moving averages of parameters."""
         return self._elements(self.inventory.averages())
 
     def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
@@ -241,7 +237,7 @@ class LocalTensors:
                     yield Held(f"{state.kind}/{row.name}", row, kind_of(values, row.shape), piece, values)
 
     def apart(self, updates: WholeUpdates) -> Iterator[Held]:
-        """Yields the state that this rank has in full, in its own shapes."""
+        """Yields optimizer state that is not sharded by elements, such as preconditioners of Shampoo."""
         grid = self.ownership.grid
         kept: dict[str, list[StateTensor]] = {}
         for state in self.inventory.whole_state(updates):
@@ -296,13 +292,15 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Returns the position of a piece of a slot in memory that starts at ``owned``."""
+    """Returns the positions of a piece in a buffer that begins with element ``owned.start`` of the bucket."""
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 
 
 @torch.no_grad()
 def copy_shared(source: Tensor, held: Piece, target: Tensor, wanted: Piece) -> None:
-    """Copies the elements that two pieces of a tensor share; ``source`` and ``target`` are flat."""
+    """Copies the elements that the pieces ``held`` and ``wanted`` share from the flat tensor ``source`` to
+    ``target``.
+    """
     if held == wanted:
         target.copy_(source)
         return

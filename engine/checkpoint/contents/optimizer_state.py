@@ -1,13 +1,12 @@
 """State of a torch optimizer as tensors of its parameters and plain numbers.
 
-moments    state tensors in their parameter's shape; sharded, stored and loaded like the parameter
-numbers    scalars ("step" of torch's Adam), by optimizer group, and for parameters that differ from their group
-fresh      parameters without a state, because no step has had a gradient for them
+moments    state tensors in their parameter's shape; sharded, saved and loaded like the parameter
+numbers    scalars ("step" of torch's Adam), by parameter group, and by parameter if they differ in a group
+fresh      parameters without state, because they had no gradient in any step
 options    settings of the groups (lr, betas, the step count of the built-in optimizers)
-missed     by parameter, the number of updates without a gradient
+missed     number of updates without a gradient, by parameter
 
-For a parameter of one element, moments and numbers have the same shape. Such a state is stored as a moment, unless it
-is a number for other parameters of the group (``arranged``).
+State of a one-element parameter is saved as a moment, unless it is a number for others of its group (``arranged``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,9 @@ from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 Moments = dict[nn.Parameter, dict[str, Tensor]]
 Numbers = dict[str, dict[str, list[Any]]]
-"""Parameter -> name -> [value, dtype of a tensor or None], and the number of dims of a tensor that has any."""
+"""Scalars of optimizer state: parameter -> name -> [value, tensor dtype or None], plus the number of dims of a tensor
+with dims.
+"""
 
 _NO_MOMENTS = frozenset({"param", "buffer", "master", FAMILY})
 """Families of tensors outside the optimizer's state."""
@@ -40,7 +41,7 @@ _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 
 
 def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
-    """Returns moments by the flat parameter that the optimizer updates, then by name; empty before the first step.
+    """Returns moments: flat parameter of the optimizer -> name -> tensor; empty before the first step.
 
     Moments in another form, such as 8-bit codes, are decoded into host memory.
     """
@@ -48,9 +49,9 @@ def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
 
 
 def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
-    """Returns the scalars in the state of each parameter that this rank updates.
+    """Returns the scalars of optimizer state ("step") for each parameter that this rank updates.
 
-    For a parameter of one element they include possible moments; ``arranged`` separates them.
+    For a parameter of one element they may include moments; ``arranged`` separates them.
 
     Raises:
         CheckpointError: a state is neither a moment nor a number.
@@ -70,17 +71,16 @@ def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers
 def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Returns the tensors and the numbers of a save: numbers by group, and for parameters that differ from their group.
+    """Returns the tensors and scalars of a save: scalars by group, and by parameter if they differ in a group.
 
-    For a parameter of one element, the shape of a state does not decide between moment and number. So a rank stores it
-    as a moment and sends it as a number; it is a number if other parameters of the group have it as one.
+    State of a one-element parameter is saved as a moment, unless it is a scalar for other parameters of its group.
 
     Args:
-        groups: the optimizer's groups, as ``describe_optimizer`` returns them.
-        numbers: the numbers of all ranks, by parameter.
+        groups: parameter groups from ``describe_optimizer``.
+        numbers: scalars of all ranks, by parameter.
 
     Raises:
-        CheckpointError: a state is a moment for some parameters of a group, and a number for others.
+        CheckpointError: a state is a moment for some parameters of a group, and a scalar for others.
     """
     kept, common, own, fresh = dict(tensors), dict[str, Any](), dict[str, Any](), list[str]()
     for index, group in enumerate(groups):
@@ -115,10 +115,10 @@ def _fresh(tensors: Iterable[str], counts: Mapping[str, Any], names: Sequence[st
 
 
 def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
-    """Merges the numbers of all ranks; each rank has those of the parameters that it updates.
+    """Merges the scalars of all ranks; each rank reports the parameters that it updates.
 
     Raises:
-        CheckpointError: two ranks disagree.
+        CheckpointError: two ranks report different scalars for one parameter.
     """
     merged: Numbers = {}
     for given in ranks:
@@ -133,7 +133,9 @@ def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
 
 
 def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled: frozenset[str]) -> dict[str, Any]:
-    """Returns type and groups of the optimizer, for the manifest. ``scheduled``: options that a schedule sets."""
+    """Returns the optimizer's type and parameter groups for the manifest. ``scheduled``: options that a schedule
+    sets.
+    """
     groups = [
         {
             "params": names,
@@ -149,7 +151,9 @@ def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled
 
 
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
-    """Raises for the state of another optimizer type; foreign files have only their moments to identify it."""
+    """Raises if ``stored`` is the state of another optimizer type; other engines' files identify it only by its
+    moments.
+    """
     own = _type(optimizer)
     known = [stored["type"]] if stored.get("type") else stored.get("types", [])
     if known and own not in known:
@@ -167,7 +171,7 @@ def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
 
 
 class Families:
-    """Names of the moments of each parameter in a checkpoint; equal within a group, so a missing moment is detected."""
+    """Names of the moments of each parameter in a checkpoint, equal within a group, to detect missing moments."""
 
     def __init__(
         self, kinds: Mapping[str, TensorKind], stored: Mapping[str, Any], apart: frozenset[str] = frozenset()
@@ -185,7 +189,7 @@ class Families:
         self._groups, self._found, self._fresh = groups, found, frozenset(stored.get("fresh", ()))
 
     def of(self, parameters: Iterable[str]) -> set[str]:
-        """Returns the moments that any of the parameters has; parameters without a state have none."""
+        """Returns the names of all moments that these parameters have."""
         groups = self._groups
         return {
             family
@@ -195,17 +199,15 @@ class Families:
         }
 
     def begins_anew(self, parameter: str) -> bool:
-        """Returns True if the saved run had no state of a parameter."""
+        """Returns True if the checkpoint has no optimizer state of a parameter."""
         return parameter in self._fresh or parameter not in self._groups
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
-    """Replaces the optimizer's state by zeros for the stored moments.
+    """Replaces the optimizer's state by zeros in the shapes of the stored moments; the load then fills them.
 
-    Moments in another form are read into host memory, and ``keep_state`` encodes them afterwards. Tensors that hold
-    only
-    padding get the moments of their group too: ``restore`` sets the group's numbers there, and an optimizer treats a
-    partly filled state as complete and would skip its initialization.
+    8-bit moments are read into host memory, and ``keep_state`` encodes them afterwards. Tensors with only padding get
+    the moments of their group too, because an optimizer treats a partly filled state as complete.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
@@ -238,11 +240,11 @@ def _by_hand(group: Mapping[str, Any], configured: Mapping[str, Any], scheduled:
 def restore(
     optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any], scheduled: frozenset[str] = frozenset()
 ) -> None:
-    """Restores numbers and options.
+    """Restores the optimizer's scalars and group options from ``stored``.
 
-    The built-in optimizers take the step count, and options that the user had set by hand, unless their configured
-    value has changed or they are ``scheduled``; all others come from the configuration. A group with other parameters
-    than when it was saved keeps its configured rate and weight decay.
+    Built-in optimizers restore the step count, and options set by hand, unless the configured value has changed or a
+    schedule sets them (``scheduled``); other options come from the configuration. A group whose parameters differ from
+    the saved ones has its configured rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     missed, known = stored.get("missed", {}), {name for each in stored["groups"] for name in each["params"]}
@@ -284,7 +286,7 @@ def _restored(number: Sequence[Any], device: torch.device) -> Any:
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Raises for the state of a scheduler with other groups than this run's."""
+    """Raises if scheduler state was saved with other parameter groups than this run's."""
     sources, count = _sources(optimizer, table, stored), len(stored["groups"])
     if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):
         raise CheckpointError(
@@ -295,7 +297,9 @@ def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mappi
 
 
 def restore_schedule(optimizer: ShardedOptimizer, stored: Mapping[str, Any]) -> None:
-    """Restores the group options of torch's schedulers, such as the next update's rate; after ``check_schedule``."""
+    """Restores the group options that a torch scheduler sets, such as the learning rate. Call ``check_schedule``
+    before.
+    """
     for group, then in zip(optimizer.inner.param_groups, stored["groups"], strict=True):
         own = optimizer.inner.defaults.keys() - _SCHEDULED
         _put(group, {key: value for key, value in then["options"].items() if key in group and key not in own})
@@ -361,7 +365,8 @@ def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
 
 
 def unsaved_state(optimizer: ShardedOptimizer) -> str | None:
-    """Returns the attribute with tensors outside a checkpoint, such as "self.muon"; None if there are none.
+    """Returns the name of an optimizer attribute with tensors that a checkpoint would miss, such as "self.muon"; or
+    None.
 
     A checkpoint stores the state of torch's optimizers: ``self.state[parameter]`` and the options of the groups.
     """

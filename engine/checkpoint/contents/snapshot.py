@@ -1,10 +1,9 @@
-"""Snapshot, the part of a save that training waits for: one copy of this rank's share into host memory.
+"""Snapshot: copy of this rank's state into host memory, the part of a save during which training waits.
 
-weights    -> messages, one for each other rank that writes some of these tensors
-           -> the image of the model file, for tensors that this rank writes itself
-buffers    -> the image of the model file, on the rank that owns them
-masters, moments -> the image of the optimizer file
-generators -> the image of the state file
+weights                 messages to the ranks that write full tensors; own tensors go to the image of the model file
+buffers                 image of the model file, on the rank that owns them
+masters, moments        image of the optimizer file
+random generators       image of the state file
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Manifest fields other than tensors; rank 0 writes its own."""
+    """Fields of the manifest that are not about tensors; only rank 0's are written."""
 
     step: int
     aliases: Mapping[str, str]
@@ -35,43 +34,43 @@ class Contents:
     optimizer: Mapping[str, Any]
     user: Any
     model_files: Mapping[str, bytes]
-    """ "config.json" and other files of the model folder without tensors, by name."""
+    """Content of "config.json" and other files of ``model/`` without tensors, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """Everything that this rank stores."""
+    """All state that this rank saves."""
 
     weights: Sequence[Held]
-    """Parameters; their owners write them in full."""
+    """Parameters of this rank; their owners write them in full."""
     buffers: Mapping[str, Tensor]
-    """"buffer/..." -> values."""
+    """Buffer tensors by name, "buffer/..."."""
     pieces: Sequence[Held]
-    """Master weights and moments."""
+    """fp32 masters and optimizer moments of this rank."""
     state: Mapping[str, Tensor]
-    """State of this rank alone, such as random generators."""
+    """Tensors that only this rank has, such as states of random generators."""
     numbers: Mapping[str, Any]
-    """Scalars of the optimizer's state, by group."""
+    """Scalars of optimizer state, by parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Bytes of a rank, as they were between two steps."""
+    """State of a rank in host memory, copied between two steps."""
 
     contents: Contents
     outgoing: Mapping[int, memoryview]
-    """Pieces of this rank for the tensors of another writer, by that rank."""
+    """Message with pieces of this rank's weights for each rank that writes full tensors."""
     model: HostImage
-    """Image of the tensors that this rank owns; other ranks' pieces are received later."""
+    """Image of this rank's file in ``model/``; pieces of other ranks are received later."""
     optim: HostImage
     state: HostImage
     pieces: Mapping[str, tuple[TensorKind, Piece]]
-    """Kind and piece of every tensor in the optimizer file."""
+    """Dtype, full shape and piece of every tensor in this rank's optimizer file."""
     numbers: Mapping[str, Any]
 
     @property
     def images(self) -> tuple[HostImage, ...]:
-        """Files that this rank writes."""
+        """Images of the files that this rank writes."""
         return tuple(image for image in (self.model, self.optim, self.state) if image.layout.places)
 
 
@@ -80,7 +79,7 @@ MessagePart = tuple[ModelTensor, Piece, int, int]
 
 @dataclass(frozen=True)
 class Messages:
-    """Layout of the message from each rank to each owner; both sides derive it from the plan."""
+    """Layout of the weight message from each rank to each owner; sender and receiver derive it from the plan."""
 
     ownership: SaveOwnership
     tensors: Sequence[ModelTensor]
@@ -88,7 +87,9 @@ class Messages:
     """Cache of layouts: the plan is constant, and training waits while a message is filled."""
 
     def parts(self, source: Coord, owner: int) -> list[MessagePart]:
-        """Returns (tensor, piece, first byte, last byte) of a rank's message to an owner; starts are aligned."""
+        """Returns (tensor, piece, first byte, last byte) for each piece of a rank's message to ``owner``; starts are
+        aligned.
+        """
         if (source, owner) not in self._known:
             self._known[source, owner] = self._find(source, owner)
         return self._known[source, owner]
@@ -106,7 +107,7 @@ class Messages:
 
 
 class Snapshots:
-    """Maker of the snapshots of one rank; also inserts the weights that other ranks send."""
+    """Maker of the snapshots of one rank; it also inserts the weights that other ranks send."""
 
     def __init__(self, ownership: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
         self.owned = [tensor for tensor in tensors if tensor.owner == rank]
@@ -119,7 +120,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copies everything that training will change. Communicates nothing."""
+        """Copies all state that training will change into host memory. Communicates nothing."""
         weights = {held.tensor: held for held in ours.weights}
         others = [owner for owner in self.writers if owner != self._grid.rank]
         outgoing = {owner: memory for owner in others if (memory := self._message(weights, owner)) is not None}
@@ -152,7 +153,7 @@ class Snapshots:
         )
 
     def incoming(self) -> Iterator[tuple[int, int]]:
-        """Yields (rank, bytes) of the messages that this rank combines with its own pieces."""
+        """Yields (rank, bytes) of each weight message that this rank receives."""
         for coord in self._sources():
             parts = self._messages.parts(coord, self._grid.rank)
             if parts and coord != self._coord:
@@ -160,7 +161,7 @@ class Snapshots:
 
     @torch.no_grad()
     def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
-        """Copies the weights from another rank's message into the image of the model file."""
+        """Copies the weights of another rank's message into the image of this rank's model file."""
         for tensor, piece, start, stop in self._messages.parts(self._grid.coord(source), self._grid.rank):
             values = as_tensor(message[start:stop], TensorKind(tensor.kind.dtype, (piece.elements,)))
             whole = snapshot.model.tensor(tensor.key).view(-1)

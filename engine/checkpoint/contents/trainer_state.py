@@ -1,9 +1,9 @@
 """Training state without the model: counters, registered objects, random generators, learning-rate scheduler.
 
-tracked      the state of every registered object, as JSON, equal on all ranks
-generators   the random generators of torch, Python and NumPy that user code such as a shuffling data loader draws
-             from, as bytes, for each rank; the engine's own randomness is keyed by seed and step and needs no state
-scheduler    counters and rates of a torch scheduler, and of the schedulers nested in it, as JSON
+tracked      state of every registered object, as JSON, equal on all ranks
+generators   random generators of torch, Python and NumPy, of each rank, which user code draws from; the engine's own
+             random numbers are keyed by seed and step
+scheduler    counters and rates of a torch scheduler, and of schedulers nested in it, as JSON
 """
 
 import json
@@ -34,18 +34,17 @@ class Stateful(Protocol):
     """Object that can be registered for checkpointing; its state is JSON, equal on every rank."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns the state in the form that ``load_state_dict`` takes."""
+        """Returns the object's state as JSON values, for ``load_state_dict``."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Restores the state."""
+        """Restores the object's state."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """Progress of a run, restored as soon as a load is requested, even before the model is built.
+    """Counters, registered objects and random generators of a run; a load restores them even before the model is built.
 
-    A model that is built at its first batch draws that batch from a sampler and its generators, so their positions must
-    be restored before.
+    A model that is built for its first batch draws that batch from a sampler, whose position must be restored before.
     """
 
     update: Update
@@ -54,7 +53,8 @@ class TrainerState:
     device: torch.device
 
     def check(self, reader: OpenCheckpoint) -> None:
-        """Refuses a checkpoint without the state of a registered object; warns of stored state without an object.
+        """Raises if the checkpoint lacks the state of a registered object; warns if it has state of an object that is
+        not registered.
 
         Raises:
             CheckpointError: names the first object without state.
@@ -81,7 +81,7 @@ class TrainerState:
             )
 
     def restore(self, reader: OpenCheckpoint) -> dict[str, torch.Tensor]:
-        """Restores counters, registered objects and generators; returns this rank's own state, see ``own_states``."""
+        """Restores counters, registered objects and generators; returns the tensors of ``own_states``."""
         manifest = reader.manifest
         self.update.load_state_dict(_counters(manifest.progress["update"]))
         if self.update.made != manifest.step:
@@ -117,7 +117,7 @@ def _counters(state: Any) -> dict[str, Any]:
 
 
 def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
-    """Returns the tensors of this rank's state file; none on another grid, where no rank has its old position."""
+    """Returns the tensors of this rank's state file; {} if the checkpoint was saved on another grid."""
     saved = reader.manifest.info["grid"]
     if ({axis: saved.get(axis, 1) for axis in grid.sizes}, saved_order(saved)) != (grid.sizes, grid.order):
         return {}
@@ -129,7 +129,7 @@ def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Returns states as uint8 tensors: torch's generators, Python's, and NumPy's global one."""
+    """Returns the states of the random generators of torch, Python and NumPy as uint8 tensors."""
     states = {f"torch/{index}": generator.get_state() for index, generator in enumerate(generators_of(device))}
     states["python"] = _bytes(random.getstate())
     legacy: Any = np.random.get_state(legacy=False)
@@ -139,7 +139,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the generators from ``random_states``, as many as were stored."""
+    """Sets the random generators to the states from ``random_states``; missing ones are left unchanged."""
     for index, generator in enumerate(generators_of(device)):
         if f"torch/{index}" in states:
             generator.set_state(states[f"torch/{index}"])
@@ -158,12 +158,12 @@ _LEAVES = (bool, int, float, str, type(None))
 
 
 def schedule_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the JSON entries of ``scheduler.state_dict()``; the user rebuilds functions on resume."""
+    """Returns the JSON entries of a scheduler's ``state_dict()``, without functions, which the script makes again."""
     return {key: _plain(value) for key, value in state.items() if _is_plain(value)}
 
 
 def joined(fresh: Any, stored: Any) -> Any:
-    """Returns ``fresh``, the state of a new scheduler, overwritten by the stored entries."""
+    """Returns the state of a new scheduler, ``fresh``, overwritten by all entries of ``stored``."""
     if isinstance(fresh, Mapping) and isinstance(stored, Mapping):
         return {**fresh, **{key: joined(fresh.get(key), value) for key, value in stored.items()}}
     if isinstance(fresh, list) and isinstance(stored, list) and len(fresh) == len(stored):
@@ -194,9 +194,9 @@ TRAINING = (
     "communication_data_type", "keep_fp32", "quantize_frozen", "wire", "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_gradient_error_feedback",
 )  # fmt: skip
-"""Keys that change the numbers of an update."""
+"""Configuration keys on which the values of an update depend."""
 RATES = ("scheduler", "optimizer")
-"""Sections that determine learning rates."""
+"""Configuration sections on which learning rates depend."""
 _REPLACED = frozenset({"optimizer.type", "optimizer.params"})
 """Keys that an optimizer from code replaces."""
 
@@ -204,11 +204,11 @@ _REPLACED = frozenset({"optimizer.type", "optimizer.params"})
 def changed_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], own_optimizer: bool, among: Sequence[str] = TRAINING
 ) -> list[str]:
-    """Returns changes such as "optimizer.params.lr 0.001 -> 0.002", for the keys of both configurations.
+    """Returns changed keys of two configurations, such as "optimizer.params.lr 0.001 -> 0.002".
 
     Args:
         before, now: the configurations as JSON.
-        own_optimizer: an optimizer from code replaces type and params of the section.
+        own_optimizer: True if the script passed an optimizer, so that the section's type and params are unused.
         among: dotted paths of the keys that are compared.
     """
     now, found = json.loads(json.dumps(now)), list[str]()
@@ -253,8 +253,9 @@ def _replaced(path: str) -> bool:
 def kept_options(
     groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], scheduled: frozenset[str]
 ) -> list[str]:
-    """Returns optimizer options that continue as saved although the code sets others; schedules' options are left
-    out."""
+    """Returns the optimizer options that are restored from the checkpoint although the script sets other values;
+    scheduled ones are left out.
+    """
     found = []
     for index, (group, own) in enumerate(zip(groups, before, strict=True)):
         driven = scheduled | ({"lr", "momentum", "betas"} if "initial_lr" in group else set())

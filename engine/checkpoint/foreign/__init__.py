@@ -26,7 +26,9 @@ logger = logging.getLogger("trine")
 
 
 def foreign_folder(files: Files, folder: Path) -> Path | None:
-    """Returns the folder of another engine's checkpoint: ``folder``, or the one that its file "latest" names."""
+    """Returns the folder of another engine's checkpoint: ``folder``, or the one named in its file "latest"; None if
+    neither is one.
+    """
     for place in (folder, *_tag_folders(files, folder)) if files.is_folder(folder) else ():
         if _reader(files.names(place)) is not None:
             return place
@@ -34,15 +36,15 @@ def foreign_folder(files: Files, folder: Path) -> Path | None:
 
 
 def open_checkpoint(files: Files, folder: Path, optimizer: bool = True) -> OpenCheckpoint:
-    """Opens a checkpoint of this engine, or one that ``foreign_folder`` has found."""
+    """Opens a checkpoint of this engine, or another engine's that ``foreign_folder`` has returned."""
     return StepReader(files, folder) if is_step(files, folder) else open_foreign(files, folder, optimizer)
 
 
 def open_foreign(files: Files, folder: Path, optimizer: bool = True) -> ForeignStep:
-    """Opens the checkpoint of another engine.
+    """Opens another engine's checkpoint: DeepSpeed, Megatron or torch.distributed.checkpoint.
 
     Args:
-        optimizer: True if the optimizer's state is wanted.
+        optimizer: True to read optimizer state too.
 
     Raises:
         CheckpointError: the folder is damaged, or has unreadable contents.

@@ -25,17 +25,17 @@ from engine.checkpoint.format.strict_json import dump
 from engine.errors import CheckpointError
 
 FILE = 1 << 30
-"""Bytes of tensors in a file, and so in memory; a larger tensor has its own file."""
+"""Largest bytes of tensors in an output file, and so in memory; a larger tensor has its own file."""
 
 
 def convert(folder: Path, out: Path, weights_only: bool = False) -> Path:
-    """Converts the checkpoint in ``folder``; returns the new step folder in ``out``.
+    """Converts another engine's checkpoint in ``folder``; returns the new step folder in ``out``.
 
     Args:
-            weights_only: leave out the optimizer, whose files may not name their parameters.
+        weights_only: leave out optimizer state, because some files do not name its parameters.
 
-        Raises:
-            CheckpointError: ``folder`` has no checkpoint of a known engine, or is damaged; the disk is full.
+    Raises:
+        CheckpointError: ``folder`` has no checkpoint of a known engine, or is damaged; the disk is full.
     """
     files = Files()
     given, target = resolved(folder), resolved(out)

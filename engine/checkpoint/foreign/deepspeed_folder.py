@@ -49,32 +49,34 @@ _OWN = frozenset({
 
 
 def count_of(state: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Returns a counter; ``default`` if it was not written."""
+    """Returns a counter of a DeepSpeed state by key; ``default`` if it is missing."""
     value = state.get(key, default)
     return numbers_of([default if value is None else value], key)[0]
 
 
 def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage; 1 for the optimizer of bf16 runs, which does not write it."""
+    """Returns the ZeRO stage of a DeepSpeed optimizer state; 1 if it has none, as in bf16 runs."""
     value = optimizer.get("zero_stage", 1)
     value = value.arguments[0] if isinstance(value, PickledObject) and value.arguments else value
     return value if isinstance(value, int) else 1
 
 
 def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
-    """Returns the user's argument of ``save_checkpoint`` as JSON; adds paths of other values to ``dropped``."""
+    """Returns the ``client_state`` of a DeepSpeed checkpoint as JSON; paths of values that JSON cannot express are
+    added to ``dropped``.
+    """
     return plain({key: value for key, value in state.items() if key not in _OWN}, dropped)
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
-    """Returns the index of a group's state; ``index`` if the group does not name it."""
+    """Returns the index of the flat tensor of a DeepSpeed parameter group; ``index`` if the group has none."""
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index
     return first if isinstance(first, int) else index
 
 
 def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
-    """Returns a dynamic loss scale in our counters; None for any other."""
+    """Returns a dynamic loss scale of DeepSpeed as this engine's counters; None for a fixed one."""
     if not isinstance(scaler, PickledObject) or scaler.get("dynamic") is not True:
         return None
     value, window = scaler.get("cur_scale"), scaler.get("scale_window")
@@ -89,7 +91,7 @@ def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
 
 
 def scheduler_state(state: Any) -> dict[str, Any] | None:
-    """Returns the state of a scheduler object in the form of torch's schedulers."""
+    """Returns the state of a DeepSpeed scheduler as torch's schedulers write it."""
     if not isinstance(state, dict):
         return None
     found: dict[str, Any] = plain(state, [])
@@ -105,19 +107,18 @@ _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|ex
 
 
 def is_deepspeed(names: Sequence[str]) -> bool:
-    """Returns True if a folder with these names is a DeepSpeed checkpoint."""
+    """Returns True if a folder with these file names is a DeepSpeed checkpoint."""
     return any(_MODEL.fullmatch(name) for name in names)
 
 
 def read_deepspeed(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Returns the checkpoint in ``folder``, and the paths of client state without a JSON form, which is left out.
+    """Returns the checkpoint in ``folder``, and the paths of client state that JSON cannot express.
 
     Args:
-        optimizer: True if the optimizer's state is wanted; otherwise files that do not name its parameters are read
-        too.
+        optimizer: True to read optimizer state; False also reads files that do not name its parameters.
 
     Raises:
-        CheckpointError: damage; a model with tensor parallelism; experts; an optimizer state without names.
+        CheckpointError: the files are damaged, or have tensor-parallel shards, experts or unnamed optimizer state.
     """
     names = files.names(folder)
     listing = _Listing.of(folder, names)

@@ -5,15 +5,15 @@ ZeRO 1, 2   each optimizer group is one flat tensor, split into one partition a 
     group 0     | embed.weight .......... | hidden.weight ....... | padding |
     partition   |         rank 0          |         rank 1        |
 
-ZeRO 3      each parameter is sharded over the data ranks, and a rank stores its shares in sequence, in flat tensors
+ZeRO 3      each parameter is sharded over the data ranks, and a rank stores its shards in flat tensors
 
     rank 0      | embed.weight 0 | hidden.weight 0 | ...
-    rank 1      | embed.weight 1 | hidden.weight 1 | ...     the last share of a parameter ends in padding
+    rank 1      | embed.weight 1 | hidden.weight 1 | ...     the last shard of a parameter ends in padding
 
-A universal DeepSpeed folder: one file a tensor, in full.
+universal   one file a tensor, in full
 
 zero/NAME/fp32.pt, exp_avg.pt, ...    {"param": tensor}
-zero/NAME/step.pt                     updates of that parameter; ZeRO 3 does not write it
+zero/NAME/step.pt                     number of updates of that parameter; not written by ZeRO 3
 zero/optimizer_state.pt               loss scaler, options of the groups
 """
 
@@ -40,40 +40,40 @@ from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.errors import CheckpointError
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
-"""By optimizer group: parameter -> shape, in the order of the flat tensor."""
+"""Parameter shapes of each optimizer group, in the order of its flat tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements of a parameter in a flat tensor of one data rank."""
+    """Elements of a parameter within a flat tensor of one data rank."""
 
     rank: int
     flat: int
-    """Index of the flat tensor on that rank, and of its state."""
+    """Index of the flat tensor, and of its optimizer state, on that rank."""
     start: int
     piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Optimizer of one data rank."""
+    """Optimizer state of one data rank in a DeepSpeed checkpoint."""
 
     flats: Sequence[TorchTensor]
-    """fp32 weights."""
+    """Flat fp32 weights."""
     states: Sequence[Mapping[str, Any]]
-    """State of each flat tensor: moments of its length, and numbers."""
+    """Optimizer state of each flat tensor: moments of equal length, and scalars."""
     groups: Sequence[Mapping[str, Any]]
-    """Options of the groups."""
+    """Options of the parameter groups."""
     gaps: Sequence[Sequence[int]]
-    """ZeRO 1 and 2: elements of padding after each parameter of a flat tensor; empty without padding."""
+    """For ZeRO 1 and 2: padding elements after each parameter of a flat tensor; empty without padding."""
     loss_scaler: Any
 
 
 def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
-    """Reads ``optimizer_state_dict`` of a ZeRO file.
+    """Returns the optimizer state of one data rank from ``optimizer_state_dict`` of a ZeRO file.
 
     Raises:
-        CheckpointError: parts are missing, as with state that was swapped to a disk.
+        CheckpointError: entries are missing, for example because state was offloaded to disk.
     """
     sharded = "fp32_flat_groups" in optimizer
     flats = value_list(optimizer.get("fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"), what)
@@ -92,7 +92,7 @@ def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
 
 
 def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[Fragment]]]:
-    """Yields the fragments of each parameter at ZeRO 1 and 2."""
+    """Yields each parameter of ZeRO 1 or 2 files with its elements in the ranks' flat tensors."""
     for group, params in enumerate(shapes):
         ends = list(accumulate(rank.flats[group].kind.elements for rank in ranks))
         firsts, place = [0, *ends[:-1]], 0
@@ -107,7 +107,7 @@ def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 
 
 def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[Fragment]]]:
-    """Yields the fragments of each parameter at ZeRO 3."""
+    """Yields each parameter of ZeRO 3 files with its elements in the ranks' flat tensors."""
     flat, place = 0, 0
     sizes = [each.kind.elements for each in ranks[0].flats]
     for name, shape in ((name, shape) for params in shapes for name, shape in params.items()):
@@ -131,7 +131,7 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 def tensors_of_fragments(
     ranks: Sequence[RankState], found: Mapping[str, Sequence[Fragment]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SpannedTensor]:
-    """Returns weights and moments of all parameters: "param/NAME", "exp_avg/NAME"."""
+    """Returns weights and moments of all parameters as tensors in files: "param/NAME", "exp_avg/NAME"."""
     tensors: dict[str, SpannedTensor] = {}
     for name, fragments in found.items():
         held = {"param": [(ranks[each.rank].flats[each.flat], each) for each in fragments]}
@@ -165,7 +165,7 @@ COMMON = "optimizer_state.pt"
 
 @dataclass(frozen=True, slots=True)
 class UniversalFolder:
-    """Trained parameters, their moments, and the optimizer."""
+    """Contents of a universal DeepSpeed checkpoint: trained weights, moments, optimizer groups."""
 
     tensors: Mapping[str, SpannedTensor]
     groups: list[ParameterGroup]
@@ -173,11 +173,11 @@ class UniversalFolder:
 
 
 def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str]) -> UniversalFolder:
-    """Reads the folder ``zero``.
+    """Reads the folder ``zero`` of a universal DeepSpeed checkpoint.
 
     Args:
-        shapes: trained parameters by group, from the model's file; without any, all in the folder are one group.
-        others: names of buffers and further names of tied parameters, which have folders too.
+        shapes: trained parameters by group, from the model's file; if empty, all in the folder form one group.
+        others: names of buffers, and second names of tied parameters, which have folders too.
     """
     known = {name: shape for group in shapes for name, shape in group.items()}
     groups = [list(group) for group in shapes] or [[name for name in files.names(folder) if name not in others]]

@@ -1,4 +1,4 @@
-"""Checkpoint of another engine in our form: a manifest, kinds by name, tensors that are read in pieces."""
+"""Checkpoint of another engine behind the interface of this engine's: manifest, dtypes and shapes, reads of pieces."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,29 +27,29 @@ _TYPES: Mapping[frozenset[str], tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
-    """Group of the optimizer."""
+    """Parameter group of the saved optimizer."""
 
     params: Sequence[str]
     options: Mapping[str, Any]
-    """Settings such as lr, as JSON; "step" is the number of updates."""
+    """Settings such as lr, as JSON values; "step" is the number of updates."""
     numbers: Mapping[str, Sequence[Any]]
-    """Scalars of the state: [value, dtype of a tensor or None]."""
+    """Scalars of optimizer state by name: [value, tensor dtype or None]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignContents:
-    """Contents of another engine's folder, without the values of tensors."""
+    """Contents of another engine's checkpoint; tensor values stay on disk."""
 
     origin: str
-    """For people: "DeepSpeed 0.19.8, ZeRO 2 over 2 data ranks"."""
+    """Words for logs: "DeepSpeed 0.19.8, ZeRO 2 over 2 data ranks"."""
     tensors: Mapping[str, SpannedTensor]
-    """Tensors by our names: "param/...", "buffer/...", "exp_avg/..."."""
+    """Tensors under this engine's names: "param/...", "buffer/...", "exp_avg/..."."""
     made: int = 0
-    """Number of updates."""
+    """Number of weight updates."""
     skipped: int = 0
     samples: int = 0
     loss_scale: Mapping[str, Any] | None = None
-    """value, forgiven, good."""
+    """Dynamic loss scale with keys value, forgiven, good; None if it was fixed."""
     scheduler: Mapping[str, Any] | None = None
     groups: Sequence[ParameterGroup] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class ForeignContents:
 
 
 class ForeignStep:
-    """Open checkpoint of another engine; a stand-in for ``StepReader``.
+    """Open checkpoint of another engine, with the interface of ``StepReader``.
 
     Raises:
         CheckpointError: the pieces of a tensor leave a gap or overlap.
@@ -80,26 +80,26 @@ class ForeignStep:
         return self.step
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fills the targets of all requests."""
+        """Copies the requested pieces from the files into their target memory."""
         read_spans(self._files, self._tensors, wanted)
 
     def check_file(self, file: str) -> None:
-        """Does nothing: such a folder has no hashes."""
+        """Does nothing, because files of other engines have no hashes."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Returns an empty dict: states of random generators are not read."""
+        """Returns {}, because random states of other engines are not read."""
         return {}
 
 
 def spanned(kind: TensorKind, spans: Iterable[FileSpan]) -> SpannedTensor:
-    """Returns a tensor from its pieces; empty pieces are left out."""
+    """Returns a tensor that consists of these pieces in files; empty pieces are dropped."""
     return SpannedTensor(kind, tuple(span for span in spans if span.piece.elements))
 
 
 def described_group(
     params: Sequence[str], options: Mapping[str, Any], state: Mapping[Any, Any], files: Files
 ) -> ParameterGroup:
-    """Returns a group with the numbers of one of its states."""
+    """Returns a parameter group with its options, and the scalars in the state of one of its parameters."""
     kept = plain({key: value for key, value in options.items() if key != "params"}, [])
     numbers: dict[str, list[Any]] = {}
     for key, value in state.items():

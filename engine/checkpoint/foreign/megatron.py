@@ -1,16 +1,16 @@
-"""Megatron's ``torch`` format: one file for each tensor rank and pipeline stage, with local names and local parts.
+"""Megatron's ``torch`` format: one file for each tensor rank and pipeline stage, with local names and shards.
 
     latest_checkpointed_iteration.txt         "10"
     iter_0000010/mp_rank_TT/model_optim_rng.pt            a file for each tensor rank
     iter_0000010/mp_rank_TT_PPP/model_optim_rng.pt        the same, with pipeline stages
 
-The parts of a parameter are joined by the layer that it belongs to, as Megatron-core and its older GPT shard them:
+Shards are joined by layer type, as in Megatron-core and its older GPT:
 
-    sharded along dim 0    embeddings, output layer, query_key_value, first layer of the MLP (gate and up part each)
+    sharded along dim 0    embeddings, output layer, query_key_value, first layer of the MLP (gate and up each)
     sharded along dim 1    projection of the attention, second layer of the MLP
     replicated             norms, and biases of the layers that are sharded along dim 1
 
-Layer numbers continue from stage to stage. The optimizer's state in these files has no names and is not read.
+Layer numbers continue from stage to stage. Optimizer state in these files has no names and is not read.
 """
 
 import re
@@ -39,15 +39,15 @@ _GATED = re.compile(r".*\b(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
 
 
 def is_megatron(names: Sequence[str]) -> bool:
-    """Returns True if a folder with these names is an iteration in the ``torch`` format."""
+    """Returns True if a folder with these file names is an iteration in Megatron's ``torch`` format."""
     return any(_RANK.fullmatch(name) for name in names)
 
 
 def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Returns the weights and counters in ``folder``.
+    """Returns weights and counters of the Megatron checkpoint in ``folder``.
 
     Raises:
-        CheckpointError: ``optimizer`` is wanted; a rank is missing; parts do not match each other.
+        CheckpointError: ``optimizer`` is True; a rank's file is missing; the shards of a weight do not fit together.
     """
     if optimizer:
         raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Values of a pickle, read without executing it.
+"""Reader of pickles that does not execute them.
 
 The opcodes are interpreted here; nothing is imported, called or looked up. Plain values become themselves. An import
-becomes a :class:`PickledName`; a call or an object becomes a :class:`PickledObject` with its name, arguments and
-state. ``torch_file`` turns the few calls in torch's files (an ordered dict, a size, a tensor) into values.
+becomes a :class:`PickledName`; a call or an object becomes a :class:`PickledObject` with its name, arguments and state.
+``torch_file`` turns the few calls in torch's files (an ordered dict, a size, a tensor) into values.
 """
 
 import pickletools
@@ -13,14 +13,14 @@ from typing import Any
 from engine.errors import COPY_AGAIN, CheckpointError
 
 LIMIT = 1 << 28
-"""Largest pickle in bytes; it describes about 1,000,000 tensors."""
+"""Largest bytes of a pickle; enough for about 1,000,000 tensors."""
 NODES = 1 << 20
-"""Most values that ``plain`` visits: a small pickle may refer to one list so often that its copy fits no memory."""
+"""Most values that ``plain`` copies: a small pickle may repeat one list so often that a copy exceeds memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickledName:
-    """Name of a class or function in a pickle; it is not imported."""
+    """Name of a class or function in a pickle, which is not imported."""
 
     module: str
     attribute: str
@@ -31,24 +31,24 @@ class PickledName:
 
 @dataclass(eq=False, repr=False, slots=True)
 class PickledObject:
-    """Object that a pickle would build, as its parts."""
+    """Object in a pickle, as its constructor arguments and state; it is not constructed."""
 
     name: PickledName
     arguments: tuple[Any, ...] = ()
     state: Any = None
     items: dict[Any, Any] = field(default_factory=dict)
-    """Entries that it would get as a dict."""
+    """Dict entries that the pickle adds to the object."""
     elements: list[Any] = field(default_factory=list)
-    """Elements that it would get as a list."""
+    """List elements that the pickle adds to the object."""
 
     def get(self, attribute: str) -> Any:
-        """Returns an attribute of the object's state, or None."""
+        """Returns an attribute from the object's pickled state, or None."""
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return state.get(attribute) if isinstance(state, dict) else None
 
 
 Call = Callable[[PickledName, tuple[Any, ...]], Any]
-"""Function that returns the value of a known call, or a :class:`PickledObject`."""
+"""Function from a pickled call to its value, or to a :class:`PickledObject` if it is unknown."""
 
 
 def read_pickle(
@@ -58,8 +58,8 @@ def read_pickle(
 
     Args:
         what: name of the file, for messages.
-        call: value of a call that the pickle asks for.
-        persistent: value of a persistent id, which torch uses for storages.
+        call: returns the value of a call in the pickle.
+        persistent: returns the value of a persistent id, which torch uses for storages.
 
     Raises:
         CheckpointError: the pickle is damaged, or has opcodes that torch does not write.
@@ -82,7 +82,7 @@ def plain(value: Any, dropped: list[str], path: str = "") -> Any:
     """Returns a copy in JSON types; keys with other values are left out, and their paths added to ``dropped``.
 
     Raises:
-        CheckpointError: the value is larger than any state that a user stores.
+        CheckpointError: the value has more than ``NODES`` entries.
     """
     count = 0
 

@@ -1,16 +1,15 @@
 """Folders of ``torch.distributed.checkpoint``, which TorchTitan, FSDP2 scripts and Megatron's ``torch_dist`` write.
 
-    .metadata          a pickle: names, full shapes, and for each chunk its box, its file and its byte range
+    .metadata          a pickle: names, full shapes, and box, file and byte range of each chunk
     __R_N.distcp       chunks of rank R, each a file of torch.save
 
-    A name is the path of a value in the saved dict. The optimizer's state has two known forms, the nested one and the
-    one of ``flatten_optimizer_state_dict``:
+A name is the path of a value in the saved dict. Optimizer state is nested, or as ``flatten_optimizer_state_dict``:
 
     optim, state, NAME, exp_avg              optim, param_groups, 0, lr
     optimizer, state.NAME.exp_avg            optimizer, param_groups.NAME.lr
 
-In a ``torch_dist`` folder, "optimizer.state.exp_avg.NAME" is the moment and "fp32_param" the fp32 weight. A name with
-"layers." and no number is a stack of the layers along its first dim.
+In a ``torch_dist`` folder, "optimizer.state.exp_avg.NAME" is a moment and "fp32_param" the fp32 weight; "layers."
+without a number is a stack of layers along dim 0.
 """
 
 import re
@@ -64,13 +63,14 @@ class _Parts:
 
 
 def read_dcp(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """Returns the checkpoint in ``folder``, and the paths of other values without a JSON form, which are left out.
+    """Returns the torch.distributed.checkpoint in ``folder``, and the paths of values that JSON cannot express, which
+    are left out.
 
     Args:
-        optimizer: True if the optimizer's state is wanted.
+        optimizer: True to read optimizer state too.
 
     Raises:
-        CheckpointError: damage; compressed chunks; a Megatron optimizer with a state without names.
+        CheckpointError: the files are damaged or compressed, or have Megatron optimizer state without parameter names.
     """
     what = str(folder / METADATA)
     metadata = read_pickle(bytes(read_all(files, folder, METADATA, _LIMIT)), what, call_of_torch)

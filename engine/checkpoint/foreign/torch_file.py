@@ -50,16 +50,16 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class TorchTensor:
-    """Tensor in a file of ``torch.save``."""
+    """Tensor in a file of ``torch.save``; its values stay on disk."""
 
     kind: TensorKind
     path: Path
     start: int
-    """Byte of its first element."""
+    """Offset of the first element in the file, in bytes."""
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """Returns the span of ``piece`` of a tensor, whose elements are this tensor's from ``first`` on.
+        """Returns the position in the file of ``piece``, whose elements are this tensor's from element ``first`` on.
 
         Raises:
             CheckpointError: the elements are not contiguous, or too few.
@@ -73,7 +73,7 @@ class TorchTensor:
         return FileSpan(self.path, self.start + first * self.kind.width, piece)
 
     def check_row(self, tensor: str) -> None:
-        """Refuses a tensor that is not contiguous."""
+        """Raises CheckpointError if the tensor is not contiguous; ``tensor`` is its name for the message."""
         expected = 1
         for size, stride in reversed(list(zip(self.kind.shape, self.strides, strict=True))):
             if size != 1 and stride != expected and self.kind.elements:
@@ -84,7 +84,7 @@ class TorchTensor:
             expected *= size
 
     def number(self, files: Files) -> float | int | bool | None:
-        """Returns the value of a tensor with one element of a number's dtype, otherwise None."""
+        """Returns the value of a one-element numeric tensor, otherwise None."""
         if self.kind.elements != 1 or self.kind.dtype not in _NUMBERS:
             return None
         data = bytearray(self.kind.width)
@@ -125,7 +125,7 @@ def read_torch_file(files: Files, path: Path, start: int = 0, size: int | None =
     """Reads a file of ``torch.save``: plain values, :class:`TorchTensor`, and :class:`PickledObject` for the rest.
 
     Args:
-        start, size: bytes of ``path`` that are such a file; all by default.
+        start, size: first byte and size within ``path``; all by default.
 
     Raises:
         CheckpointError: the file is damaged, compressed, in torch's format before 1.6, or of a big-endian machine.
@@ -218,7 +218,9 @@ _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebui
 
 
 def call_of_torch(name: PickledName, arguments: tuple[Any, ...]) -> Any:
-    """Returns the value of a call that torch's files contain."""
+    """Returns the value of a call that files of ``torch.save`` contain, such as a tensor; others become a
+    PickledObject.
+    """
     match str(name).replace("__builtin__.", "builtins."), arguments:  # the name of Python 2, which protocol 2 still has
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):
             return {}
@@ -272,10 +274,10 @@ def _is_natural(value: Any) -> bool:
 
 
 def value_dict(value: Any, what: str) -> dict[Any, Any]:
-    """Returns ``value``, if it is a dict.
+    """Returns ``value`` if it is a dict.
 
-    Raises, as the functions below:
-        CheckpointError: it is something else.
+    Raises:
+        CheckpointError: it is another type; ``what`` names it in the message.
     """
     if not isinstance(value, dict):
         raise CheckpointError(f"{what} has a {type(value).__name__} in place of a dict: it is damaged; {COPY_AGAIN}")
@@ -283,14 +285,14 @@ def value_dict(value: Any, what: str) -> dict[Any, Any]:
 
 
 def value_list(value: Any, what: str) -> list[Any]:
-    """Returns ``value`` as a list, if it is a list or a tuple."""
+    """Returns ``value`` as a list if it is a list or a tuple; raises CheckpointError otherwise."""
     if not isinstance(value, list | tuple):
         raise CheckpointError(f"{what} has a {type(value).__name__} in place of a list: it is damaged; {COPY_AGAIN}")
     return list(value)
 
 
 def numbers_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value`` as a tuple, if it is a list of whole numbers, such as a shape."""
+    """Returns ``value`` as a tuple if it is a list of integers, such as a shape; raises CheckpointError otherwise."""
     found = value_list(value, what)
     if not all(map(_is_natural, found)):
         raise CheckpointError(
@@ -300,7 +302,7 @@ def numbers_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def shape_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value``, if it is the shape of a possible tensor."""
+    """Returns ``value`` if it is a valid tensor shape; raises CheckpointError otherwise."""
     found = numbers_of(value, what)
     if len(found) > 64 or prod(size or 1 for size in found) >= 2**62:
         raise CheckpointError(f"{what} has a shape that is too large for any tensor: it is damaged; {COPY_AGAIN}")
@@ -308,7 +310,7 @@ def shape_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def tensor_of(value: Any, what: str) -> TorchTensor:
-    """Returns ``value``, if it is a tensor."""
+    """Returns ``value`` if it is a TorchTensor; raises CheckpointError otherwise."""
     if not isinstance(value, TorchTensor):
         raise CheckpointError(
             f"{what} is a {type(value).__name__} in place of a tensor: the file is damaged; {COPY_AGAIN}"

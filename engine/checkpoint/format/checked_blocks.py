@@ -1,16 +1,11 @@
-"""Hashes of the blocks of a file, and reads in chunks of checked blocks.
+"""Block hashes of a file, and reads that check every block, so that no flipped bit is loaded.
 
-Common formats load a flipped bit without an error. Here each block of a file has a 64-bit hash that is checked whenever
-a part of the block is read.
-
-A long stretch is read in chunks that stay in the processor's cache while they are checked, by two threads, because
-reading and hashing release the interpreter lock. So the disk is always busy:
+Two threads read long files in chunks that fit the processor's cache, because reading and hashing release the GIL:
 
     thread 0    read chunk 0 | check | copy      read chunk 2 | check | copy
     thread 1           read chunk 1 | check | copy      read chunk 3 ...
 
-Chunks in the page cache are read straight into the target. Others bypass the cache through aligned buffers that are
-reused, because allocating fresh pages of the cache costs more than the copy.
+Chunks in the page cache are read into the target; others bypass it through reused aligned buffers.
 """
 
 import errno
@@ -37,8 +32,7 @@ except ImportError:  # without xxhash, blocks are hashed with crc32, as the mani
 
 
 BLOCK = 1 << 18
-"""Bytes that one hash covers. Reads are rounded to blocks, so a block is small compared to a rank's share of a
-tensor."""
+"""Bytes of a hashed block; small compared to a rank's shard, because reads are rounded to blocks."""
 
 Hashes = NDArray[np.uint64]
 _HashFunction = Callable[[memoryview], int]
@@ -52,12 +46,12 @@ DEFAULT_ALGORITHM = next(iter(_ALGORITHMS))
 
 
 def block_count(size: int, block: int = BLOCK) -> int:
-    """Returns the number of blocks of a file of ``size`` bytes."""
+    """Returns the number of hashed blocks in a file of ``size`` bytes."""
     return -(-size // block)
 
 
 def hash_function(algorithm: str) -> _HashFunction:
-    """Returns the function that hashes one block.
+    """Returns the function that hashes one block with ``algorithm``.
 
     Raises:
         CheckpointError: the package of the algorithm is missing on this machine.
@@ -71,7 +65,7 @@ def hash_function(algorithm: str) -> _HashFunction:
 
 
 def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int = BLOCK) -> Hashes:
-    """Returns the hash of every block of ``data``, which starts at a block boundary: uint64 [blocks]."""
+    """Returns the hash of every block of ``data`` (which starts at a block boundary): uint64 [blocks]."""
     function = hash_function(algorithm)
     starts = range(0, len(data), block)
     return np.fromiter((function(data[start : start + block]) for start in starts), dtype=np.uint64, count=len(starts))
@@ -79,12 +73,12 @@ def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int
 
 THREADS = 2
 LONG = 1 << 20
-"""Reads of at least this many bytes bypass the page cache."""
+"""Smallest bytes of a read that bypasses the page cache."""
 
 
 ByteRange = NDArray[np.uint8]
 Check = Callable[[memoryview, int], None]
-"""Takes the bytes read and their offset in the file; raises if they are damaged."""
+"""Function (bytes read, their offset in the file) that raises if they are damaged."""
 
 
 class ChunkReader:
@@ -147,16 +141,16 @@ def _results(futures: Sequence[Future[int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class HashSlice:
-    """Position of one file's hashes in the file of all hashes."""
+    """Position of one file's block hashes in ``checksums.safetensors``."""
 
     start: int
-    """First byte."""
+    """Offset of the hashes in that file, in bytes."""
     sha256: str
-    """sha256 of these bytes."""
+    """sha256 of the file's hashes."""
 
 
 def hash_slices(hashes: Mapping[str, Hashes]) -> dict[str, HashSlice]:
-    """Returns the slices of the file that ``hashes_file`` makes from these hashes."""
+    """Returns the position of each file's hashes in ``checksums.safetensors``."""
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
     return {
         name: HashSlice(start, hashlib.sha256(hashes[name].tobytes()).hexdigest())

@@ -1,4 +1,4 @@
-"""Tensors in files without block hashes: the first byte of each piece, and reads of them."""
+"""Tensors in files without block hashes: byte offsets of their pieces, and reads of pieces."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from engine.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Piece of a tensor with contiguous elements in a file."""
+    """Piece of a tensor that is contiguous in a file."""
 
     path: Path
     start: int
-    """Byte of the first element."""
+    """Offset of the first element in the file, in bytes."""
     piece: Piece
 
     def slice_of(self, index: int, kind: TensorKind) -> "FileSpan | None":
-        """Returns the span's part of element ``index`` along the first dim, a tensor of ``kind``; None if empty."""
+        """Returns the part of this span in slice ``index`` along dim 0, a tensor of ``kind``; None if it is empty."""
         part = self.piece.part
         if part.dim == 0:  # adjacent rows of the first dim: contiguous elements of the full tensor
             inner, offset = Part(kind.shape), part.rows[0][0] * kind.elements
@@ -40,14 +40,14 @@ class FileSpan:
 
 @dataclass(frozen=True, slots=True)
 class SpannedTensor:
-    """Full tensor, as pieces in files."""
+    """Full tensor as a list of pieces in files."""
 
     kind: TensorKind
     spans: tuple[FileSpan, ...]
 
 
 def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Iterable[ReadRequest]) -> None:
-    """Fills the targets of all requests, reading only the bytes that they need.
+    """Copies the requested pieces from files into their target memory; reads only the needed bytes.
 
     Raises:
         CheckpointError: a file ends too early, or the pieces of a tensor lack some of its elements.

@@ -18,14 +18,14 @@ PAGE = 4096
 
 
 class Files:
-    """File operations on the real file system."""
+    """File operations of a checkpoint on the local file system."""
 
     def make_folder(self, path: Path) -> None:
-        """Creates a folder; its parent exists."""
+        """Creates a folder in an existing parent."""
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """Creates a file and opens it for writing, past the page cache if the file system can."""
+        """Creates a file for writing, with O_DIRECT if the file system supports it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644)
@@ -37,7 +37,7 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def write(self, file: int, data: memoryview) -> None:
-        """Appends ``data``; past the page cache, ``data`` consists of whole pages at page-aligned addresses."""
+        """Appends ``data``; with O_DIRECT, it must be whole pages at page-aligned addresses."""
         while data:
             try:
                 written = os.write(file, data)
@@ -54,11 +54,11 @@ class Files:
         os.ftruncate(file, size)
 
     def sync(self, file: int) -> None:
-        """Forces the contents of a file to disk."""
+        """Calls fsync on a file."""
         os.fsync(file)
 
     def sync_folder(self, path: Path) -> None:
-        """Forces the names in a folder to disk."""
+        """Calls fsync on a folder, so that its file names survive a crash."""
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with named(path):
@@ -71,11 +71,13 @@ class Files:
         os.rename(path, target)
 
     def unlink(self, path: Path, parent: int | None = None) -> None:
-        """Removes a file or link; ``parent`` is its open folder, which decides even if ``path`` leads elsewhere now."""
+        """Removes a file or link; ``parent``: open descriptor of its folder, used even if the path leads elsewhere
+        now.
+        """
         os.unlink(path if parent is None else path.name, dir_fd=parent)
 
     def remove_folder(self, path: Path, parent: int | None = None) -> None:
-        """Removes an empty folder; ``parent`` as in ``unlink``."""
+        """Removes an empty folder; ``parent``: open descriptor of its parent folder."""
         os.rmdir(path if parent is None else path.name, dir_fd=parent)
 
     # ------------------------------------------------------------------ reading
@@ -114,7 +116,7 @@ class Files:
         return os.fstat(file).st_size
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fills ``target`` from ``offset`` on; returns the number of bytes read, fewer at the end of the file."""
+        """Fills ``target`` from byte ``offset`` on; returns the number of bytes read, fewer at the end of the file."""
         done = 0
         while done < len(target):
             count = os.preadv(file, [target[done:]], offset + done)
@@ -134,7 +136,7 @@ class Files:
         return True
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """Reads as ``read_into`` does, but past the page cache, so that data read once does not evict cached pages.
+        """Fills ``target`` like ``read_into``, with O_DIRECT, so that data read once does not evict cached pages.
 
         ``target`` and ``offset`` are page-aligned, and the length is a whole number of pages, also at the end of the
         file.
@@ -167,11 +169,11 @@ class Files:
         return sorted(os.listdir(path))
 
     def is_folder(self, path: Path) -> bool:
-        """Returns True for a folder or a link to one, because a run may be on another disk."""
+        """Returns True for a folder or a link to a folder."""
         return path.is_dir()
 
     def is_link(self, path: Path) -> bool:
-        """Returns True for a link, whatever its target."""
+        """Returns True for a symbolic link, even a broken one."""
         return path.is_symlink()
 
     @contextmanager
@@ -188,21 +190,21 @@ class Files:
             os.close(file)
 
     def free_bytes(self, path: Path) -> int:
-        """Returns the bytes that this user can still write to the file system of ``path``."""
+        """Returns the free bytes for this user on the file system of ``path``."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path without links, which stays valid when the working directory changes."""
+    """Returns the absolute path with all links resolved."""
     return Path(os.path.realpath(path))
 
 
 def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
-    """Returns the contents of a small file.
+    """Returns the contents of a file of at most ``limit`` bytes.
 
     Raises:
-        CheckpointError: it cannot be read, or it is larger than ``limit`` bytes, the most of a sound file.
+        CheckpointError: the file cannot be read, or is larger.
     """
     with opened(files, root, name) as file:
         size = files.size(file)
@@ -218,7 +220,7 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
 
 
 def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
-    """Writes the chunks to a new file and forces it to disk; returns its size in bytes."""
+    """Writes chunks to a new file and calls fsync; returns its size in bytes."""
     count = 0
     with named(path):
         file = files.create(path)
@@ -234,7 +236,7 @@ def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
 
 @contextmanager
 def opened(files: Files, root: Path, name: str) -> Iterator[int]:
-    """Opens a file for reading and closes it at the end.
+    """Opens a file for reading inside this context.
 
     Raises:
         CheckpointError: names the file and the reason why it cannot be read.
@@ -254,7 +256,7 @@ def opened(files: Files, root: Path, name: str) -> Iterator[int]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Adds the path to an OSError: the system omits it once the file is open."""
+    """Adds ``path`` to an OSError raised inside this context, because errors of open files lack it."""
     try:
         yield
     except OSError as error:
@@ -265,7 +267,7 @@ def named(path: Path) -> Iterator[None]:
 def remove_tree(files: Files, path: Path) -> None:
     """Removes a file, or a folder with its contents; links are removed and not followed.
 
-    Names are looked up in open folders, so a folder that somebody replaces by a link meanwhile leads nowhere.
+    Names are looked up in open folders, so that a folder replaced by a link meanwhile is not followed.
     """
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

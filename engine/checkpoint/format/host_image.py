@@ -1,14 +1,9 @@
-"""Files in host memory, page-aligned and byte for byte as on disk, and their write past the page cache.
+"""Files of a checkpoint built in page-aligned host memory, and their write with O_DIRECT.
 
-A save is then one copy into the image and one long write. The memory is reused by the next save, because allocating
-fresh pages costs more than the copy.
-
-``write_file`` writes large chunks and forces them to disk while another thread hashes the blocks:
+The memory is reused by the next save. ``write_file`` writes and calls fsync while another thread hashes the blocks:
 
     this thread      | write chunk 0 | write chunk 1 | ... | truncate, sync |
     hashing thread   | hash chunk 0 | hash chunk 1 | ...
-
-Both release the interpreter lock, and the memory does not change meanwhile.
 """
 
 import mmap
@@ -30,13 +25,13 @@ T = TypeVar("T")
 
 
 class ImageMemory:
-    """Reusable buffers by name, each as large as its largest use so far."""
+    """Reusable host buffers by name, each as large as its largest use so far."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, mmap.mmap] = {}
 
     def take(self, name: str, size: int) -> memoryview:
-        """Returns a buffer of at least ``size`` bytes, rounded up to pages, with the bytes of its previous use."""
+        """Returns a buffer of at least ``size`` bytes, rounded up to pages, uninitialized."""
         wanted = max(PAGE, -(-size // PAGE) * PAGE)
         held = self._buffers.get(name)
         if held is None or len(held) < wanted:
@@ -47,20 +42,20 @@ class ImageMemory:
 
     @property
     def bytes(self) -> int:
-        """Total size of the buffers."""
+        """Total bytes of the buffers."""
         return sum(map(len, self._buffers.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class HostImage:
-    """One file in host memory."""
+    """Safetensors file in host memory, byte for byte as on disk."""
 
     layout: FileLayout
     memory: memoryview
-    """Whole pages; the file is its first ``layout.size`` bytes."""
+    """Page-aligned memory of the file, rounded up to whole pages; the file is its first ``layout.size`` bytes."""
 
     def tensor(self, key: str) -> Tensor:
-        """Returns a view of a tensor's bytes, to be filled with its values."""
+        """Returns the tensor of ``key`` as a view of the file's memory."""
         kind, start = self.layout.places[key]
         return as_tensor(self.memory[start : start + kind.bytes], kind)
 
@@ -68,7 +63,7 @@ class HostImage:
 def make_image(
     tensors: Mapping[str, TensorKind], metadata: Mapping[str, str], memory: ImageMemory, name: str
 ) -> HostImage:
-    """Returns an image of a safetensors file with header and padding, without the values."""
+    """Returns a safetensors file in host memory with header and padding; tensor values are filled later."""
     layout = lay_out(tensors, metadata)
     image = HostImage(layout, memory.take(name, layout.size))
     image.memory[: len(layout.header)] = layout.header
@@ -77,14 +72,14 @@ def make_image(
 
 
 def as_tensor(memory: memoryview, kind: TensorKind) -> Tensor:
-    """Returns a tensor that shares this memory."""
+    """Returns a tensor of dtype and shape ``kind`` that shares ``memory``."""
     if not len(memory):
         return torch.empty(kind.shape, dtype=torch_dtype(kind))
     return torch.frombuffer(memory, dtype=torch_dtype(kind)).view(kind.shape)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor."""
+    """Returns the bytes of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
         return memoryview(b"")
     data: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
@@ -92,26 +87,25 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def kind_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorKind:
-    """Returns dtype and shape of a tensor in a file; ``shape`` replaces the tensor's own."""
+    """Returns dtype and shape of a tensor as safetensors names them; ``shape`` replaces the tensor's shape."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorKind(code_of(dtype), tuple(tensor.shape) if shape is None else shape)
 
 
 def torch_dtype(kind: TensorKind) -> torch.dtype:
-    """Returns the torch dtype of a kind."""
+    """Returns the torch dtype of a ``TensorKind``."""
     dtype: torch.dtype = getattr(torch, DTYPES[kind.dtype])
     return dtype
 
 
 CHUNK = 1 << 24
-"""Bytes per write."""
+"""Bytes of each write to disk."""
 
 
 def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashes:
     """Writes the first ``size`` bytes of ``memory`` to a new file; returns the hashes of its blocks.
 
-    ``memory`` starts at a page boundary and extends to the end of the last page, so that the last write can bypass the
-    page cache too.
+    ``memory`` is page-aligned and consists of whole pages, so that every write can use O_DIRECT.
 
     Raises:
         OSError: names ``path``; the file may have been written in part.
@@ -141,7 +135,7 @@ def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yields runs of ``items`` of at most ``limit`` bytes; a larger item is a run by itself."""
+    """Yields consecutive ``items`` in lists of at most ``limit`` total bytes; a larger item has its own list."""
     batch: list[T] = []
     size = 0
     for item in items:

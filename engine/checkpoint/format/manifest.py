@@ -1,8 +1,8 @@
-"""``manifest.json``: the tensors and files of a checkpoint. JSON in, frozen dataclasses out; every field is checked.
+"""``manifest.json``: the tensors and files of a checkpoint, parsed into frozen dataclasses with every field checked.
 
-Tensor names have four prefixes: "param/NAME" (in the dtype that the model computes with), "buffer/NAME", "master/NAME"
-(fp32 weights of parameters in a narrower dtype), and the optimizer's, such as "exp_avg/NAME". NAME is the parameter's
-first name in ``model.named_parameters()``.
+Tensor names have four prefixes: "param/NAME" (in the dtype of forward), "buffer/NAME", "master/NAME" (fp32 masters of
+bf16 or fp16 parameters), and the optimizer's, such as "exp_avg/NAME". NAME is the parameter's first name in
+``model.named_parameters()``.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from engine.errors import COPY_AGAIN, CheckpointError
 
 FORMAT, MAJOR, MINOR = "trine-checkpoint", 1, 0
 INDEXED = 2
-"""Major version of a manifest in parts."""
+"""Major version of a manifest that is split into several files."""
 NAME, COMMIT, CHECKSUMS = "manifest.json", "COMMIT", "checksums.safetensors"
 LIMIT = 1 << 26
-"""Largest manifest in bytes, about 500,000 pieces. Parsed, it takes up to twenty times its size."""
+"""Largest bytes of a manifest, about 500,000 pieces; parsed, it takes up to 20 times as much memory."""
 PARTS = 1 << 12
-"""Most parts of a tensor; each tensor rank has one."""
+"""Most parts of a tensor, one for each tensor rank."""
 
 _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class FileNames(Protocol):
-    """Names of files by number."""
+    """Sequence of file names by number."""
 
     def __len__(self) -> int: ...
 
@@ -40,7 +40,7 @@ class FileNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """Piece of a tensor, with the file and key of its values."""
+    """Piece of a tensor, and the file and key that contain its values."""
 
     file: str
     key: str
@@ -49,7 +49,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Full tensor: pieces that cover it exactly once."""
+    """Dtype and shape of a full tensor, and the pieces that cover each element exactly once."""
 
     kind: TensorKind
     pieces: Sequence[StoredPiece]
@@ -57,57 +57,57 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Algorithm of the block hashes, and the length and digest of the file of hashes."""
+    """Hash algorithm of the blocks, and size and sha256 of ``checksums.safetensors``."""
 
     algorithm: str
     block_bytes: int
     sha256: str
     """sha256 of ``checksums.safetensors``."""
     bytes: int
-    """Size of ``checksums.safetensors``."""
+    """Size of ``checksums.safetensors`` in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Checkpoint without the values of its tensors."""
+    """Description of a checkpoint: tensors, files and metadata, without tensor values."""
 
     step: int
-    """Number of updates made."""
+    """Number of weight updates."""
     attempt: str
-    """Identifier of the save that wrote all of these files."""
+    """Random id of the save that has written these files."""
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, int]
     """Size of each file in bytes, by name."""
     checksum: Checksum
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tied parameters -> their first name."""
+    """Second names of tied parameters -> their first name."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Information for people: time, versions, grid, configuration."""
+    """Metadata for people: time, versions, grid, configuration."""
     progress: Mapping[str, Any] = field(default_factory=dict)
-    """Counters, loss scale, learning-rate scheduler, registered objects."""
+    """Counters, loss scale, learning-rate scheduler and registered objects."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Type, groups by parameter names, scalars by group and by parameter."""
+    """Type of the optimizer, its groups by parameter names, scalars by group and by parameter."""
     user: Any = None
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
-        """Dtype and shape of every tensor; a manifest in parts has them without reading a part."""
+        """Dtype and full shape of every tensor, without reading further files."""
         known: dict[str, TensorKind] | None = getattr(self.tensors, "kinds", None)
         return {name: tensor.kind for name, tensor in self.tensors.items()} if known is None else known
 
     @property
     def signature(self) -> str:
-        """sha256 over the names, shapes and dtypes of the model's tensors."""
+        """Hash (sha256) of names, shapes and dtypes of the model's tensors."""
         rows = [(name, kind.dtype, kind.shape) for name, kind in sorted(self.model_kinds().items())]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def model_kinds(self) -> dict[str, TensorKind]:
-        """Returns the kind of every "param/..." and "buffer/..."."""
+        """Returns dtype and shape of every "param/..." and "buffer/..."."""
         return {n: kind for n, kind in self.kinds.items() if n.startswith(("param/", "buffer/"))}
 
 
 def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
-    """Returns the contents of the file of hashes, and its entry in the manifest."""
+    """Returns the bytes of ``checksums.safetensors`` and its manifest entry."""
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
     data = bytearray(layout.size)
     data[: len(layout.header)] = layout.header
@@ -117,7 +117,7 @@ def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """Returns the text of the file.
+    """Returns the text of ``manifest.json``.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.
@@ -137,7 +137,7 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def head_to_json(manifest: Manifest, version: str) -> dict[str, Any]:
-    """Returns JSON of everything except tensors and files."""
+    """Returns the JSON fields of a manifest except tensors and files."""
     return {
         "format": FORMAT, "version": version, "step": manifest.step, "attempt": manifest.attempt,
         "signature": manifest.signature, "aliases": dict(manifest.aliases), "info": dict(manifest.info),
@@ -150,7 +150,7 @@ def head_to_json(manifest: Manifest, version: str) -> dict[str, Any]:
 
 
 def dumped(fields: Mapping[str, Any]) -> bytes:
-    """Returns the text of a manifest.
+    """Returns manifest fields as JSON text.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.
@@ -165,14 +165,14 @@ def dumped(fields: Mapping[str, Any]) -> bytes:
 
 
 def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
-    """Returns JSON of a piece; ``file`` is its number in the manifest, or its name in a report."""
+    """Returns the JSON of a piece; ``file`` is the file's number in a manifest, or its name in a rank's report."""
     part = stored.piece.part
     rows = None if part.dim is None else [part.dim, [list(row) for row in part.rows]]
     return {"file": file, "key": stored.key, "rows": rows, "flat": [stored.piece.start, stored.piece.stop]}
 
 
 def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) -> StoredPiece:
-    """Inverts ``piece_to_json``, for a tensor of ``shape``."""
+    """Returns the piece of a tensor of ``shape`` from the JSON of ``piece_to_json``."""
     fields = Fields(value, what)
     flat = naturals(fields.any("flat"), f"{what}: flat")
     piece = Piece(_part(fields.any("rows"), shape, what), *flat) if len(flat) == 2 else None
@@ -184,11 +184,11 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
 
 
 def from_fields(fields: Fields) -> Manifest:
-    """Returns the manifest of one parsed file, checked.
+    """Returns the checked manifest from the fields of a single-file manifest.
 
     Raises:
-        CheckpointError: it is damaged, has an unknown format or version, names a file outside the folder, or has a
-            tensor with pieces that do not cover it exactly once.
+        CheckpointError: the manifest is damaged, has an unknown format or version, names a file outside the folder, or
+            has pieces that do not cover a tensor exactly once.
     """
     check_version(fields)
     files = _files(fields)
@@ -197,7 +197,7 @@ def from_fields(fields: Fields) -> Manifest:
 
 
 def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> Manifest:
-    """Returns the manifest with these tensors and files, and everything else from its fields."""
+    """Returns a manifest with these tensors and files, and all other values from ``fields``."""
     what = fields.what
     aliases = fields.each("aliases", lambda value, where: _text(value, where))
     checksum = _checksum(Fields(fields.any("checksum"), f"{what}: checksum"))
@@ -219,7 +219,7 @@ def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[
 
 
 def check_version(fields: Fields, known: int = MAJOR) -> None:
-    """Refuses another format, or a major version other than ``known``."""
+    """Raises if the format is unknown, or the major version is not ``known``."""
     if fields.text("format") != FORMAT:
         raise CheckpointError(
             f"{fields.what} has format {fields.text('format')[:40]!r}, but this engine reads {FORMAT!r}; pass a "
@@ -245,7 +245,7 @@ def _files(fields: Fields) -> dict[str, int]:
 
 
 def check_file_name(name: Any, known: Container[str], what: str) -> None:
-    """Refuses a name outside the folders of a checkpoint, and a name in ``known``."""
+    """Raises if a file name is outside the folders of a checkpoint, or is in ``known`` already."""
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name in known:
         raise CheckpointError(
             f"{what} names file {str(name)[:80]!r}; files must be in model/, optim/ or state/ and be listed once: the "
@@ -269,7 +269,9 @@ def _checksum(fields: Fields) -> Checksum:
 
 
 def read_tensor(value: Any, files: FileNames, what: str) -> StoredTensor:
-    """Returns a tensor with pieces in ``files``, by number; checks every piece, and that they cover it exactly once."""
+    """Returns a tensor from JSON; checks that its pieces cover each element exactly once. ``files`` are names by
+    number.
+    """
     fields = Fields(value, what)
     kind = read_kind(fields)
     parts = _Parts(kind.shape, what)
@@ -339,7 +341,7 @@ def _piece(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece:
 
 
 def check_cover(what: str, shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> None:
-    """Refuses pieces that omit an element or contain one twice."""
+    """Raises if pieces omit an element of a tensor or contain one twice."""
     if not covers_once(shape, [stored.piece for stored in pieces]):
         held = sum(stored.piece.elements for stored in pieces)
         raise CheckpointError(

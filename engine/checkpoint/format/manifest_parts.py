@@ -1,13 +1,13 @@
-"""Manifests of many ranks: an index that every rank reads, and parts that a rank reads on demand.
+"""Manifests of many ranks: an index that every rank reads, and further files that a rank reads on demand.
 
-COMMIT                 sha256 of
-manifest.json          dtype and shape of every tensor: grows with the model alone; sha256 of
+COMMIT                 sha256 of manifest.json
+manifest.json          dtype and shape of every tensor; sha256 of the index files
 index/tensors-N.json   the pieces of some tensors, as runs, in files by number
-index/files-N.json     the files of a range of numbers: name, size, and sha256 of
-checksums.safetensors  the hashes of the blocks of a file, as a slice of the file of all hashes
+index/files-N.json     the files of a range of numbers: name, size, and sha256 of their hashes
+checksums.safetensors  block hashes of all files
 
-So a rank reads and parses hardly more in a world of 16,384 ranks than in one of 64, and COMMIT covers each byte that it
-reads. A manifest of few pieces is one file (:mod:`~engine.checkpoint.format.manifest`).
+A rank reads hardly more with 16,384 ranks than with 64, and COMMIT covers each byte. A manifest of few pieces is one
+file (:mod:`~engine.checkpoint.format.manifest`).
 """
 
 import hashlib
@@ -40,10 +40,12 @@ from engine.errors import COPY_AGAIN, CheckpointError
 
 FOLDER = "index"
 PIECES, FILES = 1 << 13, 1 << 11
-"""Most runs of pieces, unless one tensor has more, and most files of a part: about 1 MiB and 0.4 MiB."""
+"""Most runs of pieces in an index file (more if one tensor has more), and most files: about 1 MiB and 0.4 MiB of
+JSON.
+"""
 
 ReadPart = Callable[[str, int], bytes | bytearray]
-"""Reads a file of the checkpoint by name, with at most the given number of bytes."""
+"""Function (name, largest bytes) that returns the contents of a file of the checkpoint."""
 
 
 # ------------------------------------------------------------------------------------------------ runs of pieces
@@ -51,17 +53,17 @@ ReadPart = Callable[[str, int], bytes | bytearray]
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Run of pieces, in files at equal distances."""
+    """Run of equal pieces in files with evenly spaced numbers."""
 
     run: PieceRun
     key: str
     file: int
-    """Number of the file of the first piece."""
+    """Number of the file with the first piece."""
     step: int = 1
 
 
 class StoredRuns(Sequence[StoredPiece]):
-    """Pieces of a tensor, created on access."""
+    """Pieces of a tensor, expanded from runs on access."""
 
     def __init__(self, runs: Sequence[StoredRun], files: FileNames) -> None:
         self._runs, self._files = runs, files
@@ -83,7 +85,7 @@ class StoredRuns(Sequence[StoredPiece]):
             yield from self._stored(one, range(one.run.count))
 
     def sharing(self, want: Piece) -> Iterator[StoredPiece]:
-        """Yields the pieces that may share elements with ``want``."""
+        """Yields the pieces that may overlap with ``want``."""
         for one in self._runs:
             yield from self._stored(one, one.run.sharing(want))
 
@@ -93,12 +95,12 @@ class StoredRuns(Sequence[StoredPiece]):
 
 
 def sharing(tensor: StoredTensor, want: Piece) -> Iterable[StoredPiece]:
-    """Returns the pieces of a tensor that may share elements with ``want``; others may be left out."""
+    """Returns the pieces of a tensor that may overlap with ``want``; some without overlap may be included."""
     return tensor.pieces.sharing(want) if isinstance(tensor.pieces, StoredRuns) else tensor.pieces
 
 
 def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[StoredRun]:
-    """Returns the pieces of a tensor as runs."""
+    """Returns the pieces of a tensor folded into runs; ``number`` maps file names to numbers."""
     groups: dict[tuple[str, Part], list[StoredPiece]] = {}
     for stored in pieces:
         groups.setdefault((stored.key, stored.piece.part), []).append(stored)
@@ -122,14 +124,13 @@ def _fold_part(key: str, members: list[StoredPiece], number: Mapping[str, int]) 
 
 
 def run_to_json(stored: StoredRun) -> dict[str, Any]:
-    """Returns JSON of a run: its first piece, the number of pieces, and the distance of their files."""
+    """Returns the JSON of a run: first piece, number of pieces, and difference between file numbers."""
     told = piece_to_json(StoredPiece("", stored.key, stored.run.first), stored.file)
     return told if stored.run.count == 1 else told | {"step": stored.step, "count": stored.run.count}
 
 
 def runs_from_json(values: Sequence[Any], shape: tuple[int, ...], files: FileNames, what: str) -> StoredRuns:
-    """Inverts ``run_to_json`` for a tensor of ``shape``: checks every run, and that the pieces cover the tensor
-    once."""
+    """Returns the runs of a tensor of ``shape`` from JSON; checks that their pieces cover each element exactly once."""
     runs = [_run(value, shape, len(files), what) for value in values]
     found, wholes = StoredRuns(runs, files), _wholes(runs)
     check_cover(what, shape, list(found) if wholes is None else wholes)
@@ -173,7 +174,7 @@ def _wholes(runs: Sequence[StoredRun]) -> list[StoredPiece] | None:
 
 
 def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes, dict[str, bytes]]:
-    """Returns the index, and the parts by the names of their files.
+    """Returns the text of ``manifest.json``, and the texts of the index files by name.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.
@@ -268,7 +269,7 @@ class _Parts:
 
 
 class IndexedFiles(Mapping[str, int]):
-    """Sizes of files by name; a part is read when one of its files is accessed."""
+    """Sizes of a checkpoint's files by name; an index file is read when one of its entries is accessed."""
 
     def __init__(self, fields: Fields, read: ReadPart) -> None:
         entries = fields.list("file_parts")
@@ -292,11 +293,11 @@ class IndexedFiles(Mapping[str, int]):
         return self._count
 
     def names_of(self, number: int) -> list[str]:
-        """Returns the names of the files of a part, in order."""
+        """Returns the file names that index file ``number`` lists, in order."""
         return list(self._part(number))
 
     def slice_of(self, name: str) -> HashSlice:
-        """Returns the position of a file's hashes."""
+        """Returns the position of a file's hashes in ``checksums.safetensors``."""
         return self._row(name)[1]
 
     def _row(self, name: str) -> tuple[int, HashSlice]:
@@ -340,7 +341,7 @@ class _Names:
 
 
 class IndexedTensors(Mapping[str, StoredTensor]):
-    """Tensors by name; a part is read when one of its tensors is accessed."""
+    """Tensors of a checkpoint by name; an index file is read when one of its tensors is accessed."""
 
     def __init__(self, fields: Fields, files: IndexedFiles, read: ReadPart) -> None:
         given = fields.each("tensors", lambda value, where: Fields(value, where))
@@ -379,10 +380,10 @@ class IndexedTensors(Mapping[str, StoredTensor]):
 
 
 def from_index(fields: Fields, read: ReadPart) -> Manifest:
-    """Returns the manifest of an index; its parts are read on demand.
+    """Returns the manifest of an indexed checkpoint; index files are read on demand.
 
     Raises:
-        CheckpointError: the index is damaged; later, when a damaged part is read.
+        CheckpointError: ``manifest.json`` is damaged. Damaged index files raise when they are read.
     """
     check_version(fields, INDEXED)
     files = IndexedFiles(fields, read)
@@ -390,5 +391,5 @@ def from_index(fields: Fields, read: ReadPart) -> Manifest:
 
 
 def is_indexed(fields: Fields) -> bool:
-    """Returns True if the manifest is in parts."""
+    """Returns True if a manifest is split into index files."""
     return str(fields.any("version")).split(".")[0] == str(INDEXED)

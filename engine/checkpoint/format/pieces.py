@@ -1,12 +1,12 @@
-"""Parts and pieces of a tensor, and the runs of elements that two pieces share. Pure arithmetic.
+"""Index arithmetic of sharded tensors: parts (rows along one dim), pieces (flat ranges of a part) and their overlaps.
 
 Example: dim 0 of a 6 x 4 tensor is sharded over two tensor ranks, and two data ranks share each part:
 
     part of tensor rank 0    rows 0:2 and 4:5 (a fused weight has several ranges), 12 elements, concatenated
     piece of data rank 1     elements 6:12 of that part
 
-The rank that stores a piece and the rank that wants another derive both from the same arithmetic, so a checkpoint of
-any grid loads on any other: intersect the pieces, copy the runs.
+A checkpoint of any grid loads on any other: the loading rank intersects the saved pieces with its own and copies the
+overlaps.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one dim of a tensor, concatenated; the full tensor if ``dim`` is None."""
+    """Rows along one dim of a tensor, concatenated; the full tensor if ``dim`` is None."""
 
     shape: tuple[int, ...]
     """Shape of the full tensor."""
@@ -40,23 +40,23 @@ class Part:
         return inner * sum(stop - start for start, stop in self.rows)
 
     def whole(self) -> "Piece":
-        """Returns the piece with all elements of the part."""
+        """Returns a piece with all elements of the part."""
         return Piece(self, 0, self.elements)
 
 
 class Spans(NamedTuple):
-    """Stretches of elements that are contiguous in the full tensor, ascending; arrays of equal length."""
+    """Ranges of a piece that are contiguous in the full tensor, ascending; three arrays of equal length."""
 
     full: Numbers
-    """Start of each stretch in the full tensor."""
+    """Offset of each range in the full tensor."""
     local: Numbers
-    """Start of each stretch in the piece."""
+    """Offset of each range in the piece."""
     length: Numbers
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start:stop`` of a part."""
+    """Elements ``start:stop`` of a part, in row-major order."""
 
     part: Part
     start: int
@@ -68,7 +68,7 @@ class Piece:
         return self.stop - self.start
 
     def spans(self) -> Spans:
-        """Returns the positions of the piece's elements in the full tensor."""
+        """Returns the ranges of the full tensor that the piece consists of."""
         full, count = _full_spans(self.part)
         local = np.cumsum(count) - count
         first = np.maximum(local, self.start)
@@ -78,7 +78,9 @@ class Piece:
         return Spans(full + first - local, first - self.start, last - first)
 
     def within(self, part: Part) -> "Piece":
-        """Returns the piece's elements inside ``part``; rows of ``part`` must be a subset of this part's rows."""
+        """Returns the elements of this piece that are inside ``part``, whose rows must be a subset of this piece's
+        part.
+        """
         if part == self.part:
             return self
         before = int(runs(Piece(self.part, 0, self.start), part.whole()).length.sum())
@@ -87,7 +89,7 @@ class Piece:
 
 
 class Runs(NamedTuple):
-    """Stretches of elements that are contiguous in both a source and a target; arrays of equal length."""
+    """Ranges that are contiguous in both a source and a target piece; three arrays of equal length."""
 
     source: Numbers
     target: Numbers
@@ -95,7 +97,7 @@ class Runs(NamedTuple):
 
 
 def runs(source: Piece, target: Piece) -> Runs:
-    """Returns the elements that two pieces of one tensor share, in the order of the full tensor."""
+    """Returns the overlap of two pieces of one tensor, as ranges in the order of the full tensor."""
     left, right = source.spans(), target.spans()
     empty = np.zeros(0, dtype=np.int64)
     if not len(left.full) or not len(right.full):
@@ -113,8 +115,8 @@ def runs(source: Piece, target: Piece) -> Runs:
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Returns True if every element of a tensor of ``shape`` is in exactly one piece.
 
-    Pieces must tile parts, and parts, all along one dim, must tile the tensor. No span is materialized, so the check is
-    cheap even for the huge tensors of a hostile file.
+    Pieces must tile parts, and parts, all along one dim, must tile the tensor. The cost does not depend on the tensor's
+    size.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:
@@ -174,18 +176,18 @@ def _joined(found: Runs) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """Consecutive pieces of one part, of equal size: the shares of any number of data ranks."""
+    """Consecutive pieces of one part with equal sizes, such as the shards of all data ranks."""
 
     first: Piece
     count: int = 1
 
     def piece(self, index: int) -> Piece:
-        """Returns one of the pieces."""
+        """Returns the piece with this index in the run."""
         size = self.first.elements
         return Piece(self.first.part, self.first.start + index * size, self.first.stop + index * size)
 
     def sharing(self, want: Piece) -> range:
-        """Returns the indices of pieces that may share elements with ``want``."""
+        """Returns the indices of pieces that may overlap with ``want``."""
         size, (start, stop) = self.first.elements, _bounds(self.first.part, want)
         if not size:
             return range(0)

@@ -22,16 +22,16 @@ from engine.checkpoint.format.strict_json import Fields, dump, naturals, parse
 from engine.errors import COPY_AGAIN, CheckpointError, EngineError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-"""Names of the files in a folder of several files, and of one."""
+"""File names in a Hugging Face folder: the index of several safetensors files, and a single file."""
 HEADER_LIMIT = 1 << 25
-"""Largest header in bytes, about 100,000 tensors. The format allows more; a parsed header takes ten times its size."""
+"""Largest bytes of a header, about 100,000 tensors; a parsed header takes ten times as much memory."""
 
 DTYPES: Mapping[str, str] = MappingProxyType({
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
 })  # fmt: skip
-"""Dtype names of the format -> names of torch and numpy."""
+"""Dtype names of safetensors -> names of torch and numpy."""
 _WIDTHS: Mapping[str, int] = MappingProxyType({
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -44,7 +44,7 @@ class TensorKind(NamedTuple):
     """Dtype and shape of a tensor."""
 
     dtype: str
-    """Dtype, in the names of the format."""
+    """Dtype as safetensors names it, such as "BF16"."""
     shape: tuple[int, ...]
 
     @property
@@ -59,15 +59,15 @@ class TensorKind(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return self.elements * self.width
 
 
 def code_of(dtype: str) -> str:
-    """Returns the format's name of a torch dtype ("bfloat16").
+    """Returns the safetensors name ("BF16") of a torch dtype ("bfloat16").
 
     Raises:
-        CheckpointError: the format has no such dtype.
+        CheckpointError: safetensors has no such dtype.
     """
     if dtype not in _CODES:
         raise CheckpointError(
@@ -79,19 +79,19 @@ def code_of(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Positions of the tensors in a file."""
+    """Header, tensor offsets and size of a safetensors file."""
 
     header: bytes
     places: Mapping[str, tuple[TensorKind, int]]
-    """Kind and first byte of each tensor, by key."""
+    """Dtype, shape and byte offset of each tensor, by key."""
     size: int
 
 
 def lay_out(tensors: Mapping[str, TensorKind], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Returns the layout of a file with these tensors.
+    """Returns the layout of a safetensors file with these tensors.
 
     Raises:
-        CheckpointError: a tensor has the name that the format reserves.
+        CheckpointError: a tensor has the reserved name "__metadata__".
     """
     if _METADATA in tensors:
         raise CheckpointError(f"a tensor named {_METADATA!r} cannot be stored: safetensors reserves it; rename it.")
@@ -110,10 +110,11 @@ def lay_out(tensors: Mapping[str, TensorKind], metadata: Mapping[str, str] | Non
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict[str, tuple[TensorKind, int]]:
-    """Returns kind and first byte of each tensor in a file of ``size`` bytes; ``read(start, stop)`` returns its bytes.
+    """Returns dtype, shape and byte offset of each tensor in a safetensors file of ``size`` bytes; ``read(start,
+    stop)`` returns bytes of it.
 
     Raises:
-        CheckpointError: another format, or the tensors do not fill the file from the header to its end.
+        CheckpointError: the file is not safetensors, or its tensors leave gaps.
     """
     length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
     if length > min(size - 8, HEADER_LIMIT):
@@ -149,7 +150,7 @@ def _place(entry: object, what: str) -> tuple[TensorKind, int]:
 
 
 def read_kind(fields: Fields) -> TensorKind:
-    """Returns the kind in the fields "dtype" and "shape"."""
+    """Returns the dtype and shape in the JSON fields "dtype" and "shape"."""
     dtype = fields.text("dtype")
     if dtype not in DTYPES:
         raise CheckpointError(
@@ -169,10 +170,10 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def shard_bytes(size: int | str) -> int:
-    """Returns the bytes of a size such as 5_000_000_000, "5GB" or "512MiB", as transformers reads it.
+    """Returns a size such as 5_000_000_000, "5GB" or "512MiB" in bytes, parsed as in transformers.
 
     Raises:
-        EngineError: it is no size above 0.
+        EngineError: the size is malformed or not above 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     unit = _UNITS.get(found[2].upper()) if found is not None else None
@@ -184,9 +185,10 @@ def shard_bytes(size: int | str) -> int:
 
 
 def repack(files: Files, source: Path, target: Path, keys: Sequence[str], limit: int) -> None:
-    """Writes the tensors ``keys`` of the files in ``source`` into new files in ``target``, of ``limit`` bytes at most.
+    """Copies tensors ``keys`` of the safetensors files in ``source`` into new files of at most ``limit`` bytes in
+    ``target``.
 
-    A file ends before a tensor that exceeds the limit; a larger tensor has its own file. Several files get an index.
+    A larger tensor has its own file. Several files get an index.
     """
     with _opened(files, source) as opened:
         places = {key: (file, *place) for file, own in opened for key, place in own.items()}

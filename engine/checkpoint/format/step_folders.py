@@ -1,24 +1,20 @@
-"""Step folders of a run: list them, commit a new one, retain the newest, sweep leftovers.
+"""Step folders of a run: listed, committed, retained, and cleaned up.
 
     write files into   step-00001200.tmp-ATTEMPT/      no loader reads such a name
-    manifest, COMMIT, every file and folder forced to disk
+    manifest, COMMIT, fsync of every file and folder
     rename to          step-00001200/                  from here on the checkpoint exists
     retention          rename to .trash-..., then unlink
 
-A folder named ``step-`` is a committed checkpoint: if it cannot be read, it is reported as damaged and never skipped. A
-step that is saved again gets a revision, ``step-00001200-r1``, so that nothing is overwritten. Steps beyond the one
-being saved belong to an abandoned continuation, after an older step was loaded: they are renamed to
-``abandoned-...`` first, so that the newest folder is always the one to resume from.
+A folder ``step-N`` that cannot be read is reported as damaged, never skipped. A step that is saved again gets a
+revision, ``step-00001200-r1``. Later steps of an abandoned continuation are renamed to ``abandoned-...`` first, so that
+the newest folder is always the one to resume from.
 
-A lock on the folder keeps other engines from setting its checkpoints aside:
+A lock on the folder excludes other engines:
 
     RUN/.trine.lock    {"host": ..., "pid": ..., "since": ...} of the last holder; the lock is flock's, not the file
 
-A lock ends with ``close`` or with the process, even a killed one: the remaining file locks nothing.
-
-On NFS (Linux, version 3 with lockd or version 4) and on Lustre mounted with ``flock``, the lock holds on all machines.
-Lustre with ``localflock`` sees the engines of one machine only. On a file system without locks an engine continues
-without one and logs a warning.
+``close`` or the end of the process releases it. On NFS (Linux, version 3 with lockd or version 4) and on Lustre with
+``flock`` it holds on all machines, with ``localflock`` on one. Without lock support the engine logs a warning.
 """
 
 import fcntl
@@ -49,17 +45,17 @@ _LEFTOVER = re.compile(r"\.trash-step-[0-9]{8,18}(-r[0-9]{1,9})?|(step-[0-9]{8,1
 """Names that only a save creates; everything else in a folder belongs to the user."""
 _SMALL = 1 << 12
 WHOLE_PIECES = 1 << 14
-"""Most pieces of a manifest of one file, about 2 MiB."""
+"""Most pieces of a manifest that is one file, about 2 MiB."""
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """Returns (step, revision) from the name of a step folder, or None."""
+    """Returns (step, revision) from the name of a step folder; None for another name."""
     found = _STEP.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
 def committed(files: Files, folder: Path) -> list[Path]:
-    """Returns the checkpoints of a run, the newest last; empty if the folder does not exist."""
+    """Returns the step folders of a run, the newest last; [] if the run's folder does not exist."""
     if not files.is_folder(folder):
         return []
     found = [(key, folder / name) for name in files.names(folder) if (key := step_of(name)) is not None]
@@ -67,7 +63,7 @@ def committed(files: Files, folder: Path) -> list[Path]:
 
 
 def make_run_folder(files: Files, folder: Path) -> None:
-    """Creates the folder of a run and its missing parents, forced to disk."""
+    """Creates the folder of a run with missing parents, and calls fsync."""
     if files.is_folder(folder):
         return
     make_run_folder(files, folder.parent)
@@ -79,17 +75,17 @@ def make_run_folder(files: Files, folder: Path) -> None:
 
 
 def temporary(folder: Path, step: int, attempt: str) -> Path:
-    """Returns the folder that a save writes into."""
+    """Returns the path of the temporary folder into which a save of ``step`` writes."""
     return folder / f"step-{step:08d}.tmp-{attempt}"
 
 
 def is_step(files: Files, path: Path) -> bool:
-    """Returns True for the folder of a checkpoint, whatever its name, and False for the folder of a run."""
+    """Returns True if ``path`` is the folder of one checkpoint, under any name, and not of a run."""
     return step_of(path.name) is not None or (files.is_folder(path) and NAME in files.names(path))
 
 
 def steps_of(files: Files, path: Path) -> list[Path]:
-    """Returns the checkpoint at ``path``, or the checkpoints of the run at ``path``, the newest last."""
+    """Returns [path] if it is a checkpoint, or else the checkpoints of the run at ``path``, the newest last."""
     return [path] if is_step(files, path) else committed(files, path)
 
 
@@ -124,10 +120,10 @@ def read_manifest(files: Files, step: Path) -> Manifest:
 
 
 def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping[str, HashSlice] | None = None) -> None:
-    """Writes ``manifest.json``, then ``COMMIT``, both forced to disk.
+    """Writes ``manifest.json`` and then ``COMMIT``, each with fsync.
 
-    With the ``slices`` of each file's hashes, a manifest of many pieces is written in parts, so that one of many ranks
-    reads only the parts that it needs.
+    With ``slices``, the position of each file's hashes, a manifest of many pieces is split into index files, of which a
+    rank reads only some.
     """
     if slices is not None and sum(len(tensor.pieces) for tensor in manifest.tensors.values()) > WHOLE_PIECES:
         data, parts = to_parts(manifest, slices)
@@ -175,14 +171,14 @@ def commit(files: Files, written: Path, step: int) -> Path:
 
 
 def point_to(files: Files, step: Path, attempt: str) -> None:
-    """Writes the hint ``latest``."""
+    """Writes the name of the newest checkpoint into the file ``latest``."""
     hint = step.parent / f"latest.tmp-{attempt}"
     write_new(files, hint, [memoryview(dump({"newest": step.name}))])
     files.rename(hint, step.parent / "latest")
 
 
 def retain(files: Files, folder: Path, keep: int) -> list[Path]:
-    """Removes all but the newest ``keep`` checkpoints, at least one; returns the removed folders."""
+    """Deletes all but the newest ``keep`` checkpoints (at least one remains); returns the deleted folders."""
     old = committed(files, folder)[: -max(1, keep)]
     for path in old:
         trash = folder / f".trash-{path.name}"
@@ -193,7 +189,7 @@ def retain(files: Files, folder: Path, keep: int) -> list[Path]:
 
 
 def sweep(files: Files, folder: Path) -> None:
-    """Removes the leftovers of interrupted saves and clean-ups."""
+    """Deletes temporary folders of interrupted saves and deletions."""
     for name in files.names(folder) if files.is_folder(folder) else ():
         path = folder / name
         if not _LEFTOVER.fullmatch(name):
@@ -215,7 +211,7 @@ LOCK = ".trine.lock"
 
 
 class FolderLocks:
-    """Folders that one engine has locked. Two engines of one process exclude each other too."""
+    """Locks of one engine on run folders; two engines of one process exclude each other too."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int | None] = {}
@@ -225,11 +221,11 @@ class FolderLocks:
     def hold(self, folder: Path, early: bool = False) -> None:
         """Locks an existing folder until ``close``; a second call locks it again if the folder was replaced.
 
-        ``early``: nothing is written yet, so an engine of this process may have the lock until the next call:
-        ``eng = initialize(...)`` drops the old engine only after it has made the new one.
+        ``early``: nothing is written yet, so another engine of this process may still have the lock, because ``eng =
+        initialize(...)`` drops an old engine only after making the new one.
 
         Raises:
-            CheckpointError: another engine holds the lock; the message names its process and machine.
+            CheckpointError: another engine has the lock; the message names its process and machine.
         """
         if self._closed:
             raise CheckpointError(

@@ -1,11 +1,8 @@
-"""Reader of pieces of tensors from a committed checkpoint: only the blocks that contain them, every block checked.
+"""Reader of tensor pieces from a committed checkpoint; reads only the needed blocks, and checks the hash of each.
 
-    wanted runs     ....[=======]....[==]...........[=============================]....
-    blocks          |       |       |       |       |       |       |       |       |
-    extents            read, check, copy out of it     | straight into the target |
-
-Runs in the same or adjacent blocks are read together; the whole blocks of a long run are read straight into the target
-memory.
+wanted runs     ....[=======]....[==]...........[=============================]....
+blocks          |       |       |       |       |       |       |       |       |
+reads              read, check, copy out of it     | directly into the target |
 """
 
 import hashlib
@@ -27,9 +24,9 @@ from engine.checkpoint.format.step_folders import read_manifest
 from engine.errors import COPY_AGAIN, CheckpointError
 
 BUFFER = 1 << 22
-"""Largest extent in bytes that is read into a buffer and copied out."""
+"""Largest bytes of a read into a temporary buffer."""
 DIRECT = 4
-"""Whole blocks that a run needs to be read straight into the target."""
+"""Smallest number of whole blocks that are read directly into the target memory."""
 
 
 class _DamageError(Exception):
@@ -41,16 +38,16 @@ class _DamageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """Piece of a stored tensor, and the memory to read it into."""
+    """Request to read one piece of a stored tensor into memory."""
 
     tensor: str
     piece: Piece
     target: memoryview
-    """Memory for the piece in its stored dtype."""
+    """Memory that receives the piece, in its stored dtype."""
 
 
 class Copy(NamedTuple):
-    """Bytes of a file, and the part of a target that receives them."""
+    """Bytes of a file, and the memory that receives them."""
 
     start: int
     length: int
@@ -59,7 +56,7 @@ class Copy(NamedTuple):
 
 
 class OpenCheckpoint(Protocol):
-    """Open checkpoint, of this engine or of another one."""
+    """Interface of an open checkpoint, of this engine or of another one."""
 
     step: Path
     """Folder of the checkpoint."""
@@ -69,20 +66,20 @@ class OpenCheckpoint(Protocol):
 
     @property
     def name(self) -> Path:
-        """Folder of the checkpoint, as a source of tensors."""
+        """Folder of the checkpoint, for messages."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fills the targets of all requests."""
+        """Reads the requested pieces into their target memory."""
 
     def check_file(self, file: str) -> None:
         """Reads and checks every block of a file."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Returns all tensors of a file."""
+        """Returns all tensors of a file: key -> (dtype and shape, bytes)."""
 
 
 class StepReader:
-    """Open checkpoint of this engine. ``bytes_read`` counts the bytes read from its tensor files.
+    """Open checkpoint of this engine. ``bytes_read`` counts bytes read from tensor files.
 
     Raises:
         CheckpointError: the checkpoint is not committed or is damaged, or a file is missing or has another length.
@@ -105,7 +102,7 @@ class StepReader:
         """Dtype and shape of every stored tensor."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fills the targets of all requests.
+        """Reads the requested pieces into their target memory.
 
         Raises:
             CheckpointError: names the damaged file, and the tensor in the damaged block.
@@ -125,12 +122,14 @@ class StepReader:
         return self.bytes_read - before
 
     def check_file(self, file: str) -> None:
-        """Reads and checks every block of a file; its contents are discarded."""
+        """Reads a file and checks the hash of every block."""
         for _ in self.chunks(file):
             pass
 
     def chunks(self, file: str) -> Iterator[memoryview]:
-        """Yields a file of the manifest in order, checked; each chunk is valid until the next one is requested."""
+        """Yields the contents of a file in order, with hashes checked; a chunk is valid until the next one is
+        requested.
+        """
         size = self.manifest.files[file]
         buffer = np.empty(min(size, 8 * max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
         with self._open(file) as opened_file:
@@ -140,7 +139,7 @@ class StepReader:
                 yield chunk.data
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Returns all tensors of a file.
+        """Returns all tensors of a file: key -> (dtype and shape, bytes).
 
         Raises:
             CheckpointError: the checkpoint has no such file.
@@ -157,7 +156,7 @@ class StepReader:
 
     @property
     def name(self) -> Path:
-        """Folder of the checkpoint."""
+        """Folder of the checkpoint, for messages."""
         return self.step
 
     # ------------------------------------------------------------------ from pieces to bytes
@@ -351,8 +350,9 @@ def _listed(tensors: Sequence[str]) -> str:
 
 
 def copies(shared: Runs, begin: int, width: int, want: ReadRequest) -> Iterator[Copy]:
-    """Yields the copies for runs of a piece that starts at byte ``begin`` of a file, with elements of ``width``
-    bytes."""
+    """Yields the byte copies for ``shared``, an overlap with a piece that begins at byte ``begin`` of a file; ``width``
+    is bytes per element.
+    """
     for source, target, count in zip(*(column.tolist() for column in shared), strict=True):
         place = want.target[target * width : (target + count) * width]
         yield Copy(begin + source * width, count * width, place, want.tensor)

@@ -26,7 +26,7 @@ def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
 
 
 def dump(value: Mapping[str, Any]) -> bytes:
-    """Returns JSON text of our own values: sorted keys, no spaces, no NaN."""
+    """Returns JSON text with sorted keys, without spaces; NaN raises."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -38,15 +38,15 @@ class Fields:
         self._value: Mapping[str, Any] = self._must(value, dict)
 
     def text(self, name: str) -> str:
-        """Returns the string ``name``."""
+        """Returns the string in field ``name``."""
         return self._must(self._value.get(name), str, name)
 
     def count(self, name: str) -> int:
-        """Returns the integer ``name``, at least 0 and within 64 bits."""
+        """Returns the integer in field ``name``, from 0 to 2^63 - 1."""
         return natural(self._value.get(name), f"{self.what}: {name}")
 
     def positive(self, name: str) -> float:
-        """Returns the finite number ``name``, above 0."""
+        """Returns the finite number in field ``name``, which must be above 0."""
         value = self._value.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise CheckpointError(
@@ -55,19 +55,19 @@ class Fields:
         return float(value)
 
     def object(self, name: str) -> dict[str, Any]:
-        """Returns the JSON object ``name``."""
+        """Returns the JSON object in field ``name``."""
         return self._must(self._value.get(name), dict, name)
 
     def list(self, name: str) -> list[Any]:
-        """Returns the JSON array ``name``."""
+        """Returns the JSON array in field ``name``."""
         return self._must(self._value.get(name), list, name)
 
     def any(self, name: str) -> Any:
-        """Returns the value ``name`` of any type, None if it is absent."""
+        """Returns the value in field ``name``, of any type; None if it is absent."""
         return self._value.get(name)
 
     def each(self, name: str, read: Callable[[Any, str], _Value]) -> dict[str, _Value]:
-        """Returns the JSON object ``name``, each value converted by ``read``."""
+        """Returns the JSON object in field ``name``, each value converted by ``read``."""
         return {key: read(value, f"{self.what}: {name}[{key!r}]") for key, value in self.object(name).items()}
 
     def _must(self, value: Any, kind: type[_Value], name: str = "") -> _Value:
@@ -80,7 +80,7 @@ class Fields:
 
 
 def natural(value: Any, what: str) -> int:
-    """Returns ``value``, if it is an integer of at least 0 within 64 bits."""
+    """Returns ``value`` if it is an integer from 0 to 2^63 - 1; raises CheckpointError otherwise."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise CheckpointError(
             f"{what} is {_named(value)}, not a whole number of 0 or more: the file is damaged; {COPY_AGAIN}"
@@ -89,7 +89,7 @@ def natural(value: Any, what: str) -> int:
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value`` as a tuple, if it is a list of integers of at least 0 within 64 bits."""
+    """Returns ``value`` as a tuple if it is a list of integers from 0 to 2^63 - 1; raises CheckpointError otherwise."""
     if not isinstance(value, list):
         raise CheckpointError(f"{what} is {_named(value)}, not a list: the file is damaged; {COPY_AGAIN}")
     return tuple(natural(item, what) for item in value)

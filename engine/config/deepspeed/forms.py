@@ -1,16 +1,14 @@
-"""Forms of DeepSpeed's configuration that are rewritten before its keys are read.
+"""Forms of DeepSpeed's configuration that are rewritten before its keys are read, each with a note "acts as".
 
     zero_optimization: true         the first form of ``stage: 1``
     bfloat16                        the older name of bf16
     amp                             mixed precision by Apex: torch.autocast
-    sequence_parallel_size          ranks that share a sequence: parallel.tensor with sequence_parallel
+    sequence_parallel_size          parallel.tensor with sequence_parallel
     wandb                           its project: monitor.wandb
-    elasticity                      a batch that suits many numbers of GPUs (``elasticity``)
+    elasticity                      a batch size for many numbers of GPUs (``elasticity``)
     OneBitAdam, ZeroOneAdam         Adam without bias correction; zero_quantized_gradients compresses messages
     OneBitLamb                      LAMB without bias correction, in the same way
     a file of ``accelerate config`` with deepspeed_config in it
-
-A note names what is rewritten, with the words "acts as".
 
 ``read_keywords``: keywords that ``engine.deepspeed`` passes to the model's forward, as functions of the update number:
 
@@ -56,7 +54,7 @@ Notes = list[str]
 
 
 def rewritten(given: Mapping[str, Any], problems: Problems) -> tuple[dict[str, Any], Notes]:
-    """Returns the configuration in its present form, and a note for each form that was rewritten."""
+    """Returns the configuration with older and foreign forms rewritten, and a note for each rewritten form."""
     raw, notes = dict(given), Notes()
     for form in _FORMS:
         form(raw, problems, notes)
@@ -208,18 +206,17 @@ _HIGHLY_COMPOSITE = (
 
 
 class ElasticBatch(NamedTuple):
-    """Rows of a step, and of a microbatch."""
+    """Batch size in rows per step, and rows per microbatch."""
 
     rows: int
     micro: int
 
 
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
-    """Returns the batch of an ``elasticity`` section; None after noting a wrong value.
+    """Returns the batch sizes of an ``elasticity`` section; None if a value is wrong, which becomes a problem.
 
-    Candidates are multiples of each microbatch, and of their common multiple, by a number with many divisors. The
-    candidate wins that most numbers of GPUs divide into whole microbatches. The smallest microbatch is taken, which
-    divides the batch for every such number of GPUs.
+    Candidates are multiples of the microbatch sizes, and of their common multiple, by numbers with many divisors. The
+    best one divides into whole microbatches for the most numbers of GPUs.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
@@ -267,20 +264,22 @@ _COUNTS = ListOf(each=Int(low=1), noun="a list of numbers that do not fall, such
 
 @dataclass(frozen=True, slots=True)
 class LayerDrop:
-    """``progressive_layer_drop``: the probability of keeping a layer falls from 1 to ``theta``."""
+    """Schedule of ``progressive_layer_drop``: the probability that a layer runs falls from 1 to ``theta``."""
 
     enabled: bool = setting(False, Flag())
     theta: float = setting(1.0, Real(low=0, high=1), required=True)
     gamma: float = setting(0.001, Real(low=0), required=True)
 
     def kept(self, steps: int) -> float:
-        """Returns the probability after so many steps; DeepSpeed's falls from the third step on."""
+        """Returns the probability that a layer runs after this many steps; as in DeepSpeed, it falls from the third
+        step on.
+        """
         return (1 - self.theta) * math.exp(-self.gamma * max(0, steps - 1)) + self.theta
 
 
 @dataclass(frozen=True, slots=True)
 class CurriculumSchedule:
-    """``curriculum_learning.schedule_config``."""
+    """Settings of ``curriculum_learning.schedule_config``: how the difficulty rises over steps."""
 
     total_curriculum_step: int | None = setting(None, _STEPS)
     difficulty_step: int | None = setting(None, _STEPS)
@@ -291,7 +290,9 @@ class CurriculumSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """``curriculum_learning``: a difficulty that rises from ``min_difficulty`` to ``max_difficulty``."""
+    """Curriculum learning: a difficulty, such as sequence length, that rises from ``min_difficulty`` to
+    ``max_difficulty``.
+    """
 
     enabled: bool = setting(False, Flag())
     curriculum_type: str = setting("seqlen", Text())
@@ -305,7 +306,7 @@ class Curriculum:
     schedule_config: CurriculumSchedule = setting(CurriculumSchedule(), Section(cls=CurriculumSchedule), required=True)
 
     def difficulty(self, step: int) -> int:
-        """Returns the difficulty of a step; the first step is 1."""
+        """Returns the difficulty at a step; steps count from 1."""
         schedule = self.schedule_config
         if self.schedule_type == "fixed_discrete":
             assert schedule.difficulty is not None and schedule.max_step is not None
@@ -320,13 +321,13 @@ class Curriculum:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeywords:
-    """Keyword arguments that a configuration adds to every forward of training."""
+    """Keyword arguments that DeepSpeed's features pass to the model's forward in training."""
 
     layer_drop: LayerDrop | None = None
     curriculum: Curriculum | None = None
 
     def at(self, steps: int) -> dict[str, Any]:
-        """Returns the keyword arguments after so many steps, skipped ones included."""
+        """Returns the keyword arguments of forward after this many steps, including skipped ones."""
         given: dict[str, Any] = {}
         if self.layer_drop is not None:
             given |= {"progressive_layer_drop": True, "pld_theta": self.layer_drop.kept(steps)}
@@ -336,7 +337,7 @@ class ForwardKeywords:
 
 
 def read_keywords(raw: Mapping[str, Any], problems: Problems) -> ForwardKeywords:
-    """Reads both sections if they are enabled, and notes their mistakes."""
+    """Reads ``progressive_layer_drop`` and ``curriculum_learning`` if they are enabled; mistakes become problems."""
     drop, curriculum = raw.get("progressive_layer_drop"), raw.get("curriculum_learning")
     read = None
     if _enabled(curriculum):

@@ -15,17 +15,19 @@ from engine.config.wording import join_path
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Key without effect here; a note reports it, except for values in ``idle``."""
+    """DeepSpeed key without effect; a note reports it unless its value is in ``idle``."""
 
     reason: str
     idle: tuple[object, ...] = ()
     rule: Rule | None = None
-    """Rule of the value, for a key with words that a user may mistype."""
+    """Rule that the value must obey, for keys with a few valid words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Key that is harmless at these values; any other value asks for something that Trine does not do."""
+    """DeepSpeed key that is accepted at the ``allowed`` values; any other value is an error, because Trine lacks the
+    feature.
+    """
 
     allowed: tuple[object, ...]
     reason: str
@@ -33,9 +35,9 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Key that is honored under another name.
+    """DeepSpeed key that sets the Trine key ``target``.
 
-    Values in ``idle`` ask for nothing; ``becomes`` maps values to ours, or is our value for all other values.
+    Values in ``idle`` have no effect; ``becomes`` maps values to Trine's, or is Trine's value for all others.
     """
 
     target: str
@@ -46,24 +48,24 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Section that is harmless while its switch is off; its other keys are then ignored."""
+    """DeepSpeed section that is ignored while its ``switch`` is off, and is an error while it is on."""
 
     reason: str
     switch: str = "enabled"
     off: tuple[object, ...] = (False, None)
     noted: bool = False
-    """Training is the same without it: a note names the replacement."""
+    """True if training is the same without the section: a note names the replacement, in place of an error."""
     passed: bool = False
-    """``engine.deepspeed`` acts on it (``read_keywords``); a note explains it."""
+    """True if ``engine.deepspeed`` implements the section (``read_keywords``); a note explains it."""
     keys: Mapping[str, "Treatment"] = field(default_factory=FrozenMap)
-    """Treatments of its keys while the switch is on; ``reason`` is the note of each other one."""
+    """Treatment of the section's keys while the switch is on; for all other keys, ``reason`` is the note."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithMode:
-    """Key about recomputed activations, which by itself recomputes nothing: harmless at ``idle``, else noted.
+    """DeepSpeed key of activation checkpointing that alone enables nothing: ignored at ``idle``, else noted.
 
-    In a section with a mode, a key with a ``target`` sets that key of ours to ``becomes``.
+    If the section sets a mode, a key with a ``target`` sets that Trine key to ``becomes``.
     """
 
     idle: tuple[object, ...]
@@ -278,7 +280,9 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
 
 LOG = MappingProxyType({"enabled": Flag(), "output_path": Text(null=True), "job_name": Text(null=True)})
 LOGS = MappingProxyType({"tensorboard": ("monitor.tensorboard", ""), "csv_monitor": ("monitor.csv", ".csv")})
-"""Sections of folder and job name: our key, and the ending of its file, empty for a folder."""
+"""DeepSpeed's log sections with output path and job name: Trine's key, and the suffix of its file (empty for a
+folder).
+"""
 TABLE: Mapping[str, Treatment] = MappingProxyType(
     {
         join_path(at, key): Noted(why)
@@ -303,4 +307,4 @@ DERIVED: Mapping[str, str] = MappingProxyType({
                     "derived from the other sizes here"),
     "zero_optimization.reduce_bucket_size": "Trine's own size here",
 })  # fmt: skip
-"""Trine's keys with one possible meaning of "auto", as files for the Hugging Face Trainer write it: that meaning."""
+"""Value of each Trine key for "auto", a word that files for the Hugging Face Trainer contain."""

@@ -1,4 +1,6 @@
-"""Translation of DeepSpeed's own keys: honored, noted as without effect, or refused, as ``keys`` lists."""
+"""Translation of DeepSpeed's own keys by the table in ``keys``: each is honored, noted as without effect, or
+refused.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real as RealNumber
@@ -15,7 +17,7 @@ from engine.config.wording import join_path, kind, shown_value
 def translate(
     raw: Mapping[str, Any], ours: frozenset[str], problems: Problems
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the config without DeepSpeed's own keys, and one note for each key without effect.
+    """Returns the config with DeepSpeed's own keys translated or removed, and one note for each key without effect.
 
     ``ours`` are the dotted paths of Trine's keys. Unknown keys stay in the config, for the reader to report.
     """

@@ -1,4 +1,4 @@
-"""``deepspeed.ops.adagrad``: Adagrad under the name of DeepSpeed's kernel."""
+"""``deepspeed.ops.adagrad``: Adagrad under DeepSpeed's name."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad; ``offload_optimizer`` of the configuration places its state."""
+    """torch's Adagrad; ``offload_optimizer`` of the configuration places its state on GPU or host."""
 
     elementwise = True
 

@@ -31,7 +31,9 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """``FusedAdam`` with other argument names; ``offload_optimizer`` of the configuration places its state."""
+    """``FusedAdam`` with other argument names; ``offload_optimizer`` of the configuration places its state on GPU or
+    host.
+    """
 
     def __init__(
         self, model_params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True,

@@ -16,7 +16,7 @@ def loader_of_a_rank(
     data: Dataset[Any], grid: Grid, micro: int, collate: Callable[[list[Any]], Any] | None, shuffle: bool,
     sampler: Sampler[Any] | None = None, **options: Any,
 ) -> DataLoader[Any]:  # fmt: skip
-    """Returns the microbatches of this data rank: its rows of ``data``, or ``sampler``'s; ``options`` are torch's."""
+    """Returns a DataLoader of this data rank's rows of ``data`` in microbatches; ``options`` are torch's."""
     if sampler is None and not isinstance(data, IterableDataset):
         sampler = DistributedSampler[Any](data, num_replicas=grid.row_ranks, rank=grid.row_rank, shuffle=shuffle)
     return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate, **options)

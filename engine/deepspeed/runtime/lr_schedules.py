@@ -28,12 +28,12 @@ from engine.optim.lr_schedules import (
 logger = logging.getLogger("trine")
 
 Rates = float | Sequence[float]
-"""Learning rate of all groups, or one a group."""
+"""Learning rate of all parameter groups, or one for each group."""
 _Rule = Callable[[int, float, Mapping[str, Any]], float]
 
 
 class ScheduleValueError(ConfigError, ValueError):
-    """Invalid value of a schedule; also a ValueError, because DeepSpeed raises that."""
+    """Error about an invalid scheduler option; also a ValueError, as in DeepSpeed."""
 
 
 class _Scheduled(UpdateScheduler):
@@ -61,7 +61,7 @@ class _Scheduled(UpdateScheduler):
 
 
 class LRRangeTest(_Scheduled):
-    """Rising learning rate, for finding the largest stable one."""
+    """Scheduler with a rising learning rate, to find the largest stable one."""
 
     _rule = staticmethod(lr_range_test)
 
@@ -78,7 +78,7 @@ class LRRangeTest(_Scheduled):
 
 
 class OneCycle(_Scheduled):
-    """One cycle up and down, then a decay; betas move against the learning rate."""
+    """Scheduler with one cycle up and down, then a decay; betas move opposite to the learning rate."""
 
     _rule = staticmethod(one_cycle)
     cycle_momentum = False
@@ -111,10 +111,10 @@ class OneCycle(_Scheduled):
             self._show()
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Returns the betas of each group at this point of the cycle; None without ``cycle_momentum``.
+        """Returns the betas of each parameter group for the next update; None without ``cycle_momentum``.
 
-        The betas are the next update's. Before the first update they have ``cycle_min_mom``, as in DeepSpeed, although
-        the cycle begins at ``cycle_max_mom``.
+        Before the first update they have ``cycle_min_mom``, as in DeepSpeed, although the cycle begins at
+        ``cycle_max_mom``.
         """
         if not self.cycle_momentum:
             return None
@@ -131,7 +131,7 @@ class OneCycle(_Scheduled):
 
 
 class WarmupLR(_Scheduled):
-    """Warmup to ``warmup_max_lr``, then a constant rate."""
+    """Scheduler that warms up to ``warmup_max_lr``, then is constant."""
 
     _rule = staticmethod(warmup)
 
@@ -147,7 +147,7 @@ class WarmupLR(_Scheduled):
 
 
 class WarmupDecayLR(_Scheduled):
-    """Warmup to ``warmup_max_lr``, then linear decay until ``total_num_steps``."""
+    """Scheduler that warms up to ``warmup_max_lr``, then decays linearly until ``total_num_steps``."""
 
     _rule = staticmethod(warmup_decay)
 
@@ -165,7 +165,7 @@ class WarmupDecayLR(_Scheduled):
 
 
 class WarmupCosineLR(_Scheduled):
-    """Warmup to the optimizer's rate, then decay along half a cosine."""
+    """Scheduler that warms up to the optimizer's learning rate, then decays along a cosine."""
 
     _rule = staticmethod(warmup_cosine)
 
@@ -183,7 +183,7 @@ class WarmupCosineLR(_Scheduled):
         self.org_lrs = list(self.base_lrs)
 
     def get_lr_ratio(self) -> float:
-        """Returns the next update's fraction of the optimizer's rate."""
+        """Returns the fraction of the optimizer's learning rate for the next update."""
         return warmup_cosine(self.last_epoch, 1.0, self.params)
 
 

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.utils``: seeds, and a line about memory."""
+"""``deepspeed.runtime.utils``: random seeds, and a log line about memory."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs device and host memory after ``message`` on rank 0, if ``force`` is set."""
+    """Logs allocated device memory and host memory after ``message`` on rank 0, if ``force`` is set."""
     if not force:
         return
     peak = peak_memory(read_world().device) / _GIB

@@ -1,4 +1,4 @@
-"""Gradients, weights and optimizer state of one parameter, and an endless loader, for ``deepspeed.utils``."""
+"""``deepspeed.utils``: gradient, weight and optimizer state of one parameter, and an endless loader."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,25 +17,25 @@ _Read = Callable[[Engine, str, bool], AbstractContextManager[dict[str, Tensor]]]
 
 
 class Owner(NamedTuple):
-    """Engine of a parameter, and the parameter's name in it."""
+    """Engine that trains a parameter, and the parameter's name."""
 
     engine: Engine
     name: str
 
     @property
     def pattern(self) -> str:
-        """Pattern that matches this name alone."""
+        """Pattern that matches only this parameter's name."""
         return escape(self.name)
 
 
 def tell_engine(engine: Engine) -> None:
-    """Stores a weak reference to the engine on each parameter, for calls that get only a parameter."""
+    """Stores a weak reference to the engine on each parameter, for functions that receive only a parameter."""
     for parameter in engine.module.parameters():
         setattr(parameter, _ENGINE, weakref.ref(engine))
 
 
 def engine_of(parameter: nn.Parameter) -> Owner | None:
-    """Returns the engine that trains a parameter; None before ``initialize``."""
+    """Returns the engine that trains a parameter, with the parameter's name; None before ``initialize``."""
     engine = getattr(parameter, _ENGINE, lambda: None)()
     if engine is None:
         return None
@@ -86,12 +86,12 @@ def _through(tensor: Tensor, value: Tensor | None) -> Tensor:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Returns the full fp32 weights of a parameter; None for a frozen one, as all these functions do. Collective."""
+    """Returns the full fp32 weight of a parameter; None if it is frozen, as for all functions here. Collective."""
     return _tensor(param, "safe_get_full_fp32_param", Engine.masters, False)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the full fp32 weights of a parameter; every rank passes equal values. Collective."""
+    """Sets the full fp32 weight of a parameter; every rank passes equal values. Collective."""
     _tensor(param, "safe_set_full_fp32_param", Engine.masters, False, value)
 
 
@@ -101,17 +101,17 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the full gradient of a parameter between backward and step. Collective."""
+    """Sets the full gradient of a parameter between backward and step; every rank passes equal values. Collective."""
     _tensor(param, "safe_set_full_grad", Engine.gradients, False, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Returns a full optimizer state, such as exp_avg. Collective."""
+    """Returns the full tensor of an optimizer state ("exp_avg") of a parameter. Collective."""
     return _state(param, "safe_get_full_optimizer_state", optim_state_key, False)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets a full optimizer state. Collective."""
+    """Sets the full tensor of an optimizer state ("exp_avg") of a parameter. Collective."""
     _state(param, "safe_set_full_optimizer_state", optim_state_key, False, value)
 
 
@@ -125,32 +125,32 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Returns this rank's shard of the fp32 weights, 1-D."""
+    """Returns this rank's 1-D shard of the fp32 weight of a parameter."""
     return _tensor(param, "safe_get_local_fp32_param", Engine.masters, True)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets this rank's shard of the fp32 weights."""
+    """Sets this rank's 1-D shard of the fp32 weight of a parameter."""
     _tensor(param, "safe_set_local_fp32_param", Engine.masters, True, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Returns this rank's shard of the gradient, 1-D."""
+    """Returns this rank's 1-D shard of the gradient of a parameter."""
     return _tensor(param, "safe_get_local_grad", Engine.gradients, True)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets this rank's shard of the gradient."""
+    """Sets this rank's 1-D shard of the gradient of a parameter."""
     _tensor(param, "safe_set_local_grad", Engine.gradients, True, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Returns this rank's shard of an optimizer state, 1-D."""
+    """Returns this rank's 1-D shard of an optimizer state ("exp_avg") of a parameter."""
     return _state(param, "safe_get_local_optimizer_state", optim_state_key, True)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets this rank's shard of an optimizer state."""
+    """Sets this rank's 1-D shard of an optimizer state ("exp_avg") of a parameter."""
     _state(param, "safe_set_local_optimizer_state", optim_state_key, True, value)
 
 

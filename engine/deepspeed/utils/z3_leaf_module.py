@@ -1,6 +1,6 @@
-"""``deepspeed.utils`` of leaf modules, which ZeRO 3 gathers with all their submodules.
+"""Marks of ZeRO 3 leaf modules, under the names of ``deepspeed.utils``.
 
-The engine gathers a block at a time, for any submodules in any order of calls, so the marks have no effect. They exist
+The marks have no effect, because the engine gathers whole blocks, with any submodules in any order of calls. They exist
 for code that reads them.
 """
 
@@ -12,7 +12,7 @@ _MARK = "_z3_leaf"
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Marks all modules of these classes (or of classes with these names); returns them.
+    """Marks all modules of these classes (or class names) as leaf modules; returns them.
 
     Raises:
         ValueError: the model has no such module.
@@ -27,7 +27,7 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Removes the marks from all modules of these classes; returns them."""
+    """Removes the leaf mark from all modules of these classes; returns them."""
     found = [module for module in model.modules() if _is_one(module, leaf_module_classes)]
     for module in found:
         set_z3_leaf_module(module, False)
@@ -35,22 +35,22 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[n
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks a module, or removes its mark."""
+    """Marks a module as leaf module, or removes the mark."""
     object.__setattr__(model, _MARK, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns all marked modules."""
+    """Returns all modules that are marked as leaf modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Returns True if the module is marked."""
+    """Returns True if the module is marked as leaf module."""
     return bool(vars(model).get(_MARK, False))
 
 
 def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    """Returns False: parameters are not marked."""
+    """Returns False, because parameters are never marked."""
     return False
 
 

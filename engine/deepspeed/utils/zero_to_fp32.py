@@ -1,6 +1,6 @@
-"""``deepspeed.utils.zero_to_fp32``: full fp32 weights of a checkpoint, in one process and without an engine.
+"""``deepspeed.utils.zero_to_fp32``: full fp32 weights from a checkpoint of Trine or DeepSpeed, in one process.
 
-The checkpoint is this engine's or DeepSpeed's. As a script: ``python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]``.
+As a script: ``python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]``.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from engine.checkpoint.format.step_reader import ReadRequest
 from engine.errors import CheckpointError
 
 SCRIPT = "zero_to_fp32.py"
-"""Name of the script next to a checkpoint."""
+"""File name of the script that is written next to a checkpoint."""
 TEXT = '''"""Write the full fp32 weights of a checkpoint: python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]."""
 
 from engine.deepspeed.utils.zero_to_fp32 import main
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name, floating ones in fp32.
+    """Returns full parameters and buffers of a checkpoint by name, floating ones in fp32.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -55,7 +55,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Returns the model on the CPU with the weights of a checkpoint; no engine may have the model."""
+    """Loads a checkpoint's weights into the model on the CPU, and returns it; no engine may have the model."""
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -65,7 +65,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str, output_dir: str, max_shard_size: str = "5GB", safe_serialization: bool = True,
     tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Writes the weights as one safetensors file into ``output_dir``; never writes a pickle."""
+    """Writes the full weights of a checkpoint as one safetensors file into ``output_dir``, never as a pickle."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def write_script(save_dir: Path) -> None:
-    """Writes the script next to a checkpoint, as DeepSpeed does."""
+    """Writes ``zero_to_fp32.py`` next to a checkpoint, as DeepSpeed does."""
     (save_dir / SCRIPT).write_text(TEXT, encoding="utf-8")
 
 
@@ -89,7 +89,7 @@ def _folder(given: Path, tag: str | None) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+    """Runs the command line of ``zero_to_fp32.py``."""
     parser = argparse.ArgumentParser(description="write the full fp32 weights of a checkpoint")
     parser.add_argument("checkpoint_dir", help="folder with the file latest")
     parser.add_argument("output_dir", help="folder for model.safetensors")

@@ -1,1 +1,1 @@
-"""Cost of a layout, from shapes and data sheets alone: a roofline of operators, links, memory. No torch."""
+"""Cost model of a training layout, from shapes and data sheets: a roofline of operators, links and memory. No torch."""

@@ -1,31 +1,31 @@
-"""The step of a layout in closed form: seconds by part, memory, tokens a second. Pure arithmetic.
+"""Closed-form estimate of a training layout: seconds by part, memory, tokens per second. Pure arithmetic.
 
-step = (microbatches x stage x (1 + idle) + exposed) x (1 + step share)
+step = (microbatches x stage x (1 + idle) + exposed) x (1 + step overhead)
 
-stage     blocks of the slowest rank, forward and backward and what is recomputed, their tensor sums, the head
-tensor    two sums a block in the forward and two in the backward, b s h elements each, one or two more where the
-          forward is computed again. What overlaps with products costs (1 - overlap share) of itself
-data      gradients once a step and parameters once (ZeRO 0 to 2), or parameters for every pass and gradients
-          (ZeRO 3), beside the computation that is there: what exceeds it counts, and (1 - overlap share) of it all
-pipeline  idle time of the schedule, and the messages of the way in and out
-update    bytes of the states that a rank owns
+stage     blocks of the slowest rank, forward, backward and recomputation, with their tensor sums, and the head
+tensor    two all-reduces a block in forward and backward, b s h elements each, one or two more with recomputation;
+          overlapped ones cost (1 - overlap fraction) of their time
+data      gradients and parameters once a step (ZeRO 0 to 2), or parameters for every pass and gradients (ZeRO 3);
+          counted: the time beyond the overlapped computation, and (1 - overlap fraction) of the rest
+pipeline  bubbles of the schedule, and the messages of its first and last microbatch
+update    memory bytes of the optimizer state that a rank updates
 
-Bytes of the fullest rank by kind, in closed form. What a whole plan knows exactly, a plan says instead.
-
-With P the parameters of the fullest stage on a tensor rank and N data ranks, in 16 bits with fp32 masters and Adam:
+Memory of the fullest rank, with P its parameters and N data ranks, in 16 bits with fp32 masters and Adam:
 
     parameters   2 P, ZeRO 3: 2 P / N
     gradients    4 P (or the engine's width), ZeRO 2 and 3 that reduce every microbatch: / N
     optimizer    12 P (master and two moments), ZeRO 1 to 3: / N
-    activations  what a token keeps x tokens of a microbatch x blocks of the rank x microbatches that are held
-    buffers      logits in 16 and 32 bits with their gradient, one block that is recomputed, gathered blocks of ZeRO 3
+    activations  bytes per token x tokens of a microbatch x blocks of the rank x microbatches in flight
+    buffers      logits in 16 and 32 bits with their gradient, one recomputed block, gathered blocks of ZeRO 3,
+                 one round of expert rows
     comm         buffers of the communication library
-    slack        context of the device, and what the allocator cannot use of what it holds
+    slack        CUDA context, and memory that the allocator wastes
 """
 
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from engine.planning.cost_model.expert_exchange import ExpertExchange
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import (
     EngineTraits,
@@ -39,27 +39,27 @@ from engine.planning.cost_model.links import UPDATE_BYTES, BlockSeconds, Links, 
 from engine.planning.cost_model.workload import Workload
 
 CONTEXT_BYTES = 1.0e9
-"""Bytes of the device and its libraries (assumed)."""
+"""Bytes of the CUDA context and libraries (assumed)."""
 CHANNEL_BYTES = 0.25e9
-"""Buffers of the communication library for each axis of several ranks (assumed)."""
+"""Bytes of NCCL buffers for each axis with several ranks (assumed)."""
 LOGIT_HELD_BYTES = 12
-"""Held for an element of the logits: in 16 bits, in 32, and the gradients of both."""
+"""Bytes stored per element of the logits: in 16 and 32 bits, and both gradients."""
 SLACK = 0.1
-"""Share of activations and buffers (assumed)."""
+"""Fraction of activations and buffers that the allocator wastes (assumed)."""
 
 
 class BlockSample(NamedTuple):
-    """Counts from a few blocks on one tensor rank: bytes of an average block, for a microbatch of one row."""
+    """Bytes counted on one tensor rank for a few blocks, per block and row."""
 
     kept: float
-    """Bytes that one more block keeps until its backward."""
+    """Bytes of activations that a block stores until its backward."""
     around: float
-    """Further live bytes at the peak: of the first and last layers, or of a block that is recomputed."""
+    """Other live bytes at the peak: of first and last layers, or of a recomputed block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of a rank, by kind."""
+    """Estimated bytes of a rank by kind."""
 
     parameters: float
     gradients: float
@@ -71,26 +71,28 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Bytes of all kinds."""
+        """Bytes of all kinds together."""
         return sum(float(getattr(self, entry.name)) for entry in fields(self))
 
 
 class StageParameters(NamedTuple):
-    """Parameters of the fullest stage on one rank, by the ranks that shard their state."""
+    """Number of parameters of the fullest stage on one rank."""
 
     dense: float
-    """Parameters outside experts, and of experts that tensor ranks cut."""
+    """Parameters outside of experts that data ranks share."""
     experts: float
-    """Parameters of experts that data ranks share."""
+    """Parameters of experts that are divided among data ranks."""
 
     def over(self, layout: TrainingLayout, sharded: bool) -> float:
-        """Returns the parameters of a rank; ``sharded``: ranks that hold equal parameters store a part each."""
+        """Returns the parameters that one rank stores; ``sharded``: replicas shard them."""
         ranks = layout.dp * layout.cp
         return self.dense / ranks + self.experts / (ranks // layout.ep) if sharded else self.dense + self.experts
 
 
 def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) -> StageParameters:
-    """Returns the parameters that a rank of ``stage`` computes with. Tensor ranks hold whole shared experts."""
+    """Returns the number of parameters on a rank of ``stage``. Experts divided among data ranks are not sharded over
+    tensor ranks.
+    """
     whole = stage.blocks * work.block_parameters + stage.outer_parameters
     if work.experts is None or layout.ep == 1:
         return StageParameters(whole / layout.tp, 0.0)
@@ -99,9 +101,9 @@ def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) 
 
 
 def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) -> tuple[float, float, float]:
-    """Returns bytes that one microbatch keeps in one block, of the logits, and of one recomputed block.
+    """Returns bytes per microbatch: stored activations of a block, logits, and activations of a recomputed block.
 
-    ``again``: part of the products that selective recomputation repeats, so that it does not keep them.
+    ``again``: fraction of matrix products that selective recomputation repeats.
     """
     tokens = layout.micro * work.context / layout.cp
     least, kept = (work.keeps(mode).on(layout.tp, layout.sequence) * tokens for mode in ("full", layout.recomputation))
@@ -111,15 +113,25 @@ def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) ->
     return kept, logits, whole
 
 
+def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | None:
+    """Returns the exchange of rows of a block's experts, in 16 bits; None if data ranks share none."""
+    if layout.ep == 1 or work.experts is None:
+        return None
+    _, experts, chosen, _ = work.experts
+    tokens = layout.micro * work.context / layout.cp / layout.tp
+    return ExpertExchange(experts=experts, chosen=chosen, ranks=layout.ep, tokens=tokens, width=work.width)
+
+
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
-    """Returns bytes of the fullest rank."""
+    """Returns the estimated bytes of the fullest rank, by kind."""
     share, held = layout.dp * layout.cp, stage_parameters(work, layout, stage)
     kept, logits, again = working_bytes(work, layout, traits.products_again)
     block = stage_parameters(work, layout, replace(stage, blocks=1, outer_parameters=0.0)).over(layout, sharded=False)
     gathered = 2 * 2 * block if layout.stage == 3 and share > 1 else 0.0
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)
     activations = kept * stage.blocks * microbatches_held(layout)
-    buffers = max(last, again) + gathered
+    exchange = block_exchange(work, layout)
+    buffers = max(last, again) + gathered + (exchange.round_bytes if exchange is not None else 0.0)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
         parameters=2 * held.over(layout, layout.stage == 3),
@@ -132,13 +144,29 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
     )
 
 
+def exchange_seconds(work: Workload, layout: TrainingLayout, links: Links) -> tuple[float, float]:
+    """Returns the seconds that the forward and the backward of a microbatch wait for rows of experts, in all blocks.
+
+    Routing is even, and a recomputed forward sends its rows again.
+    """
+    exchange = block_exchange(work, layout)
+    if exchange is None or work.experts is None:
+        return 0.0, 0.0
+    link, rows = links.experts(), exchange.mean()
+    forward, backward = (
+        work.experts.layers * link.seconds(2 * (layout.ep - 1), count)
+        for count in (exchange.forward_bytes(rows), exchange.backward_bytes(rows))
+    )
+    return forward, backward + forward * (layout.recomputation != "none")
+
+
 BUCKETS = 8.0
-"""Collectives of a step over data ranks with a latency that counts (more of them overlap with each other)."""
+"""Data-parallel collectives per step whose latency counts; further ones overlap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondsByPart:
-    """Seconds of a step; they add up to ``total``."""
+    """Estimated seconds of a step by part; they add up to ``total``."""
 
     computation: float
     recomputation: float
@@ -159,39 +187,39 @@ class SecondsByPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutEstimate:
-    """Estimate of the seconds and the memory of a layout."""
+    """Estimated seconds and memory of a training layout."""
 
     layout: TrainingLayout
     seconds: SecondsByPart
     memory: RankMemory
     tokens: int
-    """Tokens of a step, over all ranks."""
+    """Number of tokens per step, over all ranks."""
     flops_of_token: float
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of one rank."""
+        """Tokens per second and rank."""
         return self.tokens / self.seconds.total / self.layout.world
 
     @property
     def flops_per_second(self) -> float:
-        """Model FLOPs of one rank."""
+        """Model FLOP/s per rank."""
         return self.tokens_per_second * self.flops_of_token
 
 
 class StepModel:
-    """Workload on GPUs of a kind in nodes of a size, with the costs of any layout."""
+    """Estimator of layouts for one workload, GPU type and node size."""
 
     def __init__(self, work: Workload, gpu: GpuSpec, node: int, traits: EngineTraits | None = None) -> None:
         self._work, self._gpu, self._node, self._traits = work, gpu, node, traits or EngineTraits()
 
     def estimate(self, layout: TrainingLayout) -> LayoutEstimate:
-        """Returns the costs of ``layout``."""
+        """Returns the estimated seconds and memory of ``layout``."""
         work, traits = self._work, self._traits
         roofline, links = Roofline(work, layout, self._gpu, traits), Links(layout, self._gpu, self._node)
         block, head, m = roofline.block(), roofline.head(), layout.microbatches
         again = roofline.recomputed(block)
-        sums = self._tensor_sums(layout, links) + self._dispatch(layout, links)
+        sums = self._tensor_sums(layout, links) + sum(exchange_seconds(work, layout, links)) / work.blocks
         rings = self._context_ring(layout, block, links)
         one = block.forward + block.backward + again + sums + rings
         share = slowest(work, layout.pp, one, head, traits.balanced)
@@ -232,17 +260,6 @@ class StepModel:
         whole = count * (size / ring.rate + 2 * (t - 1) * ring.latency)
         beside = self._traits.tensor_overlap * whole
         return whole - beside + (1 - self._gpu.reached.overlap) * beside
-
-    def _dispatch(self, layout: TrainingLayout, links: Links) -> float:
-        """Returns the seconds that a block and microbatch waits for rows of experts: there and back, twice.
-
-        A token of the stream has two bytes an element; recomputation sends the rows of a forward again.
-        """
-        if layout.ep == 1 or self._work.experts is None:
-            return 0.0
-        ways = 4 * (1.5 if layout.recomputation == "full" else 1.0)
-        rows = self._tokens(layout) / layout.tp * self._work.experts.other_ranks(layout.ep)
-        return links.experts().seconds(ways * (layout.ep - 1), ways * rows * 2 * self._work.width)
 
     def _context_ring(self, layout: TrainingLayout, block: BlockSeconds, links: Links) -> float:
         """Returns the seconds that a block and microbatch waits for the ring of keys and values during attention."""

@@ -1,7 +1,7 @@
-"""GPUs as data: rates, memory and links of a kind of GPU, and the shares of them that training reaches.
+"""GPU types as data: rates, memory and links, and the fractions of them that training reaches.
 
-A file is a JSON object; each entry is ``{"value": number, "source": "where it is from"}``. The files of this package
-are in ``gpus``; any other one is given by its path.
+A file is a JSON object of entries ``{"value": number, "source": "where it is from"}``. Known GPUs are in ``gpus``;
+other files are passed by path.
 """
 
 import json
@@ -17,64 +17,64 @@ FOLDER = Path(__file__).parent / "gpus"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachedShares:
-    """Shares of the data sheet that training reaches; one set for a kind of GPU."""
+    """Fractions of data-sheet rates that training reaches on a GPU type."""
 
     product: float
-    """Share of the FLOPs a second: matrix products of any width, while nothing else runs."""
+    """Fraction of peak FLOP/s for wide matrix products."""
     product_half: float
-    """Width of the narrower side of a product at which half of that is reached."""
+    """Narrower side of a matrix product at which half of that fraction is reached."""
     fp8: float
-    """Share of the fp8 FLOPs a second: products with their casts; 0 without fp8."""
+    """Fraction of peak fp8 FLOP/s for matrix products with their casts; 0 without fp8."""
     attention: float
-    """Share of the FLOPs a second: attention by blocks, of the FLOPs that it executes (causal: half)."""
+    """Fraction of peak FLOP/s for flash attention, by executed FLOPs (causal: half)."""
     memory: float
-    """Share of the bytes a second: passes over memory."""
+    """Fraction of peak memory bandwidth for elementwise operators."""
     link: float
-    """Share of the bytes a second within a node."""
+    """Fraction of link bandwidth inside a node."""
     network: float
-    """Share of the bytes a second between nodes."""
+    """Fraction of network bandwidth between nodes."""
     overlap: float
-    """Share of overlapped communication that costs no time."""
+    """Fraction of overlapped communication that costs no time."""
     step: float
-    """Seconds for each second of a step that are lost besides: launches, stragglers, data, logging."""
+    """Overhead per second of a step: launches, stragglers, data, logging."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """Kind of GPU in its usual node."""
+    """GPU type in its usual node."""
 
     name: str
     memory_bytes: float
     memory_rate: float
-    """Bytes a second."""
+    """Memory bandwidth in bytes per second."""
     bf16_rate: float
-    """Dense FLOPs a second of matrix products."""
+    """Dense bf16 FLOP/s of matrix products."""
     fp8_rate: float
-    """The same in fp8; 0 where there is none."""
+    """Dense fp8 FLOP/s; 0 without fp8."""
     gpus_per_node: float
     link_rate: float
-    """Bytes a second, one way, of a GPU to the others of its node together."""
+    """One-way bytes per second from a GPU to all others of its node."""
     link_latency: float
-    """Seconds of one message within a node."""
+    """Seconds of a small message inside a node."""
     network_rate: float
-    """Bytes a second, one way, of a GPU's share of the node's network."""
+    """One-way bytes per second of the node's network per GPU."""
     network_latency: float
-    """Seconds of one message between nodes."""
+    """Seconds of a small message between nodes."""
     reached: ReachedShares
     reached_of: str = ""
-    """The kind of GPU from which ``reached`` is taken over; empty: it is that of this kind."""
+    """GPU type on which ``reached`` was measured; empty: this one."""
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Returns names of the files of this package."""
+    """Returns the names of the GPU types that ship with this package."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def load_gpu(name: str) -> GpuSpec:
-    """Reads a kind of GPU by its name or the path of a file.
+    """Returns a GPU type by name or by the path of a JSON file.
 
     Raises:
-        ConfigError: there is no such kind or file, or the file lacks a value.
+        ConfigError: there is no such name or file, or the file lacks a value.
     """
     path = FOLDER / f"{name.lower()}.json"
     if name.lower() not in known_gpus():
@@ -94,7 +94,7 @@ def load_gpu(name: str) -> GpuSpec:
 
 
 def spec_of(raw: Any, name: str) -> GpuSpec:
-    """Returns a kind of GPU from the content of a file."""
+    """Returns the GPU type described by the JSON content of a file."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"--gpu {name} holds no JSON object; give a file like {FOLDER.name}/h100.json.")
     shares = raw.get("reached")

@@ -1,8 +1,8 @@
-"""Layout of a training: grid, sharded state, schedule, batch and recomputation. Pure data, no torch.
+"""Training layout: grid, ZeRO stage, schedule, batch and recomputation. Pure data, no torch.
 
-Distribution of blocks to pipeline stages, the memory of a rank meanwhile, and its idle time. Closed forms.
+Closed forms for the blocks of each stage, microbatches in flight and pipeline bubbles.
 
-p ranks, m microbatches, v stages a rank; the bubbles are those of ``engine.parallel.pipeline.schedule.kinds``.
+p ranks, m microbatches, v stages a rank; bubbles as in ``engine.parallel.pipeline.schedule.kinds``.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ Reduction = Literal["step", "microbatch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLayout:
-    """Layout of a training step."""
+    """Grid, ZeRO stage, schedule, batch and recomputation of a training step."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    """Ranks that share the tokens of a row. The engine has none; published runs do."""
+    """Context-parallel ranks, which share the tokens of a row; 1 in this engine."""
     ep: int = 1
-    """Data ranks that share the experts of a layer."""
+    """Number of data ranks among which the experts of a layer are divided."""
     stage: int = 0
-    """Stage of ZeRO."""
+    """ZeRO stage, 0 to 3."""
     schedule: str = "1f1b"
     virtual: int = 1
     micro: int = 1
@@ -35,25 +35,25 @@ class TrainingLayout:
     microbatches: int = 1
     recomputation: Recomputation = "none"
     reduction: Reduction = "step"
-    """When ZeRO 2 and 3 reduce gradients; after each microbatch only shards of them are kept."""
+    """When ZeRO 2 and 3 reduce gradients; "microbatch" stores only shards."""
     order: Order = "tp-dp-pp"
-    """Order of the axes, from neighbours to the farthest ranks."""
+    """Order of the axes, from adjacent ranks outwards."""
     sequence: bool = True
-    """Tensor ranks share activations between their products along the sequence."""
+    """True for sequence parallelism between tensor-parallel layers."""
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the grid."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def keeps_gradient_shards(self) -> bool:
-        """No rank ever has all gradients of its parameters."""
+        """True if a rank never stores full gradients."""
         return self.stage >= 2 and self.reduction == "microbatch"
 
     @property
     def rows(self) -> int:
-        """Rows of a step."""
+        """Global batch size in rows."""
         return self.dp * self.micro * self.microbatches
 
     def __str__(self) -> str:
@@ -70,48 +70,49 @@ class TrainingLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
-    """Traits of an engine that decide on costs; the defaults are this engine's on GPUs."""
+    """Properties of a training engine that affect costs; the defaults describe this engine on GPUs."""
 
     fused: bool = True
-    """Elementwise code is fused, by kernels or a compiler."""
+    """True if elementwise operators are fused, by kernels or a compiler."""
     fp8: bool = False
-    """Products of blocks run in fp8."""
+    """True if matrix products of blocks run in fp8."""
     tensor_overlap: float = 0.5
-    """Part of the traffic of tensor ranks that overlaps with products; here the traffic of column inputs, half of
-    it."""
+    """Fraction of tensor-parallel traffic that overlaps with matrix products."""
     gradient_bytes: int = 4
-    """Bytes of an element on the wire and in memory."""
+    """Bytes of a gradient element in memory and messages."""
     gathers_hidden: bool = False
-    """True if gathers of ZeRO 1 and 2 overlap with the next forward."""
+    """True if all-gathers of ZeRO 1 and 2 overlap with the next forward."""
     regathers: bool = True
-    """ZeRO 3 gathers again for the backward, in every microbatch."""
+    """True if ZeRO 3 gathers parameters again for the backward of every microbatch."""
     balanced: bool = True
-    """Stages are cut by their cost; False: equal numbers of blocks, and the head besides."""
+    """True if stages are balanced by cost; False: equal numbers of blocks."""
     products_again: float = 0.0
-    """Part of the products that recomputation "selective" repeats."""
+    """Fraction of matrix products that recomputation "selective" repeats."""
     parallel_block: bool = False
-    """Attention and MLP run side by side, and share their sums over tensor ranks."""
+    """True if attention and MLP run in parallel, and share their all-reduces over tp."""
     flash: bool = True
-    """Attention runs in blocks; False: its scores are written, all pairs of them."""
+    """True for flash attention; False: attention scores are written to memory."""
 
 
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
-"""Schedules that compute weight gradients when nothing else can be done."""
+"""Schedules that defer weight gradients into idle time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """Share of the model on the rank that computes longest."""
+    """Part of the model on the slowest pipeline rank."""
 
     blocks: float
     heads: float
-    """1 with the head, 0 without."""
+    """Number of heads in the stage: 1 or 0."""
     outer_parameters: float
-    """Parameters of embedding or head."""
+    """Number of parameters of embedding or head in the stage."""
 
 
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
-    """Returns the share of the slowest pipeline rank, for seconds of a block and of the head."""
+    """Returns the part of the model on the slowest pipeline rank; ``block``, ``head``: seconds of a block and of the
+    head.
+    """
     outer = work.outer_parameters
     if pp == 1:
         return StageShare(blocks=work.blocks, heads=1.0, outer_parameters=outer)
@@ -133,7 +134,7 @@ def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool =
 
 
 def idle_over_useful(layout: TrainingLayout) -> float:
-    """Returns the idle time of the pipeline for each second that a rank computes."""
+    """Returns pipeline idle time as a fraction of compute time."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if p == 1:
         return 0.0
@@ -144,7 +145,7 @@ def idle_over_useful(layout: TrainingLayout) -> float:
 
 
 def microbatches_held(layout: TrainingLayout) -> float:
-    """Counts the microbatches that the fullest rank holds, each over its whole slice of the model."""
+    """Returns the number of microbatches whose activations the fullest rank stores at its peak."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual
     if layout.schedule in ("gpipe", "looped-bfs"):
         return float(m)

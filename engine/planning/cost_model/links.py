@@ -1,18 +1,16 @@
-"""Links of each axis of a layout: tensor ranks are neighbours, then come data ranks and stages, in either order.
+"""Link speed of each axis of a layout, and roofline of a rank's computation. Pure arithmetic.
 
-ring     a rank sends to the next one; groups of neighbours leave a node once, and share its way out
-hop      a stage sends to the next one; all data and tensor coordinates do so at the same time
+ring     a rank sends to the next one; adjacent groups leave a node once, and share its network
+hop      a stage sends to the next one, for all data and tensor coordinates at once
 
-Ranks that share a node: tensor ranks are neighbours, then data ranks, then pipeline stages. Pure arithmetic.
+Tensor ranks are adjacent, then data ranks and stages in either order. Seconds of operators are the longer of FLOPs and
+bytes:
 
-Seconds of a rank's computation: for each class of operators the longer of its FLOPs and its bytes.
+    product     FLOPs / (peak x product fraction x w / (w + half)), w the narrower side of a rank's product
+    attention   executed FLOPs / (peak x attention fraction)
+    pass        bytes / (memory rate x memory fraction)
 
-    product     FLOPs / (peak x product share x w / (w + half)), w the narrower side of what the rank multiplies,
-                or the bytes of its weights and activations, whichever takes longer
-    attention   executed FLOPs / (peak x attention share)
-    pass        bytes / (memory rate x memory share)
-
-A backward takes twice the products and passes, and 2.5 times the attention (its scores are computed again).
+A backward takes twice the products and passes, and 2.5 times the attention (its scores are recomputed).
 """
 
 from collections.abc import Iterator
@@ -27,12 +25,12 @@ from engine.planning.cost_model.workload import Product, Workload
 
 
 def tensor_groups_cross(tp: int, node: int) -> bool:
-    """Returns True if a tensor group is on several nodes of ``node`` GPUs."""
+    """Returns True if a tensor group spans several nodes of ``node`` GPUs."""
     return tp > node or node % tp != 0
 
 
 def placement_picture(grid: Grid, node: int) -> str:
-    """Returns the nodes of a grid, one a line: ranks, and their stage, data and tensor coordinates."""
+    """Returns a text with one line for each node: its ranks and their pp, dp and tp coordinates."""
     lines = list(_lines(grid, node))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
@@ -56,20 +54,20 @@ def _span(values: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """Speed of a link, one way."""
+    """One-way latency and bandwidth of a link."""
 
     latency: float
-    """Seconds of the shortest message or call."""
+    """Seconds of an empty message or call."""
     rate: float
-    """Bytes a second of each rank that sends."""
+    """Bytes per second of each sending rank."""
 
     def seconds(self, calls: float, count: float) -> float:
-        """Returns the seconds of ``calls`` successive calls that send ``count`` bytes in total."""
+        """Returns the seconds of ``calls`` consecutive calls with ``count`` bytes in total."""
         return calls * self.latency + count / self.rate
 
 
 class Links:
-    """Links of a layout on nodes of ``node`` GPUs."""
+    """Link speeds of a layout on nodes of ``node`` GPUs."""
 
     def __init__(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> None:
         self._layout, self._gpu, self._node = layout, gpu, node
@@ -78,7 +76,7 @@ class Links:
         self._out = gpu.network_rate * gpu.reached.network
 
     def ring(self, axis: Literal["dp", "tp"]) -> LinkSpeed:
-        """Returns the latency of a ring's step and the bytes a second of a rank."""
+        """Returns the link speed of a ring collective over ``axis``."""
         stride = self._grid.stride(axis)
         if stride * self._grid.size(axis) <= self._node:
             return self._inside
@@ -87,13 +85,18 @@ class Links:
         return LinkSpeed(self._gpu.network_latency, rate)
 
     def experts(self) -> LinkSpeed:
-        """Returns the link of a rank to the ranks that share experts with it, which are neighbours on the data axis."""
-        if self._grid.stride("dp") * self._layout.ep <= self._node:
+        """Returns the link speed between ranks of an expert group, which are adjacent data ranks.
+
+        Rows to ranks of the same node do not leave it.
+        """
+        near, ranks = max(1, self._node // self._grid.stride("dp")), self._layout.ep
+        if ranks <= near:
             return self._inside
-        return LinkSpeed(self._gpu.network_latency, min(self._inside.rate, self._out))
+        leaving = (ranks - near) / (ranks - 1)
+        return LinkSpeed(self._gpu.network_latency, min(self._inside.rate, self._out / leaving))
 
     def hop(self) -> LinkSpeed:
-        """Returns the link from a stage to the next one."""
+        """Returns the link speed from a stage to the next one."""
         layout = self._layout
         if layout.order == "tp-pp-dp":
             if self._grid.stride("dp") <= self._node:
@@ -106,16 +109,16 @@ class Links:
 
 
 LOGIT_BYTES = 18
-"""Moved for an element of the logits in forward and backward, 16 and 32 bits of it, by a fused loss."""
+"""Memory bytes moved per logit in forward and backward of a fused loss."""
 SCORE_BYTES = 12
-"""Moved for each score of attention that is not computed in blocks: written, masked, normalized, dropped, read."""
+"""Memory bytes moved per attention score without flash attention."""
 UPDATE_BYTES = 34
-"""Moved for each element that Adam updates: gradient, master, two moments read and three written, weight, norm."""
+"""Memory bytes moved per element in an Adam update: gradient, master, moments, weight, norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSeconds:
-    """Seconds of one block and microbatch on one rank, by class."""
+    """Forward seconds of one block and microbatch on one rank, by class of operator."""
 
     products: float
     attention: float
@@ -123,24 +126,24 @@ class BlockSeconds:
 
     @property
     def forward(self) -> float:
-        """Seconds of the forward."""
+        """Forward seconds of one block and microbatch."""
         return self.products + self.attention + self.passes
 
     @property
     def backward(self) -> float:
-        """Seconds of the backward, without recomputation."""
+        """Seconds of the backward without recomputation."""
         return 2 * self.products + 2.5 * self.attention + 2 * self.passes
 
 
 class Roofline:
-    """Workload in a layout on a GPU."""
+    """Roofline model of a workload and layout on a GPU type."""
 
     def __init__(self, workload: Workload, layout: TrainingLayout, gpu: GpuSpec, traits: EngineTraits) -> None:
         self._workload, self._layout, self._gpu, self._traits = workload, layout, gpu, traits
         self._tokens = layout.micro * workload.context / layout.cp
 
     def block(self) -> BlockSeconds:
-        """Returns the forward of a block."""
+        """Returns the forward seconds of one block and microbatch."""
         work, layout, gpu = self._workload, self._layout, self._gpu
         flash = self._traits.flash
         executed = 4 * work.attention * work.context * (0.5 if work.causal and flash else 1.0)
@@ -153,7 +156,7 @@ class Roofline:
         )
 
     def product(self, product: Product, fp8: bool = False) -> float:
-        """Returns the forward of a product."""
+        """Returns the forward seconds of a matrix product."""
         gpu, tp = self._gpu, self._layout.tp if product.cut != "none" else 1
         width = product.narrow(tp)
         reached = width / (width + gpu.reached.product_half)
@@ -163,13 +166,13 @@ class Roofline:
         return max(flops / (rate * reached), moved / self.memory_rate)
 
     def head(self) -> float:
-        """Returns the head and loss, forward and backward."""
+        """Returns the seconds of head and loss, forward and backward."""
         work = self._workload
         logits = self._tokens * work.vocabulary / self._layout.tp * LOGIT_BYTES
         return 3 * sum(self.product(product) for product in work.head) + logits / self.memory_rate
 
     def recomputed(self, block: BlockSeconds) -> float:
-        """Returns the seconds of a block's forward that its backward repeats."""
+        """Returns the seconds that recomputation adds to a block's backward."""
         mode = self._layout.recomputation
         if mode == "full":
             return block.forward
@@ -177,5 +180,5 @@ class Roofline:
 
     @property
     def memory_rate(self) -> float:
-        """Bytes a second that passes over memory reach."""
+        """Reached memory bandwidth in bytes per second."""
         return self._gpu.memory_rate * self._gpu.reached.memory

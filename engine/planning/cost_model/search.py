@@ -1,6 +1,6 @@
-"""All layouts of a number of ranks, in two rounds: closed forms for every one of them, then whole plans for the best.
+"""Search over all layouts of a number of ranks: closed-form estimates for each, then whole plans for the best.
 
-1,024 ranks: grids x ZeRO 0 to 3 x schedules x microbatches x recomputation are some thousands
+1,024 ranks have some thousands: grids x ZeRO 0 to 3 x schedules x microbatches x recomputation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,26 +15,26 @@ from engine.planning.cost_model.workload import Recomputation, Workload
 
 RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2))
-"""Kinds and stages a rank that are tried; gpipe and looped-bfs hold more, dualpipe-v waits as long as zb-v."""
+"""Schedules and stages per rank that are tried; gpipe and looped-bfs need more memory, dualpipe-v idles like zb-v."""
 USABLE = 0.94
-"""Part of a GPU's memory that a plan may fill; the rest is for unplanned memory."""
+"""Fraction of GPU memory that a plan may fill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """Conditions that all layouts share."""
+    """Conditions that all layouts of a search satisfy."""
 
     world: int
     rows: int
-    """Rows of a step, over all ranks."""
+    """Global batch size in rows."""
     node: int
-    """GPUs of a node."""
+    """Number of GPUs per node."""
     memory_bytes: float
-    """Bytes of a GPU."""
+    """Memory of a GPU in bytes."""
 
 
 def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
-    """Yields every layout that the engine can run: tensor groups within a node, stages of at least one block."""
+    """Yields every valid layout: tensor groups inside a node, at least one block per stage."""
     sizes = [size for size in range(1, wish.world + 1) if wish.world % size == 0]
     for tp, pp in product(sizes, sizes):
         if wish.world % (tp * pp) or pp > work.blocks or tp > wish.node or work.heads % tp or wish.node % tp:
@@ -77,21 +77,21 @@ def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Result of a search."""
+    """Layouts of a search, ranked by estimated speed."""
 
     tried: int
     grids: int
     ranked: tuple[LayoutEstimate, ...]
-    """Layouts that fit, the fastest first."""
+    """Estimates of layouts that fit in memory, the fastest first."""
     smallest: LayoutEstimate
-    """Layout that needs the least memory; it may not fit."""
+    """Estimate of the layout with the least memory; it may not fit."""
 
 
 def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult:
-    """Ranks all layouts by their closed forms.
+    """Returns all layouts ranked by their closed-form estimates.
 
     Raises:
-        PlanError: no grid of so many ranks can run the model with so many rows.
+        PlanError: no grid with this number of ranks can run the model with this batch size.
     """
     found = [model.estimate(layout) for layout in layouts(work, wish)]
     if not found:
@@ -112,7 +112,7 @@ def _rank(one: LayoutEstimate) -> tuple[float, float]:
 
 
 def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
-    """Finds the layouts that fit and change the fewest settings of ``layout``, and returns the fastest."""
+    """Returns the fastest of the fitting layouts that differ from ``layout`` in the fewest settings."""
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
 
@@ -126,13 +126,13 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sequence": ("sequence",),
     }
 )
-"""Settings that a user changes at once: setting -> fields of a layout."""
+"""Setting of a user -> fields of a layout that it changes."""
 
 
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
-    """Returns the settings that differ, each with its values before and after.
+    """Returns the settings that differ between two layouts, with both values.
 
-    Another number of data ranks means another number of microbatches, which is no setting of its own.
+    The number of microbatches follows from the data ranks, and is not listed.
     """
     found: dict[str, tuple[object, object]] = {}
     for name, members in SETTINGS.items():
@@ -143,25 +143,25 @@ def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[ob
 
 
 MOST_COUNTED = 6
-"""Layouts that are planned and counted, until one fits."""
+"""Most layouts for which a whole plan is made, until one fits."""
 
 
 Working = Callable[[LayoutEstimate, bool], float | None]
-"""Bytes of activations and buffers of a layout by samples of its blocks; the flag: take a sample if there is none yet.
-None: nothing is known but the closed form."""
+"""Function (estimate, fresh) that returns bytes of activations and buffers from sampled blocks; ``fresh`` allows a new
+sample. None: no sample.
+"""
 
 
 class LayoutChoice:
-    """Fastest layouts in turn, without layouts that cannot fit by the counts of others.
+    """Iterative choice of the fastest layout that fits, corrected by the bytes counted in whole plans.
 
-    Samples of blocks take the place of closed forms where there are some. The rest has a factor for each mode of
-    recomputation, with and without backwards in two parts, which hold more: bytes of activations and buffers that were
-    counted of a whole plan, over those by samples or in closed form, of the layout that was counted last; 1 before.
+    Sampled blocks replace closed forms. Estimates of activations and buffers are multiplied by the ratio of counted to
+    estimated bytes of the last planned layout with equal recomputation and equal use of split backwards; 1 before.
 
     Args:
-        ranked: layouts that fit in closed form, the fastest first.
-        limit: bytes that a layout may take.
-        working: what samples say.
+        ranked: estimates that fit, the fastest first.
+        limit: bytes of a rank that a layout may use.
+        working: bytes of activations and buffers from samples.
     """
 
     def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:
@@ -180,23 +180,23 @@ class LayoutChoice:
         return self
 
     def learn(self, estimate: LayoutEstimate, counted: RankMemory) -> None:
-        """Notes the counts of the layout of ``estimate``."""
+        """Records the bytes counted in the plan of ``estimate``'s layout."""
         self._tried.add(estimate.layout)
         before = self._known(estimate, False)
         if before > 0:
             self._factors[_held_alike(estimate.layout)] = (counted.activations + counted.buffers) / before
 
     def pass_over(self, layout: TrainingLayout) -> None:
-        """Excludes ``layout``, which has been planned."""
+        """Excludes ``layout``, which was planned already."""
         self._tried.add(layout)
 
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
-        """Returns bytes of a rank, as far as they are known; ``fresh``: takes a new sample if needed."""
+        """Returns the estimated bytes of a rank; ``fresh`` allows a new sample."""
         working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 
     def likely(self) -> tuple[LayoutEstimate, ...]:
-        """Returns layouts that were not tried and fit as far as is known, the fastest first."""
+        """Returns the estimates of untried layouts that probably fit, the fastest first."""
         return tuple(one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit)
 
     def _known(self, one: LayoutEstimate, fresh: bool) -> float:

@@ -1,18 +1,14 @@
-"""Work of training a model, as data: products, attention, passes over memory, and bytes kept for the backward.
+"""Workload of a model as data: matrix products, attention, memory passes, and bytes stored for the backward.
 
-    product    a matrix product of each token: inner x outer, and which side tensor ranks cut
-    pass       elementwise code and norms: bytes that a token moves; tensor ranks share the bytes of a sharded part
-    kept       bytes that a token leaves for the backward, by what is recomputed
+    product    a matrix product of each token: inner x outer, and the side that tensor ranks shard
+    pass       elementwise operators and norms: memory bytes moved per token
+    kept       activation bytes per token, by recomputation mode
 
-Widths in bytes are those of a 16-bit model; elements of logits are fp32. Attention counts all pairs of tokens, as torch
-counts its FLOPs; half of them are computed where it is causal.
-
-Sizes of a decoder, given or read from a Hugging Face configuration, and the workload that follows from them.
+Bytes are for a 16-bit model with fp32 logits. Attention counts all token pairs, as torch does.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb
 from typing import Any, Literal, NamedTuple
 
 Recomputation = Literal["none", "selective", "full"]
@@ -20,7 +16,7 @@ Side = Literal["inner", "outer", "none"]
 
 
 class Product(NamedTuple):
-    """Matrix products of one token with a weight."""
+    """Matrix products of one token with weights of one shape."""
 
     inner: int
     outer: int
@@ -29,94 +25,87 @@ class Product(NamedTuple):
 
     @property
     def weights(self) -> float:
-        """Elements of the weights."""
+        """Number of weight elements."""
         return self.inner * self.outer * self.times
 
     def narrow(self, tp: int) -> float:
-        """Returns the narrower side of a tensor rank's product."""
+        """Returns the narrower side of the product on one of ``tp`` tensor ranks."""
         inner = self.inner / tp if self.cut == "inner" else self.inner
         outer = self.outer / tp if self.cut == "outer" else self.outer
         return min(inner, outer)
 
 
 class CutAmount(NamedTuple):
-    """Number with a part that tensor ranks share, and a part that each has in full (or shares along the sequence)."""
+    """Amount with a part that is sharded over tensor ranks, and a part that is replicated (or sequence-sharded)."""
 
     cut: float
     whole: float
 
     def on(self, tp: int, sequence: bool) -> float:
-        """Returns the amount of one tensor rank."""
+        """Returns the amount on one of ``tp`` tensor ranks; ``sequence``: with sequence parallelism."""
         return self.cut / tp + self.whole / (tp if sequence else 1)
 
 
 class ExpertWork(NamedTuple):
-    """Experts of an average block."""
+    """Experts of an average MoE block."""
 
     parameters: float
-    """Parameters of all experts of a block."""
+    """Number of parameters of all experts."""
     experts: int
     """Number of experts."""
     chosen: int
-    """Number of experts of a token."""
-
-    def other_ranks(self, ranks: int) -> float:
-        """Returns the number of other ranks that a token is sent to if ``ranks`` share the experts, on average.
-
-        Each set of experts is equally likely: (ranks - 1) (1 - C(E - E/ranks, k) / C(E, k)) for E experts of which k
-        are chosen.
-        """
-        away = comb(self.experts - self.experts // ranks, self.chosen) / comb(self.experts, self.chosen)
-        return (ranks - 1) * (1 - away)
+    """Number of experts per token (top-k)."""
+    layers: int
+    """Number of blocks with experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Model of equal blocks between an embedding and a head."""
+    """Workload of a model with equal blocks between embedding and head."""
 
     blocks: int
     context: int
-    """Tokens of a row."""
+    """Number of tokens per row."""
     width: int
-    """Elements of a token between blocks."""
+    """Hidden size: elements of a token between blocks."""
     products: tuple[Product, ...]
-    """Products of a block."""
+    """Matrix products of one block."""
     attention: float
-    """Width of all heads: pairs of tokens cost 4 FLOPs for each."""
+    """Total width of attention heads; each token pair costs 4 FLOPs per element of it."""
     causal: bool
     heads: int
     passes: CutAmount
-    """Bytes a token in the forward of a block, each operator by itself."""
+    """Memory bytes per token in the forward of a block without fusion."""
     fused: CutAmount
-    """The same with fused operators."""
+    """Memory bytes per token in the forward of a block with fused operators."""
     kept: tuple[CutAmount, CutAmount, CutAmount]
-    """Bytes a token and block, with nothing, everything but products and attention, and everything recomputed."""
+    """Activation bytes per token and block, for recomputation none, selective and full."""
     head: tuple[Product, ...]
     vocabulary: int
     block_parameters: float
-    """Parameters of one block, all of them cut by tensor ranks (norms are neglected)."""
+    """Number of parameters per block, all sharded by tensor ranks (norms are neglected)."""
     outer_parameters: float
-    """Parameters of embedding and head; tied ones count once."""
+    """Number of parameters of embedding and head; tied ones count once."""
     experts: ExpertWork | None = None
-    """Experts, which are among the parameters of a block; None: there are none."""
+    """Experts of a block, included in its parameters; None for a dense model."""
 
     @property
     def parameters(self) -> float:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return self.blocks * self.block_parameters + self.outer_parameters
 
     def flops_of_token(self) -> float:
-        """Returns the model FLOPs of training one token: three times the forward; attention counts all pairs."""
+        """Returns the model FLOPs to train one token: three times the forward, with all attention pairs."""
         block = sum(2 * product.weights for product in self.products) + 4 * self.attention * self.context
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
 
     def keeps(self, recomputation: Recomputation) -> CutAmount:
-        """Returns the bytes of activations that a token leaves in a block for the backward."""
+        """Returns the activation bytes per token that a block stores for its backward."""
         return self.kept[("none", "selective", "full").index(recomputation)]
 
 
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "smollm3", "granite", "stablelm")
-"""Model types with a gate in their MLP."""
+"""Hugging Face model types with a gated MLP (SwiGLU)."""
 PLAIN = ("gpt2", "gpt_neox", "opt", "gpt_neo", "bloom", "gptj", "phi", "starcoder2")
 SIZES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -125,12 +114,12 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "vocabulary": ("vocab_size",),
     "context": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
 }
-"""Our names -> names of the families."""
+"""Name of each size here -> its names in Hugging Face configurations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """Sizes of a decoder, from which its workload follows."""
+    """Sizes of a decoder-only transformer."""
 
     layers: int
     width: int
@@ -140,13 +129,13 @@ class DecoderShape:
     kv_heads: int | None = None
     head_width: int | None = None
     hidden: int | None = None
-    """Width of the MLP; None: four times the width."""
+    """Intermediate size of the MLP; None: four times ``width``."""
     gated: bool = False
-    """The MLP has three weights (SwiGLU), not two."""
+    """True if the MLP has three weights (SwiGLU)."""
     tied: bool = False
 
     def workload(self) -> Workload:
-        """Returns the workload of training it on full rows."""
+        """Returns the workload of training this decoder on full rows."""
         h = self.width
         head = self.head_width or h // self.heads
         q, kv = self.heads * head, (self.kv_heads or self.heads) * head
@@ -184,12 +173,12 @@ class DecoderShape:
 
 
 def is_model_config(raw: object) -> bool:
-    """Returns True if a JSON object describes a model, not a run of this engine."""
+    """Returns True if a JSON object is a Hugging Face model configuration, not a run's."""
     return isinstance(raw, Mapping) and any(key in raw for key in ("model_type", "architectures", *SIZES["width"]))
 
 
 def decoder_shape_of(raw: Mapping[str, Any]) -> DecoderShape | None:
-    """Returns the decoder that a configuration describes; None for families with other kinds of blocks."""
+    """Returns the decoder sizes in a Hugging Face configuration; None for model types with other blocks."""
     family = raw.get("model_type")
     found = {name: next((raw[key] for key in keys if raw.get(key)), None) for name, keys in SIZES.items()}
     found["context"] = found["context"] or 2048

@@ -1,7 +1,7 @@
-"""Costs of a plan on GPUs that are not here: memory of every pipeline rank by kind, and the seconds of a step.
+"""Costs of a plan on absent GPUs: memory of every pipeline rank by kind, and seconds of a step.
 
-State, gathers, schedule and traffic are the plan's own. The cost model adds the seconds of operators, the bytes that a
-block keeps for its backward, and the speed of links.
+State, gathers, schedule and traffic come from the plan; the cost model adds seconds of operators, activation bytes and
+link speeds.
 """
 
 from collections.abc import Mapping
@@ -17,50 +17,59 @@ from engine.planning.cost_model.estimate import (
     LayoutEstimate,
     RankMemory,
     StepModel,
+    exchange_seconds,
     working_bytes,
 )
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
-from engine.planning.cost_model.links import UPDATE_BYTES, LinkSpeed, Roofline, tensor_groups_cross
+from engine.planning.cost_model.links import UPDATE_BYTES, Links, LinkSpeed, Roofline, tensor_groups_cross
 from engine.planning.cost_model.workload import Workload
 from engine.planning.plan import Plan
+from engine.planning.step_time.expert_traffic import ExpertTraffic, expert_traffic
 from engine.planning.step_time.prediction import Computation, HostLinks, StepTime, place_axes, predict_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCosts:
-    """Costs of one plan on one kind of GPU."""
+    """Estimated memory and time of one plan on one GPU type."""
 
     layout: TrainingLayout
     memory: tuple[RankMemory, ...]
-    """Memory of each pipeline rank; its data and tensor ranks need the same."""
+    """Memory of each pipeline rank, equal for its data and tensor ranks."""
     time: StepTime
     closed: LayoutEstimate
-    """The closed form of the same layout."""
+    """Closed-form estimate of the same layout."""
     tokens: int
-    """Tokens of a step."""
+    """Number of tokens per step."""
     flops_of_token: float
+    exchanges: tuple[ExpertTraffic, ...]
+    """Rows of shared experts that the first rank of each pipeline rank exchanges; empty if data ranks share none."""
     crossing_seconds: float
-    """Seconds a step that a tensor group costs because it crosses nodes; 0 where it does not."""
+    """Seconds per step that are lost because tensor groups span nodes; 0 if they do not."""
+
+    @property
+    def experts(self) -> ExpertTraffic | None:
+        """Rows of shared experts that the first rank exchanges; None if data ranks share none."""
+        return self.exchanges[0] if self.exchanges else None
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank that needs the most."""
+        """Memory of the pipeline rank that needs the most."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of one GPU."""
+        """Tokens per second and GPU."""
         return self.tokens / self.time.total / self.layout.world
 
     @property
     def flops_per_second(self) -> float:
-        """Model FLOPs of one GPU."""
+        """Model FLOP/s per GPU."""
         return self.tokens_per_second * self.flops_of_token
 
 
 def planned_layout(plan: Plan) -> TrainingLayout:
-    """Returns the layout that a plan executes."""
+    """Returns the training layout of a plan for the cost model."""
     config = plan.config
     recomputation = config.activation_checkpointing.mode
     return TrainingLayout(
@@ -81,8 +90,9 @@ def planned_layout(plan: Plan) -> TrainingLayout:
 
 
 def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: BlockSample | None = None) -> PlanCosts:
-    """Returns the costs of ``plan`` on nodes of ``node`` GPUs; ``sample``: counted bytes that its blocks keep, if there
-    are any."""
+    """Returns memory and time of ``plan`` on nodes of ``node`` GPUs; ``sample``: counted activation bytes of its
+    blocks.
+    """
     layout, traits = planned_layout(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))
     crossing = 0.0
@@ -96,12 +106,13 @@ def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: Bloc
         closed=StepModel(work, gpu, node).estimate(layout),
         tokens=layout.rows * work.context,
         flops_of_token=work.flops_of_token(),
+        exchanges=tuple(filter(None, (expert_traffic(plan, work, Coord(pp=pp)) for pp in range(layout.pp)))),
         crossing_seconds=crossing,
     )
 
 
 def host_links(gpu: GpuSpec, node: int) -> HostLinks:
-    """Returns the links of a cluster of such nodes, as rings use them."""
+    """Returns the link speeds inside and between nodes of ``node`` GPUs."""
     return HostLinks(
         within=LinkSpeed(gpu.link_latency, gpu.link_rate * gpu.reached.link),
         between=LinkSpeed(gpu.network_latency, node * gpu.network_rate * gpu.reached.network),
@@ -109,7 +120,7 @@ def host_links(gpu: GpuSpec, node: int) -> HostLinks:
 
 
 def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roofline) -> StepTime:
-    grid, tp = plan.grid(0), plan.config.tp
+    grid, tp, layout = plan.grid(0), plan.config.tp, planned_layout(plan)
     block, head = roofline.block(), roofline.head()
     hosts = [str(rank // node) for rank in range(grid.world_size)]
     besides = 1 + gpu.reached.step
@@ -118,6 +129,7 @@ def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roof
         forward=whole * (work.blocks * block.forward + head / 3),
         backward=whole * (work.blocks * (block.backward + roofline.recomputed(block)) + head * 2 / 3),
         update=besides * work.parameters * UPDATE_BYTES / roofline.memory_rate,
+        exchange=exchange_seconds(work, layout, Links(layout, gpu, node)),
     )
     return predict_step(plan, computation, place_axes(grid, hosts, host_links(gpu, node)))
 
@@ -133,7 +145,8 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample:
     last = 0.0
     if pp == plan.last_rank:
         last = logits if sample is None else max(logits, sample.around * layout.micro)
-    buffers = max(last, again) + _gathered(plan, coord)
+    exchanged = expert_traffic(plan, work, coord)
+    buffers = max(last, again) + _gathered(plan, coord) + (exchanged.round if exchanged is not None else 0.0)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
     return RankMemory(
         parameters=state["parameters"] + state["frozen parameters"] + state.get("secondary shards", 0),

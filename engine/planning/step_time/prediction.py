@@ -1,43 +1,33 @@
-"""Prediction of a step's time from a plan, the seconds of computation of one rank, and the speed of links. Pure.
+"""Prediction of a step's time from a plan, the compute seconds of one rank, and link speeds. Pure arithmetic.
 
-The parts of a step that count:
+    pipeline   actions of the schedule. Tensor ranks divide the compute time of a stage, except a fixed part (norms,
+               launches, Python). Tensor-parallel sums are waited for, except sums of column inputs in the backward,
+               which overlap with weight gradients.
+               ZeRO 3 gathers parameters one group ahead: a pass waits for the first group, or for all groups minus
+               its compute time, whichever is longer.
+               Messages leave a pipeline rank one by one while it computes; a stage waits for its inputs.
+    experts    shared experts exchange rows in both passes, without overlap; routing is even.
+    reduce     a bucket is reduced once the last backward has completed it, during the rest of that backward; deferred
+               buckets (tied, partial over tp) come last. The rest after the last action is waited for.
+    control    batch check and control sum: the latency of their axes.
+    update     every rank updates its shard; ZeRO 1 and 2 then gather parameters without overlap.
 
-    pipeline   the schedule's actions. A stage computes its share of the model's FLOPs; of that, tensor ranks share all
-               but a fixed part (norms, residuals, launches, Python). Sums over tensor ranks are waited for where they
-               stand: in the forward, but for those of column inputs, which are in the backward, run beside the weight
-               gradients, half of a backward, and count where they exceed them.
-               Parameters of ZeRO 3 are gathered one group ahead, so a pass waits for the first group, or for all of
-               them less what it computes meanwhile, whichever is longer.
-               Messages between stages travel while their sender computes, one after another out of a pipeline rank; a
-               stage waits for those that it needs.
-    reduce     a bucket of gradients is reduced once the last backward has made it, beside the rest of that backward,
-               one bucket after another; deferred buckets (tied, partial over tensor ranks) after all others, and their
-               sums over stages or tensor ranks too. What is left when the last action ends is waited for. With
-               "reduce": "microbatch" the same happens in every microbatch, and what one microbatch sends hides behind
-               the next one.
-    control    the check of the batch and the control sum: the latency of their axes. Every rank waits for the slowest.
-    update     every rank updates what it owns; ZeRO 1 and 2 then gather the parameters, which nothing hides.
+Not predicted: quantization, axes that share a link, tied stages on one rank, and the first steps.
 
-Every rank has a device of its own.
-
-The prediction omits the time of encoding and decoding, axes that send at the same moment over one link, stages that the
-schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
-
-Speed of the axes of a grid, from the hosts of its ranks and their links. Pure arithmetic.
+Speed of the axes of a grid, from the hosts of its ranks and their links:
 
     host 0   rank 0 --- rank 1        within a host: NVLink
                 |          |
-             ===+====++====+===       one way out of a host, which all of its ranks share
+             ===+====++====+===       network of a host, shared by its ranks
                      ||
     host 1   rank 2 --- rank 3
 
-A rank's rate over an axis is the rate of its host, divided by the bytes that leave the host for each byte that one
-rank sends, all groups of the axis at once:
+A rank's rate over an axis is the rate of its host, divided by the bytes that leave the host per byte of a rank:
 
-    collective    a ring: a rank sends to the next one alone, so a group of neighbours leaves a host once
-    hop           a pipeline rank sends to the next one; every data and tensor coordinate does so at the same time
+    collective    a ring: a rank sends to the next one alone, so a group of adjacent ranks leaves a host once
+    hop           a pipeline rank sends to the next one, for all data and tensor coordinates at once
 
-A call takes the latency of its longest chain of messages: 2 (N-1) for an all-reduce in a ring of N, N-1 for others.
+A call costs the latency of its longest chain of messages: 2 (N-1) for an all-reduce in a ring of N, N-1 for others.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,31 +57,31 @@ from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.plan import Plan
 
 Pattern = Literal["all_reduce", "all_gather"]
-"""All-gathers stand for reduce-scatters and exchanges too: once around the ring."""
+"""Collective of a ring; "all_gather" also represents reduce-scatters and all-to-alls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLinks:
-    """Links of a cluster, measured once for all grids."""
+    """Link speeds of a cluster, measured once for all grids."""
 
     within: LinkSpeed
-    """From a rank to another one of its host; the rate is that of each rank while all of them send."""
+    """Link between two ranks of a host; the rate per rank while all of them send."""
     between: LinkSpeed
-    """From a host to others; the rate is that of the host, and its ranks share it."""
+    """Link between hosts; the rate of a host, which its ranks share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLinks:
-    """Links of one grid."""
+    """Link speeds of one grid, by axis."""
 
     collectives: Mapping[tuple[Axis, Pattern], LinkSpeed]
-    """By axis, for axes of several ranks: seconds of a call, bytes a second of a rank."""
+    """Link speed of each axis and collective: seconds per call, bytes per second and rank."""
     hops: Mapping[tuple[int, int], LinkSpeed]
-    """Between two pipeline ranks."""
+    """Link speed between each pair of pipeline ranks."""
 
 
 def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
-    """Returns the links of ``grid`` with rank r on ``hosts[r]``.
+    """Returns the link speeds of ``grid`` if rank r runs on ``hosts[r]``.
 
     Raises:
         GridError: there are more or fewer hosts than ranks.
@@ -144,35 +134,39 @@ def _hop(lines: Sequence[Sequence[int]], ends: tuple[int, int], hosts: Sequence[
 _Key = tuple[Op, int]
 """Operation and stage."""
 Hop = Callable[[Action, int], tuple[float, float]]
-"""(seconds on the way out of its rank, seconds more until it arrives) of the result of an action, sent to a rank."""
+"""Function (action, target rank) that returns (seconds to send the action's result, further seconds until it
+arrives).
+"""
 _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 """Actions after which a stage has its weight gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Seconds that a rank computes which has the whole model."""
+    """Compute seconds of one rank without pipeline and tensor parallelism."""
 
     forward: float
-    """Seconds of a microbatch."""
+    """Forward seconds of a microbatch."""
     backward: float
-    """Seconds of a microbatch; with split backwards half of it is W."""
+    """Backward seconds of a microbatch; half of it is W in split backwards."""
     fixed: float = 0.0
-    """Part of both, from 0 to 1, that does not depend on a rank's part of each layer: work that tensor ranks repeat."""
+    """Fraction (0 to 1) of both that every tensor rank repeats, such as norms and launches."""
     update: float = 0.0
-    """Seconds of all that a step computes once: norm, clipping, optimizer."""
+    """Seconds per step of norm, clipping and optimizer."""
+    exchange: tuple[float, float] = (0.0, 0.0)
+    """Seconds that the forward and the backward of a microbatch wait for expert rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Predicted seconds of a step; the parts add up to ``total``."""
+    """Predicted seconds of a step, by part."""
 
     computation: float
-    """Seconds of the rank that computes longest."""
+    """Compute seconds of the slowest rank."""
     bubble: float
-    """That ranks of a pipeline wait for each other's computation."""
+    """Seconds in which pipeline ranks wait for each other."""
     communication: Mapping[Axis, float] = field(default_factory=dict)
-    """That is waited for, by axis."""
+    """Seconds in which ranks wait for communication, by axis."""
 
     @property
     def total(self) -> float:
@@ -181,22 +175,23 @@ class StepTime:
 
 
 def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> StepTime:
-    """Returns the time of a training step, after the first two, by the rule above."""
+    """Returns the predicted time of a training step after the first two steps."""
     return _Prediction(plan, computation, links).step()
 
 
 def play_schedule(
     schedule: Schedule, seconds: Mapping[tuple[Op, int], float], hop: Hop = lambda action, target: (0.0, 0.0)
 ) -> StepTimeline:
-    """Starts every action as soon as its rank is free and its input has arrived; messages leave a rank one by one.
+    """Returns the timeline of a schedule: an action starts once its rank is free and its inputs have arrived.
 
-    Without messages that take time this is :func:`~engine.parallel.pipeline.schedule.simulate.simulate`.
+    Messages leave a rank one by one; with zero times this equals
+    :func:`~engine.parallel.pipeline.schedule.simulate.simulate`.
 
     Args:
-        seconds: by operation and stage.
+        seconds: duration of each operation and stage.
 
     Raises:
-        ScheduleError: the schedule is incomplete or stuck.
+        ScheduleError: the schedule is incomplete or deadlocks.
     """
     rules = complete_rules(schedule)
     takers: dict[int, list[int]] = {}
@@ -228,17 +223,20 @@ class _Prediction:
         schedule, seconds = self._plan.schedule, self._seconds_by_action()
         tensor = _with_waits(seconds, self._tensor_waits(seconds))
         gathers = _with_waits(tensor, self._gather_waits(seconds))
-        played = play_schedule(schedule, gathers, self._hop)
-        spans = [play_schedule(schedule, each).makespan for each in (seconds, tensor, gathers)] + [played.makespan]
+        exchanged = _with_waits(gathers, self._exchange_waits())
+        played = play_schedule(schedule, exchanged, self._hop)
+        waiting = (seconds, tensor, gathers, exchanged)
+        spans = [play_schedule(schedule, each).makespan for each in waiting] + [played.makespan]
         reduced = [self._reduced(pp, played) for pp in range(self._grid.pp)]
         ties = max(self._late(pp, "pp") for pp in range(self._grid.pp))
         partial = max(self._late(pp, "tp") for pp in range(self._grid.pp))
         computed = max(sum(seconds[op, stage] for op, stage, _ in row) for row in schedule.per_rank)
         communication: dict[Axis, float] = {
             "tp": spans[1] - spans[0] + partial,
-            self._grid.sharding: spans[2] - spans[1] + max(0.0, max(reduced) - spans[3]) + self._gathered(),
+            self._grid.sharding: spans[2] - spans[1] + max(0.0, max(reduced) - spans[4]) + self._gathered(),
+            "ep": spans[3] - spans[2],
             "dp_replicate": max(self._replica_sums(pp) for pp in range(self._grid.pp)),
-            "pp": spans[3] - spans[2] + ties,
+            "pp": spans[4] - spans[3] + ties,
             "replica": self._latency("replica"),
             "world": self._latency("world"),
         }
@@ -313,6 +311,15 @@ class _Prediction:
             ) / len(passes)
             for op, stage, _ in passes:
                 waits[op, stage] = max(whole / groups, whole - computed[op, stage] * (groups - 1) / groups)
+        return waits
+
+    def _exchange_waits(self) -> dict[_Key, float]:
+        """Returns the waits for rows of experts, of which each stage has its share."""
+        forward, backward = self._computation.exchange
+        waits: dict[_Key, float] = {}
+        for stage, share in enumerate(self._shares()):
+            waits[Op.FORWARD, stage] = share * forward
+            waits[Op.BACKWARD, stage] = waits[Op.BACKWARD_INPUT, stage] = share * backward
         return waits
 
     def _hop(self, action: Action, target: int) -> tuple[float, float]:

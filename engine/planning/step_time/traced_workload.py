@@ -1,5 +1,4 @@
-"""The workload of any model, from one forward and its saved tensors on the meta device: FLOPs, moved bytes, kept
-bytes."""
+"""Workload of any model from one forward on the meta device: FLOPs, memory bytes moved, activation bytes."""
 
 from collections.abc import Iterator
 from statistics import median_low
@@ -25,11 +24,11 @@ from engine.program.expert_load import find_experts
 from engine.program.program import Program
 
 MANY_HEADS = 1 << 20
-"""Heads of a model that does not say how many it has: any number of tensor ranks divides them; its plan will tell."""
+"""Number of heads assumed if a model does not declare it, divisible by any number of tensor ranks."""
 
 
 class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators of a forward by class."""
+    """Dispatch mode that counts FLOPs and bytes of operators by class."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,7 +40,7 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of the results of products and attention."""
 
     def usual_width(self) -> int:
-        """Returns the inner width of most products: the width of a token between blocks."""
+        """Returns the most common inner width of matrix products, taken as the hidden size."""
         widths: dict[int, float] = {}
         for (inner, _), count in self.products.items():
             widths[inner] = widths.get(inner, 0.0) + count
@@ -89,7 +88,7 @@ class _AttentionByBlocks(TorchFunctionMode):
 
 
 def traced_workload(program: Program, row: Batch) -> Workload:
-    """Returns the workload of a model on rows like ``row``.
+    """Returns the workload of a model for rows shaped like ``row``.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -142,7 +141,7 @@ def _experts(model: nn.Module, blocks: int) -> ExpertWork | None:
     config = getattr(model, "config", None)
     given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
     experts = max(each.experts for each in found)
-    return ExpertWork(owned / blocks, experts, min(given, experts))
+    return ExpertWork(owned / blocks, experts, min(given, experts), len(found))
 
 
 def _counted(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:
@@ -165,7 +164,9 @@ def _counted(program: Program, row: Batch, called: CalledModules) -> tuple[Opera
 
 
 BYTES_OF_A_WIDTH = 34
-"""That a block of a transformer keeps of a token for each element of its width (Korthikanti et al. 2022, section 4)."""
+"""Activation bytes of a transformer block per token and element of the hidden size (Korthikanti et al. 2022, section
+4).
+"""
 
 
 def _coarse(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:

@@ -60,7 +60,9 @@ def dispatch_product_kernel(
     RANKS: tl.constexpr, PUSHES: tl.constexpr, MULTIPLIES: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Pushes ``tokens`` [T, K] to the experts' ranks; out [R, N] = received rows times ``matrices`` [X, K, N]."""
+    """Sends ``tokens`` [T, K] to the experts' ranks; out [R, N] = received rows times the experts' ``matrices`` [X, K,
+    N].
+    """
     if PUSHES:
         _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
     if MULTIPLIES:
@@ -89,9 +91,9 @@ def product_return_kernel(
     RANKS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ``whole`` [R, K] with ``matrices`` [X, K, N], and returns each row to its rank.
+    """Computes ``whole`` [R, K] times the experts' ``matrices`` [X, K, N], and sends each row back to its rank.
 
-    ``out`` defines the dtype of sent rows.
+    ``out`` determines the dtype of sent rows.
     """
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
@@ -114,7 +116,7 @@ def collect_rows_kernel(
     out, sent, sent_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies this rank's rows, returned by the owners of the experts, to out [T, N]."""
+    """Copies this rank's rows, received back from the experts' ranks, to out [T, N]."""
     columns = tl.cdiv(N, BN)
     for index in range(tl.program_id(0), sent_tiles * columns, tl.num_programs(0)):
         owner, tile, _, there, rows, here = _fields(sent, index // columns)
@@ -130,7 +132,7 @@ def collect_rows_kernel(
 def launch_dispatch_product(
     tokens_TK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall, half: Half = "both"
 ) -> Tensor:
-    """Returns out [R, N]: the rows of all ranks for this rank's experts times the experts' matrices.
+    """Computes out [R, N]: the rows of all ranks for this rank's experts times the experts' matrices.
 
     ``tokens_TK`` is contiguous, sorted by expert, of the dtype of the matrices. ``half``: "push" computes no result,
     "multiply" pushes nothing.
@@ -151,7 +153,7 @@ def launch_dispatch_product(
 
 
 def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall) -> None:
-    """Multiplies ``rows_RK``, contiguous, with the experts' matrices, and returns each row to its rank."""
+    """Computes ``rows_RK``, contiguous, times the experts' matrices, and sends each row back to its rank."""
     matrices, transposed = stack_as_it_lies(matrices_XKN)
     depth, columns = matrices_XKN.shape[1:]
     shape, mailbox = call.shape(matrices.dtype), call.mailbox
@@ -164,7 +166,7 @@ def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRow
 
 
 def launch_collect_rows(columns: int, rows: ExpertRows, call: KernelCall, dtype: torch.dtype) -> Tensor:
-    """Returns out [T, N]: this rank's rows, returned by the owners of the experts, in the order of the tokens."""
+    """Returns out [T, N]: this rank's rows from the experts' ranks, in the order of the tokens."""
     shape, mailbox = call.shape(dtype), call.mailbox
     device = mailbox.status.device
     out = torch.empty((rows.own, columns), dtype=dtype, device=device)

@@ -15,8 +15,7 @@ its rows before it waits for rows, so no wait depends on a waiting program; on a
 halves can also run one after the other (PUSHES, MULTIPLIES), for ranks of one process.
 
 A tile of rows is within one sequence of the batch, so that this kernel can call the products of ``kernels/gpu/matmul``.
-
-Shape suffixes: B sequences of L rows each on a rank, W ranks; rows of the result are [B, W, L].
+Rows of a result or product are [B, W, L].
 
 Matrix product and reduce-scatter in two kernels: a finished tile is sent to the rank that owns the rows.
 
@@ -30,8 +29,6 @@ Without sequence parallelism all ranks need the full sum. With EVERYWHERE each r
 all of them sum (one-shot: one transfer of W - 1 times the bytes, which for two ranks equals a ring). Otherwise each
 rank sums its own rows and sends the sum to all (two-shot): ``forward_slots_kernel``, then ``collect_slots_kernel``.
 
-Shape suffixes: B sequences of L rows each owned by a rank, W ranks; rows of the product are [B, W, L].
-
 The switch (NVLink SHARP) sums a product over the ranks if it maps the memory of all ranks to one address:
 
     epoch e       product, each tile into this rank's own memory │ signal to its owner
@@ -42,8 +39,6 @@ one sum and sends one. The switch's address and the address in a rank's memory a
 The switch adds in fp32 in its own order: all ranks get equal bits, but other machines may get other bits.
 
 Interpreted kernels emulate only these two instructions, by reads from and writes to each rank.
-
-Shape suffixes: L rows owned by a rank, N columns.
 """
 
 from dataclasses import dataclass
@@ -96,11 +91,12 @@ def gather_product_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Pushes ``part`` [B, L, K] to all ranks; out [B, W, L, N] = rows of all ranks times ``matrix`` [K, N] + ``bias``.
+    """Sends ``part`` [B, L, K] to all ranks; writes all ranks' rows times ``matrix`` [K, N] + ``bias`` to ``out`` [B,
+    W, L, N].
 
     Args:
         capacity: bytes of a slot.
-        most: signals of a rank for each other rank.
+        most: maximum signals from one rank to another.
     """
     if PUSHES:
         _push(part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K, RANKS, BM, BK)
@@ -132,10 +128,10 @@ def product_scatter_kernel(
     PRECISION: tl.constexpr, PLUS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ``whole`` [B, W, L, K] with ``matrix`` [K, N], adds ``plus``, and sends rows [B, w, L, N] to rank w.
+    """Computes ``whole`` [B, W, L, K] times ``matrix`` [K, N] plus ``plus``, and sends rows [B, w, L, N] to rank w.
 
     With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. With STAYS a tile stays in the memory of this
-    rank, and its owner reads it there. ``out`` defines the dtype of sent rows.
+    rank, and its owner reads it there. ``out`` determines the dtype of sent rows.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -171,7 +167,7 @@ def sum_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [B, L, N], the sum of the rows from all ranks."""
+    """Computes out [B, L, N], the sum of the received rows of all ranks."""
     each = tl.cdiv(L, BM)
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), B * each * columns, tl.num_programs(0)):
@@ -191,7 +187,7 @@ def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``part`` [L, N] into this rank's slot on every rank, the next rank first, itself last."""
+    """Copies ``part`` [L, N] to this rank's slot on every rank, starting at the next rank."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -210,7 +206,7 @@ def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Copies the rows from all ranks to out [W, L, N]."""
+    """Copies the received rows of all ranks to out [W, L, N]."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(L, BM) * columns
     for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
@@ -255,9 +251,9 @@ def multicast_sum_kernel(
     like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds all ranks' tiles [L, N] of this rank's rows, and sends the sums to all ranks in ``epoch`` + 1.
+    """Sums all ranks' tiles [L, N] of this rank's rows, and sends the sums to all ranks in ``epoch`` + 1.
 
-    A tile that some rank has not written is not sent. ``like`` defines the dtype, with BYTES per element; without
+    A tile that some rank has not written is not sent. ``like`` determines the dtype, with BYTES per element; without
     INSTRUCTIONS the switch is emulated.
     """
     columns = tl.cdiv(N, BN)
@@ -289,17 +285,17 @@ Half = Literal["push", "multiply", "both"]
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Call of communicating kernels on all ranks."""
+    """Number (epoch) and settings of one call of communicating kernels, equal on all ranks."""
 
     mailbox: Mailbox
     epoch: int
     tile: Tile | None = None
-    """The tile of the products; None: the default tile of the dtype."""
+    """Tile of the products; None: the default tile of the dtype."""
     programs: int | None = None
-    """Programs of each kernel, which run at once; None: one per processor. Ranks on one GPU divide the processors."""
+    """Number of concurrent programs of a kernel; None: one per processor. Ranks on one GPU divide the processors."""
 
     def shape(self, dtype: torch.dtype) -> Tile:
-        """Returns the tile of a product in ``dtype``."""
+        """Returns the tile of products in ``dtype``."""
         return self.tile or tile_of(dtype)
 
     def grid(self, device: torch.device) -> tuple[int]:
@@ -340,7 +336,8 @@ def launch_gather_product(
 def launch_product_scatter(
     whole: Tensor, matrix_KN: Tensor, plus: Tensor | None, call: KernelCall, dtype: torch.dtype, stays: bool = False
 ) -> None:
-    """Multiplies ``whole`` [B, W, L, K], adds ``plus`` [B, W, L, N], and sends each rank its rows, in ``dtype``.
+    """Multiplies ``whole`` [B, W, L, K] by the matrix, adds ``plus`` [B, W, L, N], and sends each rank its rows in
+    ``dtype``.
 
     The product of a ``whole`` of three dims, [B, L, K], is sent to all ranks. With ``stays`` the rows stay in the
     memory of this rank, for :func:`launch_multicast_sum`.
@@ -391,7 +388,7 @@ def _add_and_give(dtype: torch.dtype) -> str:
 
 
 def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
-    """Sends ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
+    """Sends ``part_LN``, contiguous, to all ranks; :func:`launch_collect_slots` receives it."""
     rows, columns = part_LN.shape
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     forward_slots_kernel[call.grid(part_LN.device)](
@@ -413,14 +410,14 @@ def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
 
 
 def tile_of(dtype: torch.dtype) -> Tile:
-    """Returns the tile of a product in ``dtype``."""
+    """Returns the default tile of a product in ``dtype``."""
     if dtype.itemsize == 2:
         return HALF
     return TF32 if precision() == "tf32" else EXACT
 
 
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
-    """Returns the tiles of a product of a rank's rows: the most signals to another rank."""
+    """Returns the number of tiles of a rank's rows: the maximum number of signals to another rank."""
     return int(sequences * ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 LOOKS_BETWEEN: tl.constexpr = tl.constexpr(64)
-"""Polls of a signal for each poll of the word about the writer's end, which is in host memory."""
+"""Polls of a signal per poll of the word, in host memory, that marks the writer as ended."""
 
 
 @triton.jit
@@ -30,10 +30,10 @@ def signal(place, epoch):
 
 @triton.jit
 def arrived(place, ended, epoch, last, patience):
-    """Waits until the int32 at ``place`` is at least ``epoch``; returns True if it arrived and is at most ``last``.
+    """Waits until the int32 at ``place`` is at least ``epoch``; returns True if it then is at most ``last``.
 
-    Returns False after ``patience`` polls, after the int32 at ``ended`` is not 0, or for a value above ``last``, which
-    means that the ranks do not make the same calls.
+    Returns False after ``patience`` polls, after the int32 at ``ended`` is not 0, or for a value above ``last``, the
+    sign that ranks make different calls.
     """
     value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0
@@ -50,7 +50,7 @@ def arrived(place, ended, epoch, last, patience):
 
 @triton.jit
 def write_down(status, rank, tile, epoch):
-    """Records a missing signal in ``status``, unless one is recorded: epoch << 32 | rank << 24 | tile + 1."""
+    """Records the first missing signal in ``status``: epoch << 32 | rank << 24 | tile + 1."""
     what = (tl.cast(epoch, tl.int64) << 32) | (tl.cast(rank, tl.int64) << 24) | (tl.cast(tile, tl.int64) + 1)
     tl.atomic_cas(status, tl.cast(0, tl.int64), what)
 
@@ -76,9 +76,9 @@ def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
 
 @triton.jit
 def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
-    """Waits for a tile from ``writer`` to ``rank``; returns False and records the signal if it does not arrive.
+    """Waits for the signal of a tile from ``writer`` to ``rank``; on failure returns False and records the signal.
 
-    After a missing signal no further wait polls: a rank that hangs costs one wait, not one per tile.
+    After a missing signal later waits return at once, so a hung rank costs one timeout, not one per tile.
     """
     looks = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
     ended = place_of(arrivals, RANKS, writer)

@@ -19,23 +19,23 @@ _NEWEST = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A collective, a message or a computation. Times are ``time.monotonic_ns`` of the rank's host."""
+    """Recorded collective, message or computation. Times: nanoseconds of ``time.monotonic_ns`` on the rank's host."""
 
     sequence: int
     kind: EventKind
     axis: str
-    """Empty for computation."""
+    """Name of the axis; empty for computation."""
     stream: str
     count: int
-    """How many of its stream there were with it."""
+    """Number of events in the event's stream so far, including this one."""
     label: str
     bytes: int
     dtype: str
     peer: int
-    """Rank of the other end of a message; -1 for all others."""
+    """Global rank at the other end of a message; -1 for collectives and computation."""
     begun: int
     ended: int
-    """0: not yet."""
+    """End time in nanoseconds; 0: still in progress."""
 
     def __str__(self) -> str:
         if self.kind == EventKind.ACTION:
@@ -48,23 +48,23 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Times of a rank since its start, in nanoseconds."""
+    """Total times of a rank since its start, in nanoseconds."""
 
     steps: int = 0
     in_steps: int = 0
     waits: Mapping[str, int]
-    """By axis."""
+    """Nanoseconds of waiting for communication, by axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWaits:
-    """Waits of a rank in one stream of collectives or messages since its start."""
+    """Total waits of a rank for one stream of collectives or messages since its start."""
 
     kind: EventKind
     axis: str
     stream: str
     peer: int
-    """Rank of the other end of messages; -1 for collectives."""
+    """Global rank at the other end of messages; -1 for collectives."""
     count: int
     nanoseconds: int
     bytes: int
@@ -72,36 +72,36 @@ class StreamWaits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """Content of one rank's flight file at one moment."""
+    """Snapshot of one rank's flight file."""
 
     rank: int
     size: int
     pid: int
     identity: Mapping[str, Any]
     wall_offset: int
-    """Added to a time it gives nanoseconds since 1970."""
+    """Nanoseconds to add to an event time to get Unix time."""
     phase: Phase
     step: int
-    """Steps made before the one that it is in, or that come next."""
+    """Number of completed training steps."""
     since: int
-    """When the phase began."""
+    """Start of the current phase, in nanoseconds."""
     written: int
-    """Events so far."""
+    """Number of events written so far."""
     waiting: Event | None
     waiting_since: int
     action: Event | None
     last: Event | None
-    """Of the newest events, the one that has ended last."""
+    """Most recently ended event among the newest ones; None if none has ended."""
     newest: int
-    """When this rank last wrote anything."""
+    """Time of the last write to the file, in nanoseconds."""
     sums: Sums
     streams: tuple[StreamWaits, ...]
     words: str
-    """Last words of the rank."""
+    """Error message that the rank wrote before it ended; empty if none."""
 
     @property
     def host(self) -> str:
-        """Name of its machine."""
+        """Host name of the rank's machine."""
         return str(self.identity.get("host", ""))
 
 
@@ -120,14 +120,14 @@ class FlightFile:
             os.close(file)
 
     def close(self) -> None:
-        """Release the memory."""
+        """Closes the memory map of the file."""
         self._map.close()
 
     def read(self) -> Flight:
-        """The state now.
+        """Returns the current content of the file.
 
         Raises:
-            ValueError: this is no flight file, or not yet.
+            ValueError: this is no flight file, or its header is not yet written.
         """
         magic, rank, size, pid, _, offset = layout.START.unpack_from(self._map, layout.START_AT)
         if magic != layout.MAGIC:
@@ -161,8 +161,9 @@ class FlightFile:
         )
 
     def events(self, written: int | None = None, most: int = layout.EVENTS) -> list[Event]:
-        """The newest events, at most those that the file still has, oldest first; one that is being overwritten is
-        left out."""
+        """Returns the newest events that the file still contains, at most ``most``, oldest first, without an event that
+        is being overwritten.
+        """
         if written is None:
             (written,) = layout.SEQUENCE.unpack_from(self._map, layout.COUNT_AT)
         first = max(1, written - most + 1)
@@ -230,7 +231,7 @@ def _text(data: bytes) -> str:
 
 
 def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Ranks as (first, step, count) each: the peers of an axis are few runs, however many there are."""
+    """Compresses ranks to runs (first, step, count); the ranks of an axis are few runs at any size."""
     runs: list[tuple[int, int, int]] = []
     for rank in ranks:
         if runs:
@@ -243,5 +244,5 @@ def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Parses the ranks that ``rank_runs`` has formatted."""
+    """Returns the ranks of the runs of :func:`rank_runs`."""
     return tuple(first + step * number for first, step, count in runs for number in range(count))

@@ -7,9 +7,9 @@
     24576   event 1, event N + 1, ..
             event 2, event N + 2, ..
 
-Times are nanoseconds of ``time.monotonic_ns``, which the ranks of a host share; ``wall_offset`` added gives times since
-1970. The writer is a process that may stop between any two instructions, so a number that says that something is valid
-is written after it: an event counts once its sequence number is there, and 0 is written first when a place is reused.
+Times are nanoseconds of ``time.monotonic_ns``, shared by the ranks of a host; plus ``wall_offset`` they are Unix times.
+The writer may stop at any instruction, so validity is written last: an event is valid once its sequence number is
+written, and a reused slot gets 0 first.
 """
 
 from collections.abc import Mapping
@@ -19,39 +19,39 @@ from typing import Any, Final
 
 MAGIC: Final = b"flight3\0"
 EVENTS: Final = 512
-"""Events that a file keeps; a step of a deep pipeline has some hundred."""
+"""Number of most recent events in a file; a step of a deep pipeline has some hundred."""
 IDENTITY_AT: Final = 4096
 STREAMS_AT: Final = 16384
 STREAMS: Final = 64
-"""Number of streams with summed waits; a rank of a deep pipeline has some twenty."""
+"""Maximum number of streams with recorded waits; a rank of a deep pipeline has some twenty."""
 STREAM_BYTES: Final = 128
 EVENTS_AT: Final = STREAMS_AT + STREAMS * STREAM_BYTES
 EVENT_BYTES: Final = 192
 FILE_BYTES: Final = EVENTS_AT + EVENTS * EVENT_BYTES
 CALLS: Final = "calls of the engine"
-"""Stream of the calls that every rank makes."""
+"""Name of the stream of engine calls that every rank makes."""
 MOST_AXES: Final = 16
-"""Axes with summed waits, in the order in which the identity names them."""
+"""Maximum number of axes with recorded waits, in the order of the identity."""
 
 
 def axis_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
-    """The axes of a rank, as events and sums number them."""
+    """Returns the axes of a rank in the order of their numbers in events and totals."""
     return tuple(identity.get("axes", {}))[:MOST_AXES]
 
 
 class Phase(IntEnum):
-    """Phase of a rank, as far as the engine can see."""
+    """Phase of a rank: user code, step or ended."""
 
     USER = 0
-    """The user's code: between two calls of the engine."""
+    """User code, between two calls of the engine."""
     STEP = 1
-    """A call of the engine in which ranks wait for each other."""
+    """Call of the engine in which ranks communicate."""
     ENDED = 2
-    """The engine was closed, or the process is about to end."""
+    """Engine closed, or process about to end."""
 
 
 class EventKind(IntEnum):
-    """Kind of an event."""
+    """Type of an event: collective, send, receive or action."""
 
     COLLECTIVE = 0
     SEND = 1
@@ -61,39 +61,40 @@ class EventKind(IntEnum):
 
 
 START = Struct("8sIIiIq")
-"""Magic, rank, ranks of the world, process id, bytes of the identity, wall_offset."""
+"""Header: magic, rank, world size, process id, bytes of the identity, ``wall_offset``."""
 START_AT: Final = 0
 STATE = Struct("QQQ")
-"""Phase and number of the step together (``step << 8 | phase``), since when, and events written so far."""
+"""Record (``step << 8 | phase``, start time of the phase, number of events written)."""
 STATE_AT: Final = 64
 COUNT_AT: Final = STATE_AT + 16
 NOW = Struct("QQ")
-"""Sequence number of an event and since when; 0: none. One for the wait of this rank, one for its action."""
+"""Record (sequence number, start time) of the event that the rank waits for, and of its action; number 0: none."""
 WAIT_AT: Final = 128
 ACTION_AT: Final = 144
 SUMS = Struct(f"{2 + MOST_AXES}Q")
-"""Steps ended, nanoseconds in them, nanoseconds of waiting by axis."""
+"""Record (completed steps, nanoseconds in steps, nanoseconds of waiting for each axis)."""
 SUMS_AT: Final = 192
 WORDS_AT: Final = 512
 WORDS_BYTES: Final = 2048
-"""Last words of a rank, UTF-8, padded with zeros."""
+"""Size of the rank's error message, UTF-8, padded with zeros."""
 
 BEGIN = Struct("QQ QQ BBhI 48s 64s 12s")
-"""Sequence, begun, count within its stream, bytes; kind, axis, 0, other end of a message; stream, label, dtype."""
+"""Event: sequence number, start, end, count in its stream, bytes; kind, axis, 0, peer rank; stream, label, dtype."""
 ENDED = Struct("Q")
 ENDED_AT: Final = BEGIN.size + (-BEGIN.size) % 8
 STREAM = Struct("QQQ BBHI 48s")
-"""Waits that have ended, nanoseconds of waiting, bytes; kind, axis, 0, other end of a message; stream. No wait: no
-stream."""
+"""Totals of a stream: completed waits, nanoseconds of waiting, bytes; kind, axis, 0, peer rank; name. Zero waits mark
+an unused record.
+"""
 SEQUENCE = Struct("Q")
 NOBODY: Final = 0xFFFFFFFF
-"""In the place of the other end: a collective has none."""
+"""Peer rank of a collective: none."""
 
 assert ENDED_AT + ENDED.size <= EVENT_BYTES
 assert WORDS_AT + WORDS_BYTES <= IDENTITY_AT
 assert STREAM.size <= STREAM_BYTES
 
 EVENT_PLACES: Final = range(EVENTS_AT, EVENTS_AT + EVENTS * EVENT_BYTES, EVENT_BYTES)
-"""Offset of each event in the file; that of sequence number n is in place (n - 1) % ``EVENTS``."""
+"""Byte offset of each event; the event with sequence number n is at index (n - 1) % ``EVENTS``."""
 STREAM_PLACES: Final = range(STREAMS_AT, STREAMS_AT + STREAMS * STREAM_BYTES, STREAM_BYTES)
-"""Offset of the waits of each stream in the file."""
+"""Byte offset of the waits of each stream in the file."""

@@ -25,17 +25,17 @@ class Stream(NamedTuple):
 
     kind: EventKind
     axis: str
-    """Empty for computation."""
+    """Name of the axis; empty for computation."""
     name: str
     peer: int = -1
-    """Rank of the other end of a message; -1 for all others."""
+    """Global rank at the other end of messages; -1 for collectives and computation."""
 
 
 _ACTIONS = Stream(EventKind.ACTION, "", "actions")
 
 
 class FlightRecorder:
-    """Writes the file of one rank.
+    """Writer of one rank's flight file.
 
     begin .. wait .. waited   a collective or message: issued, waited for, complete
     begin .. ended            computation of a pipeline stage
@@ -73,7 +73,7 @@ class FlightRecorder:
         return {axis: self._sums[2 + place] / 1e9 for axis, place in self._axes.items()}
 
     def begin(self, stream: Stream, label: str, load: tuple[int, str] = (0, "")) -> int:
-        """Note that something begins; returns its sequence number.
+        """Records the start of an event; returns its sequence number.
 
         Args:
             load: bytes and dtype of the full tensor.
@@ -92,17 +92,17 @@ class FlightRecorder:
         return sequence
 
     def ended(self, sequence: int) -> None:
-        """Note that an event has ended."""
+        """Records the end of an event."""
         self._end(sequence, now())
 
     def wait(self, sequence: int) -> int:
-        """Note that this rank waits for an event from now on; returns the time."""
+        """Records that this rank starts to wait for an event; returns the time in nanoseconds."""
         began = now()
         layout.NOW.pack_into(self._map, layout.WAIT_AT, sequence, began)
         return began
 
     def waited(self, sequence: int, stream: Stream, began: int, size: int = 0) -> None:
-        """Records that the call of ``size`` bytes that this rank has waited for since ``began`` is complete."""
+        """Records the end of a wait that began at time ``began``, for a call of ``size`` bytes."""
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
         self._end(sequence, ended)
@@ -121,26 +121,26 @@ class FlightRecorder:
         )  # fmt: skip
 
     def act(self, what: str, stage: int, microbatch: int) -> int:
-        """Note that a computation of a pipeline stage begins; returns its sequence number."""
+        """Records the start of an action of a pipeline stage; returns its sequence number."""
         label = f"{what} of stage {stage}, microbatch {microbatch}"
         sequence = self.begin(_ACTIONS, label)
         layout.NOW.pack_into(self._map, layout.ACTION_AT, sequence, now())
         return sequence
 
     def acted(self, sequence: int) -> None:
-        """Note that it has ended."""
+        """Records the end of the action ``sequence``."""
         layout.SEQUENCE.pack_into(self._map, layout.ACTION_AT, 0)
         self.ended(sequence)
 
     def enter(self, step: int) -> None:
-        """Note that a call of the engine begins, after ``step`` steps; calls within calls are one."""
+        """Records the start of a call of the engine, after ``step`` steps; nested calls count once."""
         self._depth += 1
         if self._depth == 1:
             self._entered = now()
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.STEP, self._entered)
 
     def leave(self, step: int) -> None:
-        """Note that it has ended."""
+        """Records the end of the call of the engine that :meth:`enter` has recorded."""
         self._depth -= 1
         if self._depth == 0:
             ended = now()
@@ -150,13 +150,13 @@ class FlightRecorder:
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.USER, ended)
 
     def say(self, words: str) -> None:
-        """Leave the words of an error that ends this rank; the first ones stay."""
+        """Writes the message of the error that ends this rank; the first message remains."""
         if self._map[layout.WORDS_AT] == 0:
             text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
 
     def close(self) -> None:
-        """Note that this rank takes part no longer, unless it has said why it ends."""
+        """Records that this rank closed its engine normally; nothing after an error message."""
         if self._map[layout.WORDS_AT] == 0:
             step = layout.STATE.unpack_from(self._map, layout.STATE_AT)[0] >> 8
             layout.NOW.pack_into(self._map, layout.STATE_AT, step << 8 | Phase.ENDED, now())

@@ -16,7 +16,7 @@ from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedul
 from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, simulate
 
 PLAIN_FIRST = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
-"""Kinds that are tried, the simplest first."""
+"""Kinds of schedule that the search simulates, the simplest first."""
 _NEAR = 1.01
 """Steps slower than the fastest by at most this factor count as equally fast."""
 _ROOM = 1.1
@@ -34,13 +34,15 @@ class MicrobatchCost:
 
     forward_seconds: float
     input_seconds: float
-    """Time of the backward without deferred weight gradients; includes recomputation."""
+    """Seconds of the backward without deferred weight gradients; includes recomputation."""
     weight_seconds: float
-    """Time of the weight gradients of linear layers, which can be deferred."""
+    """Seconds of the weight gradients of linear layers, which can be deferred."""
     kept_bytes: int
-    """Activations saved from forward to backward, without parameters and tensors that depend only on the batch."""
+    """Bytes of activations saved from forward to backward, without parameters and tensors that depend only on the
+    batch.
+    """
     left_bytes: int
-    """Activations saved from backward until the deferred weight gradients are computed."""
+    """Bytes of activations saved from backward until the deferred weight gradients are computed."""
 
     @property
     def seconds(self) -> float:
@@ -49,7 +51,7 @@ class MicrobatchCost:
 
     @classmethod
     def total(cls, costs: Sequence["MicrobatchCost"]) -> "MicrobatchCost":
-        """Returns the sum of several costs."""
+        """Returns the sum of ``costs``."""
         return cls(
             forward_seconds=sum(cost.forward_seconds for cost in costs),
             input_seconds=sum(cost.input_seconds for cost in costs),
@@ -61,30 +63,30 @@ class MicrobatchCost:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Pipeline axis of the simulated schedules, with its limit."""
+    """Pipeline axis as simulated: number of ranks, transfer time, memory limit."""
 
     ranks: int
-    """Ranks of the pipeline axis."""
+    """Number of ranks of the pipeline axis."""
     microbatches: int
     transfer_seconds: float = 0.0
-    """Time from the end of a stage until the next stage, on another rank, has its values."""
+    """Seconds from the end of a stage until its outputs arrive at a stage on another rank."""
     limit_bytes: int | None = None
-    """Most activations on a rank; None: a tenth more than the peak of 1f1b on the fullest rank."""
+    """Maximum bytes of activations on a rank; None: 1.1 times the peak of 1f1b on the fullest rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Simulated figures of one kind."""
+    """Simulated time and memory of one kind of schedule."""
 
     kind: str
     virtual_stages: int
     seconds: float = 0.0
-    """Predicted time of all forwards and backwards of a step; FLOPs if nothing was measured."""
+    """Predicted seconds of all forwards and backwards of a step; FLOPs if nothing was measured."""
     bubble: float = 0.0
     peak_bytes: int = 0
-    """Activations on the fullest rank."""
+    """Peak bytes of activations on the fullest rank."""
     refused: str = ""
-    """The reason against the kind; empty if the kind fits."""
+    """Reason why this kind of schedule was rejected; empty if it fits."""
 
     @property
     def name(self) -> str:
@@ -94,22 +96,21 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDecision:
-    """Chosen schedule, with the alternatives."""
+    """Chosen schedule, with all simulated alternatives."""
 
     schedule: Schedule
     virtual_stages: int
     limit_bytes: int
     ranking: tuple[Tried, ...]
-    """The chosen kind, then other kinds that fit from fast to slow, then refused kinds."""
+    """Simulated kinds: the chosen one, then others that fit from fast to slow, then rejected ones."""
 
     @property
     def chosen(self) -> Tried:
-        """The first of the ranking."""
+        """The chosen kind, first in the ranking."""
         return self.ranking[0]
 
     def lines(self) -> tuple[str, ...]:
-        """Returns the ranking as text: the choice, a line for each kind that fits, a line for each reason of a
-        refusal."""
+        """Formats the ranking as lines: the choice, each other kind that fits, each reason of a rejection."""
         fit = [tried for tried in self.ranking if not tried.refused]
         lines = [
             f"auto: {self.chosen.name}, best of {len(fit)} within {self.limit_bytes / 2**20:.1f} MiB of activations"
@@ -132,7 +133,7 @@ def choose(
     """Returns the training schedule with the fastest step within the limit. Pure arithmetic, so equal on every rank.
 
     Args:
-        cuts: the cost of each stage by number of stages on each rank, or the reason against a cut into so many.
+        cuts: for each number of stages per rank, the cost of every stage, or the reason why the model has no such cut.
 
     Raises:
         ScheduleError: no kind fits.
@@ -156,7 +157,7 @@ def choose(
 
 
 def cost_of_stages(stages: Sequence[MicrobatchCost], transfer_seconds: float) -> Cost:
-    """Returns the costs of stages in the form that schedules and simulation use."""
+    """Converts costs of stages to the input of the schedulers and the simulation."""
     times = tuple(StageTimes(s.forward_seconds, s.input_seconds, s.weight_seconds) for s in stages)
     return Cost(transfer=transfer_seconds, times=times)
 

@@ -14,8 +14,7 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 
 def flops_of_calls(trace: ModelTrace) -> list[int]:
-    """Returns the forward FLOPs of each call and the glue after it; at least 1, so that calls without FLOPs count
-    too."""
+    """Returns the forward FLOPs of each module call and the operations up to the next call; at least 1 each."""
     flops = [call.flops + 1 for call in trace.calls]
     for index, extra in glue_flops(trace).items():
         flops[index] += extra
@@ -23,12 +22,14 @@ def flops_of_calls(trace: ModelTrace) -> list[int]:
 
 
 def glue_flops(trace: ModelTrace) -> dict[int, int]:
-    """Returns the FLOPs of glue by the index of the call before the glue."""
+    """Returns the FLOPs of operations between module calls, by the index of the call before them."""
     return by_call(trace, [glue.flops for glue in trace.glue])
 
 
 def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
-    """Sums a number per glue operation by the index of the call before the operation."""
+    """Sums ``of_glue``, one number per operation between calls, by the index of the module call before the
+    operation.
+    """
     found: dict[int, int] = {}
     for glue, number in zip(trace.glue, of_glue, strict=True) if trace.calls else ():
         index = max(glue.calls_before - 1, 0)
@@ -37,8 +38,7 @@ def by_call(trace: ModelTrace, of_glue: Sequence[int]) -> dict[int, int]:
 
 
 def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
-    """Returns costs from shapes alone: FLOPs as seconds, and the bytes of values that a call reads and makes as
-    memory."""
+    """Estimates costs from shapes alone: FLOPs as seconds, and bytes of a call's inputs and outputs as memory."""
     made: dict[int, int] = {}
     for value in trace.values:
         if value.maker == "call":
@@ -51,7 +51,7 @@ def flop_costs(trace: ModelTrace) -> tuple[MicrobatchCost, ...]:
 
 
 def values_bytes(trace: ModelTrace, call: int) -> int:
-    """Returns the bytes of the values that a call reads."""
+    """Returns the bytes of the inputs of a call."""
     return sum(trace.values[number].bytes for number in trace.calls[call].inputs)
 
 

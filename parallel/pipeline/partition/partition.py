@@ -29,18 +29,18 @@ from engine.parallel.trace.model_trace import ModelTrace
 
 @dataclass(frozen=True)
 class Partition:
-    """Trace cut into stages."""
+    """Trace cut into pipeline stages."""
 
     stage_of_call: tuple[int, ...]
     stages: tuple[StagePlan, ...]
     boundaries: tuple[tuple[str, int], ...]
-    """(unit, number of earlier calls of the unit) of the call that starts each stage except the first."""
+    """First call of each stage except stage 0, as (unit, number of earlier calls of the unit)."""
     crossing_bytes: int
-    """Bytes sent in one forward: each value once for each stage that receives it."""
+    """Bytes sent between stages in one forward; a tensor counts once per receiving stage."""
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
-        """Stages that store each parameter, ascending, at least one; gradients of several stages are summed."""
+        """Stages that store each parameter, ascending; gradients of several stages are summed."""
         found: dict[str, list[int]] = {}
         for plan in self.stages:
             for name in plan.parameters:
@@ -48,10 +48,9 @@ class Partition:
         return {name: tuple(stages) for name, stages in sorted(found.items())}
 
     def stage_of_buffer(self, trace: ModelTrace, name: str) -> int:
-        """Returns the stage with the current copy of a buffer: the last stage that writes it or calls the unit around
-        it.
+        """Returns the stage with the current copy of a buffer: the last stage that writes it or calls its unit.
 
-        A buffer that free code writes is current on the last stage, which runs the program to the end.
+        For a buffer written by code between units, this is the last stage, which runs the program to the end.
         """
         writers = {index for index, glue in enumerate(trace.glue) if name in glue.buffers}
         stages = [plan.stage for plan in self.stages if writers & plan.glue]
@@ -74,7 +73,7 @@ def units_for_split(model: nn.Module, split: Split, stages: int) -> Units | None
 def make_cut(
     trace: ModelTrace, stages: int, split: Sequence[str] | None = None, costs: Sequence[float] | None = None
 ) -> Partition:
-    """Cuts into ``stages``, evenly or where ``split`` names the calls that start stages 1 to ``stages`` - 1.
+    """Cuts a trace into ``stages`` of even cost, or before the calls that ``split`` names.
 
     Args:
         costs: cost of each call in any one unit, to be divided evenly; default: FLOPs of the call and of the glue after
@@ -225,7 +224,7 @@ def _calls_of(trace: ModelTrace, name: str, or_around: bool = False) -> list[int
 
 
 def balance(cost: Sequence[float], edges: Sequence[int], stages: int) -> list[int]:
-    """Divides a row of costs into stages with the smallest possible cost of the largest stage.
+    """Divides consecutive costs into stages so that the largest stage cost is minimal.
 
     Returns the starts of stages 1 to ``stages`` - 1, each one of ``edges``, which ascend, exclude 0 and number at least
     ``stages`` - 1. Among equally good divisions the earliest is returned.

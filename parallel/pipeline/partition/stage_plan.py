@@ -26,31 +26,32 @@ from engine.parallel.trace.model_trace import FromParameter, ModelTrace
 from engine.parallel.trace.torch_function import checks_content
 
 MOST_DEAD_BYTES = 64 << 20
-"""Bytes of glue on placeholders above which the comparison of tier 2 costs less than the execution of the glue."""
+"""Bytes of operations on placeholders above which skipping them (tier 2) costs less than their execution."""
 _REUSE = 8
 """Divisor of the bytes of a parameter needed only for recomputation: it is stored once, values in every microbatch."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one stage of a partition."""
+    """Plan of one pipeline stage: calls to run, values to receive and send."""
 
     stage: int
     last: bool
-    """True if the stage reaches the end of the program and returns the result."""
+    """True if the user's forward ends on this stage, which returns its result."""
     calls: frozenset[int]
     receives: Mapping[int, int]
-    """Received value -> sending stage; ascending by value."""
+    """Sending stage of each received tensor, by value number in the trace, ascending."""
     sends: Mapping[int, tuple[int, ...]]
-    """Sent value -> receiving stages, ascending; ascending by value."""
+    """Receiving stages of each sent tensor, by value number in the trace, ascending."""
     glue: frozenset[int]
-    """Glue that must run on this stage with real content."""
+    """Numbers of the operations between calls that must run on this stage with real data."""
     parameters: frozenset[str]
     tier: Literal[1, 2]
-    """1: absent calls return received values or NaN, and all glue runs. 2: each glue operation is compared with the
-    trace, then run, skipped, or replaced by a received value."""
+    """1: absent calls return received values or NaN, and all operations run. 2: each operation between calls is matched
+    to the trace, then run, skipped, or replaced by a received value.
+    """
     last_event: int
-    """The last event that the stage needs."""
+    """Number of the last traced event that the stage needs."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class _Draft:
 
 
 class Planner:
-    """Planner of all stages, given the stage of each call.
+    """Makes the plans of all stages from the stage of each call.
 
     Args:
         held: parameters stored on each stage, if a stage cannot get others; empty: no restriction.
@@ -262,7 +263,7 @@ _SOURCE, _SINK = ("source", 0), ("sink", 0)
 
 
 class VertexCut:
-    """Graph that is filled vertex by vertex, then cut."""
+    """Vertex-weighted graph for a minimum cut; vertices are added one by one."""
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self._room: dict[_Node, dict[_Node, float]] = defaultdict(lambda: defaultdict(float))
@@ -271,8 +272,7 @@ class VertexCut:
             self._room["out", vertex][_SINK] = inf
 
     def add(self, vertex: int, weight: float, supply: float, after: Iterable[int]) -> None:
-        """Adds a vertex with the weight of its cut, the supply from the source, and the vertices before it
-        (``after``)."""
+        """Adds a vertex with the weight of cutting it, the supply from the source, and its predecessors ``after``."""
         self._vertices.add(vertex)
         self._room["in", vertex]["out", vertex] = weight
         if supply:

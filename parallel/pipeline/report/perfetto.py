@@ -13,9 +13,9 @@ from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.pipeline.schedule.simulate import Span
 
 SECOND = 1e6
-"""Microseconds, the unit of the format, in a second."""
+"""Microseconds in a second; microseconds are the unit of the format."""
 UNIT = 1e3
-"""Microseconds shown for one unit of a timeline without seconds."""
+"""Microseconds that represent one unit of a timeline without seconds."""
 _KIND = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward input",
     Op.BACKWARD_WEIGHT: "backward weight",

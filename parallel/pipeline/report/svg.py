@@ -12,9 +12,9 @@ from engine.parallel.pipeline.schedule.actions import Op, Schedule
 from engine.parallel.pipeline.schedule.simulate import Span
 
 _ROW, _PITCH = 20, 23
-"""Height of a row, and distance between rows."""
+"""Height of a row, and distance between rows, in pixels."""
 _HEAD, _FOOT = 26, 24
-"""Height of a headline, and of the legend."""
+"""Height of a headline, and of the legend, in pixels."""
 _DIGIT = 6.2
 """Width of a digit in a box."""
 

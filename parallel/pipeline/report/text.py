@@ -29,19 +29,19 @@ class Summary:
 
     stages: int
     bubble: float
-    """Idle share of the ranks' time."""
+    """Idle fraction of the ranks' time, 0 to 1."""
     makespan: float
     """Time from the first start to the last end, in the unit of the costs."""
     peak_slices: tuple[Fraction, ...]
     """Peak of live activations on each rank, in units of one slice for one microbatch."""
     messages: tuple[int, ...]
-    """Number of activations and gradients that each rank sends to other ranks."""
+    """Number of activations and gradients that each rank sends to other ranks per step."""
     splits: bool
     """True if backwards are split into input and weight gradients."""
 
     @property
     def peak(self) -> Fraction:
-        """Largest peak of all ranks."""
+        """Largest peak over all ranks, in slices."""
         return max(self.peak_slices)
 
 
@@ -62,9 +62,9 @@ def summarize(timeline: StepTimeline) -> Summary:
 
 
 def cost_of_slices(schedule: Schedule, whole: Cost) -> Cost:
-    """Returns the costs of stages from the time of a rank's whole slice; the time of a transfer is unchanged.
+    """Converts the time of a rank's whole slice to costs of single stages; the time of a transfer is unchanged.
 
-    Schedules with one stage and with several stages on a rank become comparable.
+    This makes schedules with one and with several stages per rank comparable.
     """
     return whole.shared(len(schedule.per_rank), schedule.stages)
 
@@ -76,12 +76,12 @@ class Panel:
     timeline: StepTimeline
     """The timeline; the step starts at 0."""
     title: str = ""
-    """Suffix to the name of the schedule: predicted, measured."""
+    """Suffix to the name of the schedule, such as "predicted" or "measured"."""
     seconds: bool = False
     """True if times are measured seconds; otherwise they have any unit."""
 
     def headline(self) -> str:
-        """Returns name and figures in one line."""
+        """Returns the schedule's name and figures in one line."""
         schedule, figures = self.timeline.schedule, summarize(self.timeline)
         ranks, each = len(schedule.per_rank), schedule.stages / len(schedule.per_rank)
         size = f"{_count(ranks, 'rank')}{f' x {each:g} stages' if each != 1 else ''}"
@@ -92,7 +92,7 @@ class Panel:
         return ", ".join(filter(None, [schedule.name, self.title])) + ": " + ", ".join(filter(None, parts))
 
     def duration(self, time: float) -> str:
-        """Returns a time as text; empty if the unit is unknown."""
+        """Returns a duration as text; empty if the unit of time is unknown."""
         if not self.seconds:
             return ""
         unit, factor = next((pair for pair in (("s", 1.0), ("ms", 1e3)) if time * pair[1] >= 1), ("us", 1e6))

@@ -1,15 +1,14 @@
-"""Messages between stages in fewer bits: values forward, gradients backward (straight-through).
+"""Quantized messages between stages: activations forward, gradients backward (straight-through).
 
     value [..]  ->  message [m], uint8  ->  value [..] of the receiver, a leaf of its graph
     gradient of the leaf  ->  message [m]  ->  gradient of the value that the sender has computed
 
-Only values with a gradient are encoded: masks, positions and other values may contain infinities or integers, and are
-sent unencoded. The error of an element is at most half the scale of its block.
+Only values with a gradient are encoded: masks and positions may contain infinities or integers. The error of an element
+is at most half the scale of its block.
 
 Error feedback (Seide et al. 2014), for gradients alone: the rounding error of a value's gradient is added to the
-gradient of that value in the next microbatch. The sum of all sent gradients then differs from the sum of the true
-gradients by one residual, for any number of microbatches. Activations have no feedback: those of two microbatches are
-never summed.
+gradient of that value in the next microbatch. The sum of sent gradients then differs from the true sum by one residual,
+for any number of microbatches. Activations need no feedback, because they are not summed over microbatches.
 """
 
 import torch
@@ -37,7 +36,7 @@ class MessageEncoder:
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
-        """Rounding errors of the last sent gradients."""
+        """Rounding errors of the last sent gradients, one tensor per place."""
         return tuple(self._residuals.values())
 
     def encodes(self, dtype: torch.dtype, elements: int) -> bool:
@@ -50,7 +49,9 @@ class MessageEncoder:
 
     @torch.no_grad()
     def encode(self, tensor: Tensor, flow: Flow, place: tuple[int, int, int]) -> Tensor:
-        """Returns the message [m] of ``tensor`` of any strides; ``place``: value, sending and receiving stage."""
+        """Returns ``tensor`` (any strides) as a message [m]; ``place``: (value number, sending stage, receiving
+        stage).
+        """
         values = tensor.detach().reshape(1, -1)
         size = self._form.wire.padded(values.shape[1])
         if size > values.shape[1]:

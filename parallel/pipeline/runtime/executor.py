@@ -1,7 +1,6 @@
 """Executor of one rank's row of actions: receive, compute, send, release.
 
-The executor is independent of the kind of schedule and of the optimizer. The partition alone defines the messages
-before and after the compute of an action:
+The partition alone, not the kind of schedule, defines the messages of an action:
 
     F of stage s    values from earlier stages  ->  compute  ->  values for later stages
     B of stage s    their gradients, summed     ->  compute  ->  gradients of the received values
@@ -34,54 +33,58 @@ from engine.parallel.trace.model_trace import Value
 
 
 class RankSchedule(NamedTuple):
-    """Row of one rank, with the points at which its sends have completed."""
+    """Actions of one rank in order, with the points at which its sends have completed."""
 
     actions: tuple[Action, ...]
     passes: tuple[Action, ...]
-    """The actions that run modules of a stage and need the parameters of the stage."""
+    """Actions that run modules of a stage and need its parameters."""
     releases: tuple[tuple[int, ...], ...]
-    """Positions, for each action, of earlier actions with sent tensors that are released just before it."""
+    """For each action, positions of earlier actions with sent tensors that are released just before it."""
     beside: Mapping[Action, Action] = MappingProxyType({})
-    """The W of another microbatch that may be computed during the collectives of an action, by that action."""
+    """Deferred weight gradient (W) of another microbatch that may run during the collectives of an action."""
 
 
 def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
-    """Returns the row of one rank."""
+    """Returns the actions of ``rank`` in the order of ``schedule``."""
     waits = releases(schedule)[rank]
     return RankSchedule(schedule.per_rank[rank], schedule.passes(rank), waits, schedule.weights_beside(rank))
 
 
 class StageMicrobatch(NamedTuple):
-    """Plan of one stage for one microbatch: compute and messages."""
+    """Plan and values of one stage for one microbatch."""
 
     plan: StagePlan
     values: Sequence[Value]
-    """Values of the trace; the plan contains their numbers."""
+    """All values of the trace, indexed by the numbers in the plan."""
 
 
 class StageOutput(NamedTuple):
     """Result of the forward of a stage."""
 
     sent: Mapping[int, Tensor]
-    """Values that other stages receive, attached to the graph."""
+    """Tensors for other stages by value number, attached to the autograd graph."""
     root: Tensor | None
-    """Start of backward: the loss on the last stage, None on other stages."""
+    """Tensor from which backward starts: the loss on the last stage, None on other stages."""
 
 
 class StageRunner(Protocol):
-    """Compute functions of this rank's stages, which the executor calls."""
+    """Interface of this rank's stages: the computations that the executor calls."""
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns plan and values of ``stage`` for ``microbatch``."""
+        """Returns the plan of ``stage`` for ``microbatch``, with the values of its trace."""
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
-        """Computes the forward; tensors in ``received`` are leaves of the graph."""
+        """Computes the forward of ``stage``; the tensors in ``received`` are leaves of the graph."""
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Collects the parameters' gradients of a stage's backward inside the context; an I defers weight gradients."""
+        """Accumulates parameter gradients of a backward inside the context; an input-gradient action (I) defers weight
+        gradients.
+        """
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """Computes the gradients that the I of ``stage`` and ``microbatch`` has deferred."""
+        """Computes the weight gradients that the input-gradient action (I) of ``stage`` and ``microbatch`` has
+        deferred.
+        """
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Allows :meth:`weights` to run ahead during the collectives of the action inside the context."""
@@ -97,7 +100,7 @@ class _Live:
 
 
 class Executor:
-    """Executor of the pipeline actions of one rank (F, B, I, W) in schedule order, with their messages.
+    """Runs the pipeline actions of one rank (F, B, I, W) in schedule order, with their sends and receives.
 
     state     of a microbatch                            content
     posted    its receives are posted, F or B is to come buffers of the receives
@@ -131,17 +134,17 @@ class Executor:
         return Executor(self._transport, self._recorder)
 
     def run(self, row: RankSchedule, runner: StageRunner) -> None:
-        """Plays a whole row. An exception leaves no state on this rank."""
+        """Runs all actions of a row. An error leaves no live microbatch on this rank."""
         try:
             self._play(row, runner, range(len(row.actions)))
         finally:
             self._forget()
 
     def run_part(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
-        """Plays consecutive actions of a row that exchange no messages with its other actions; live microbatches stay
-        live.
+        """Runs consecutive actions of a row that exchange no messages with the row's other actions. Keeps live
+        microbatches.
 
-        An exception leaves no state on this rank.
+        An error leaves no live microbatch on this rank.
         """
         try:
             self._play(row, runner, part)
@@ -182,7 +185,7 @@ class Executor:
         self._posted[action] = part, arrivals
 
     def do(self, action: Action, runner: StageRunner, beside: Action | None = None) -> None:
-        """Plays one action; pieces of the W ``beside`` run during its collectives."""
+        """Runs one action; during its collectives computes deferred weight gradients of the action ``beside``."""
         self.post(action, runner)
         part, arrivals = self._posted.pop(action)
         arrived = {message: arrive() for message, arrive in arrivals.items()}

@@ -17,20 +17,20 @@ LABEL = "outputs"
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """Source and destinations of the outputs."""
+    """Source and destinations of the model's outputs."""
 
     comm: Comm
     device: torch.device
     last: int
     """Index on axis pp of the rank with the last stage."""
     everywhere: bool = False
-    """True: all ranks get the outputs of their own replica; False: rank 0 gets the outputs of its replica."""
+    """True: every rank gets the outputs of its own replica; False: rank 0 gets the outputs of its replica."""
 
 
 def bring_outputs(
     results: Sequence[Any], traces: Sequence[ModelTrace], model: nn.Module, carrier: Carrier
 ) -> list[Any]:
-    """Returns the results of the microbatches on the ranks of ``carrier``; an empty list elsewhere.
+    """Returns the results of all microbatches on the destination ranks of ``carrier``; an empty list elsewhere.
 
     Args:
         results: (output, sum, weight) of each microbatch, or (output,), on the rank with the last stage.

@@ -43,7 +43,7 @@ from engine.parallel.tensor.deferred_linear import (
 from engine.parallel.tensor.layers.linear import RowLayer, has_plain_forward, is_cut
 
 Take = Callable[[str, Tensor], None]
-"""A function of (parameter name, gradient)."""
+"""Function (parameter name, gradient) that adds a gradient to the parameter."""
 
 
 class _Deferred(NamedTuple):
@@ -58,7 +58,9 @@ class _Deferred(NamedTuple):
 
 
 class DeferredWeightGrads:
-    """Weight gradients that the I of one stage and microbatch leaves to the W."""
+    """Weight gradients of one stage and microbatch that the input-gradient action (I) defers to the weight action
+    (W).
+    """
 
     def __init__(self) -> None:
         self._work: deque[_Deferred] = deque()
@@ -66,20 +68,23 @@ class DeferredWeightGrads:
         """Gradients that were computed ahead."""
 
     def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
-        """Defers a gradient; W adds the gradient of a weight with a main gradient to ``main``."""
+        """Defers the weight gradient ``compute()`` of parameter ``name``; the W action adds it to the main gradient
+        ``main``, if not None.
+        """
         self._work.append(_Deferred(name, compute, _version(compute), main))
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated for the deferred gradients, each storage once."""
+        """Bytes allocated for deferred gradients; shared storage counts once."""
         kept = [arg.untyped_storage() for work in self._work for arg in work.compute.args if isinstance(arg, Tensor)]
         kept += [grad.untyped_storage() for _, grad in self._done]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def ahead(self) -> None:
-        """Computes and stores the next gradient, if any is left.
+        """Computes and stores the next deferred gradient, if any is left.
 
-        The call comes during a forward or a backward of another microbatch, so that pass's modes are switched off.
+        The call runs inside the forward or backward of another microbatch, so autograd and function modes of that pass
+        are disabled.
         """
         if self._work:
             with _plain(self._work[0].compute):
@@ -88,7 +93,7 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
-        """Computes all deferred gradients that are left, and releases each input after its use.
+        """Computes all remaining weight gradients, calls ``take(name, gradient)`` for each, and frees their inputs.
 
         Raises:
             EngineError: the model has written to a saved tensor in place.
@@ -114,7 +119,7 @@ class DeferredWeightGrads:
 
 
 class SplitBackward:
-    """Patch of the linear layers of ``model`` with a backward that can defer the weight gradient.
+    """Patch of the linear layers of ``model`` with a backward that can defer weight gradients.
 
     The patch includes sharded layers (``parallel.tensor``), so it is installed after the tensor plan.
     """
@@ -136,7 +141,7 @@ class SplitBackward:
 
     @contextmanager
     def leaving(self, deferred: DeferredWeightGrads) -> Iterator[None]:
-        """Collects weight gradients that can be deferred in ``deferred`` inside the context, an I."""
+        """Collects deferrable weight gradients of an input-gradient action in ``deferred`` inside the context."""
         before, self._open = self._open, deferred
         try:
             yield
@@ -145,7 +150,7 @@ class SplitBackward:
 
     @property
     def open(self) -> DeferredWeightGrads | None:
-        """Deferred weight gradients of the running backward; None outside an I."""
+        """Deferred weight gradients of the running backward; None outside an input-gradient action (I)."""
         return self._open
 
 

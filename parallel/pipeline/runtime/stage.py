@@ -3,10 +3,9 @@
 A model may contain several stages (virtual stages) and get several input signatures: each forward has its own trace and
 plan. This module communicates nothing: the caller passes received tensors and gets the tensors to send.
 
-Parameters of other stages are placeholders without values, which code outside the engine must not read: NaNs would
-silently get into a user's results of ``eng.module`` on one rank, such as an output, a moving average of the weights or
-a file of ``torch.save``. While the engine runs the model, glue may compute on placeholders; its results are compared
-with the trace and replaced by received values.
+Parameters of other stages are placeholders; code outside the engine must not read them, because their NaNs would
+silently enter its results, such as an average of the weights. While the engine runs the model, operations between calls
+may compute on placeholders; their results are replaced by received values.
 
 Tier 2 of a stage's forward compares every operation between calls that reads or writes a value with the trace by name:
 
@@ -44,7 +43,7 @@ _MODULE_BACKWARD_HOOK = "apply:BackwardHookFunction"
 
 
 class GlueForward(StageForward, TorchFunctionMode):
-    """Forward of tier 2, which decides on each operation between calls."""
+    """Type of the tier 2 forward, which decides on each operation between calls."""
 
     def _prepare(self) -> None:
         TorchFunctionMode.__init__(self)
@@ -200,7 +199,7 @@ class StageResult:
     """Result of the forward of one stage."""
 
     result: Any
-    """Result of the program; None if another stage reaches the end of the program."""
+    """Return value of the user's forward; None if this stage does not run to its end."""
     sent: dict[int, Tensor]
     """Tensor of each value in the plan's ``sends``, attached to autograd.
 
@@ -209,7 +208,7 @@ class StageResult:
 
 
 class Stage:
-    """Model with forwards that run one stage at a time."""
+    """Model with a forward that runs one pipeline stage at a time."""
 
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
         self._model, self._placeholders = model, PlaceholderPool(device)

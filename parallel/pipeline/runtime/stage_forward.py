@@ -45,7 +45,7 @@ def _has_hook(tensor: Tensor) -> bool:
 
 
 class StopForward(BaseException):
-    """Early end of the user's forward, after this stage has computed everything it needs.
+    """Exception that stops the user's forward once this stage has computed everything that it needs.
 
     A BaseException, so that ``except Exception`` in user code does not swallow it.
     """
@@ -85,19 +85,19 @@ class StageForward:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the program inside the context; tier 1 watches nothing."""
+        """Does nothing inside the context: tier 1 does not observe operations between calls."""
         yield
 
     def takes(self, unit: str) -> bool:
-        """Returns True if a call of ``unit`` is an event of this forward."""
+        """Returns True if a call of ``unit`` is recorded in the trace and not nested in another unit."""
         return not self.inside and unit in self.trace.unit_names
 
     def skips_next(self) -> bool:
-        """Returns True if the next call belongs to another stage."""
+        """Returns True if the next traced call belongs to another stage."""
         return self._calls not in self.plan.calls
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handles a call as an event: runs the unit, or returns received values for it."""
+        """Handles a traced call: runs the unit on this stage, or returns received values for another stage."""
         index = self._calls
         call = self.trace.calls[index] if index < len(self.trace.calls) else None
         self.stop_after(call.event if call else None)
@@ -136,12 +136,12 @@ class StageForward:
         raise EngineError(f"the forward ended before {what}, which its trace has: {_REMEDY}")
 
     def stop_after(self, event: int | None) -> None:
-        """Ends the program if no event from ``event`` on is needed."""
+        """Raises StopForward if the stage needs no traced event from number ``event`` on."""
         if not self.plan.last and (event is None or event > self.plan.last_event):
             raise StopForward(self)
 
     def skip(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any]) -> Any:
-        """Returns the result of an event of another stage: received values or NaN."""
+        """Returns the result of an operation of another stage: received values, or NaN."""
         for position, number in writes:
             if number in self._received:
                 self._put(arguments[position], number)
@@ -149,7 +149,8 @@ class StageForward:
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
-        """Stores the values of an event that other stages receive; returns ``out`` for the code that follows.
+        """Stores the tensors of a traced event that other stages receive; returns ``out`` unchanged for the user's
+        code.
 
         A hook on a sent tensor also exists on the received tensor, and runs there. It must not run twice: the code gets
         an alias of the sent tensor, and the backward of this stage begins at the tensor itself. Without a hook the code

@@ -25,39 +25,40 @@ from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 
 
 class Message(NamedTuple):
-    """Value, or gradient of a value, of one microbatch, sent between two stages."""
+    """Key of a message: value or its gradient, microbatch, sending and receiving stage."""
 
     flow: Flow
     value: int
     microbatch: int
     source: int
-    """Sending stage."""
+    """Index of the sending stage."""
     target: int
-    """Receiving stage."""
+    """Index of the receiving stage."""
 
 
 Arrival = Callable[[], Tensor]
-"""A function that waits for a message and returns its tensor, which only the caller uses."""
+"""Function that waits for a message and returns its tensor, owned by the caller."""
 
 
 class Transport(Protocol):
-    """Interface of transports. A send never waits for the receiver."""
+    """Interface for messages between stages. A send never waits for the receiver."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Sends ``tensor``; no code may write to it until the send completes. ``exact`` = False allows fewer bits."""
+        """Sends ``tensor``, unchanged until the send completes; ``exact`` = False allows an encoding with fewer
+        bits.
+        """
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Posts the receive of ``message``, with the sender's ``exact``; posts of a channel follow the order of its
-        sends."""
+        """Posts the receive of ``message``; ``exact`` equals the sender's, and posts follow the order of the sends."""
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Completes the sends of this stage to neighbours, which have posted the receives."""
+        """Completes the sends of ``stage`` to neighbouring stages, which have posted the receives."""
 
     def delivered(self, message: Message) -> None:
-        """Releases the tensor of ``message`` after the receiver has proven its arrival."""
+        """Releases the sent tensor of ``message`` after its arrival is proven by a later message."""
 
     def recycle(self, tensor: Tensor) -> None:
-        """Takes back the memory of a received tensor after its last use."""
+        """Returns the memory of a received tensor to the buffers after its last use."""
 
     def finish(self) -> None:
         """Waits until all sends have completed."""
@@ -113,7 +114,7 @@ class CommTransport:
     step.
 
     Args:
-        encoder: the codec for values that may be rounded; None: everything is sent unencoded.
+        encoder: codec of messages that may be rounded; None: no message is encoded.
     """
 
     def __init__(
@@ -182,21 +183,21 @@ class CommTransport:
         return arrive
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Waits for the sends to neighbours, at most for the transfer."""
+        """Waits for the sends to neighbouring stages, at most for the time of a transfer."""
         for sent in self._near.pop((flow, stage, microbatch), ()):
             sent.pending.wait()
 
     def delivered(self, message: Message) -> None:
-        """Completes a send past a neighbouring stage."""
+        """Completes a send to a stage that is not a neighbour."""
         if message in self._far:
             self._far.pop(message).pending.wait()
 
     def recycle(self, tensor: Tensor) -> None:
-        """Stores the memory for the next message of equal shape and dtype."""
+        """Returns the memory to the buffers for the next message of equal shape and dtype."""
         self._buffers.give(tensor)
 
     def finish(self) -> None:
-        """Waits for all sends."""
+        """Waits until all sends have completed."""
         for sent in (*chain.from_iterable(self._near.values()), *self._far.values()):
             sent.pending.wait()
         self._near.clear()
@@ -210,7 +211,7 @@ class CommTransport:
 
 
 class ReceiveBuffers:
-    """Reusable tensors by shape and dtype."""
+    """Pool of receive buffers by shape and dtype."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -232,7 +233,7 @@ class ReceiveBuffers:
         return tensor.untyped_storage()._cdata in self._lent
 
     def give(self, tensor: Tensor) -> bool:
-        """Takes back a buffer, given any alias, if no other alias exists; ignores tensors that are not buffers.
+        """Returns a receive buffer, given any alias, to the pool if no other alias is alive; ignores other tensors.
 
         Returns True if the buffer will be reused.
         """
@@ -244,7 +245,7 @@ class ReceiveBuffers:
         return ours
 
     def forget(self) -> None:
-        """Drops all buffers in use: their memory is not reused."""
+        """Drops all buffers in use without reuse of their memory."""
         self._lent.clear()
 
 

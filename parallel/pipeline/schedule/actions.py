@@ -17,8 +17,8 @@ The built-in kinds use three placements:
     loop    stage s on rank s % p                0  1  2     3  4  5
     v       down and back up                     0  1  2     5  4  3
 
-In a line and in a loop every stage sends to the next rank; in a loop the last rank sends to the first. In a V the last
-rank has two consecutive stages, and rank 0 reads the batch and computes the loss.
+In a line and a loop every stage sends to the next rank, in a loop the last rank also to the first. In a V the last rank
+has two consecutive stages, and rank 0 both reads the batch and computes the loss.
 """
 
 import re
@@ -33,7 +33,7 @@ from engine.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """Operation of an action; the value is the letter of the token."""
+    """Type of an action: forward, backward, input gradient or weight gradient; the value is its letter in a token."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -48,7 +48,7 @@ _TOKEN = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 class Action(NamedTuple):
-    """Operation of one stage on one microbatch, the unit of compute. Prints as ``2F5``."""
+    """Computation of one stage on one microbatch. Prints as ``2F5``: stage 2, forward, microbatch 5."""
 
     op: Op
     stage: int
@@ -72,7 +72,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of actions on all ranks. ``check`` proves that a schedule is complete and cannot deadlock.
+    """Order of the actions of all pipeline ranks. ``check`` proves that a schedule is complete and cannot deadlock.
 
     Raises:
         ScheduleError: the numbers of rows and ranks differ, or a stage is on no rank or on several.
@@ -83,13 +83,13 @@ class Schedule:
     """Number of stages of the model, over all ranks."""
     microbatches: int
     per_rank: tuple[tuple[Action, ...], ...]
-    """The actions of rank r of the pipeline axis, in order, in row r."""
+    """Row r: the actions of pipeline rank r, in order."""
     stages_of_rank: tuple[tuple[int, ...], ...]
     """Stages placed on each rank, ascending."""
     training: bool = True
-    """False for a schedule without backwards."""
+    """True if the schedule contains backwards."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """Notes about entries of a file that are checked, but run at other points."""
+    """Warnings about entries of a schedule file that have no effect at their position."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
@@ -115,18 +115,19 @@ class Schedule:
 
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """Pipeline rank of each stage."""
         pairs = sorted((stage, rank) for rank, stages in enumerate(self.stages_of_rank) for stage in stages)
         return tuple(rank for _, rank in pairs)
 
     def passes(self, rank: int) -> tuple[Action, ...]:
-        """Returns the actions of a rank that run modules of a stage: all except deferred weight gradients."""
+        """Returns the actions of ``rank`` that run modules of a stage: all except deferred weight gradients."""
         return tuple(action for action in self.per_rank[rank] if action.op is not Op.BACKWARD_WEIGHT)
 
     def weights_beside(self, rank: int) -> dict[Action, Action]:
-        """Returns the next W in the row for each F, B and I of a rank, if the I of that W has ended before.
+        """Returns, for actions of a rank, the weight action (W) that can run during their collectives: the row's next
+        one that is ready.
 
-        Such a W can run during the collectives of the action:
+        For example:
 
             1I3 ~~ all-reduce ~~ 1F5  1W3        1I3 waits idle, 1F5 overlaps with 1W3
         """
@@ -148,7 +149,7 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """True if some backwards are split into I and W."""
+        """True if some backwards are split into an input-gradient (I) and a weight-gradient action (W)."""
         return bool(self._split)
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
@@ -167,8 +168,7 @@ class Schedule:
         return (own, self.backward_of(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
 
     def feeds(self, action: Action) -> Action | None:
-        """Returns the action of a neighbouring stage that uses the result of ``action``; the inverse of
-        :meth:`needs`."""
+        """Returns the action of a neighbouring stage that uses the result of ``action``; inverse of :meth:`needs`."""
         stage, microbatch = action.stage, action.microbatch
         if action.op is Op.FORWARD:
             return Action(Op.FORWARD, stage + 1, microbatch) if stage + 1 < self.stages else None
@@ -195,24 +195,24 @@ class Schedule:
 
 
 Placement = tuple[tuple[int, ...], ...]
-"""Stages of each rank, ascending."""
+"""Stages of each pipeline rank, ascending."""
 
 
 def loop(ranks: int, virtual_stages: int) -> Placement:
-    """Places stage s on rank s % ``ranks``; a line if ``virtual_stages`` is 1."""
+    """Places stage s on rank s % ``ranks``, with ``virtual_stages`` stages per rank."""
     return tuple(tuple(range(rank, ranks * virtual_stages, ranks)) for rank in range(ranks))
 
 
 def v_shape(ranks: int) -> Placement:
-    """Places stages r and 2p-1-r on rank r (Qi et al. 2024, Pipeline Parallelism with Controllable Memory)."""
+    """Places stages r and 2p-1-r on rank r of p (Qi et al. 2024, Pipeline Parallelism with Controllable Memory)."""
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """Returns rounds of microbatches: a round passes all stages of a loop before the next round enters.
+    """Divides microbatches into rounds; each round passes all stages of a loop before the next round starts.
 
-    A round of fewer than p leaves gaps, because the first microbatch returns to rank 0 after p clocks; each microbatch
-    above p costs memory. There are m // p rounds of nearly equal sizes, each at least p if m >= p.
+    With p ranks, a round of fewer than p microbatches leaves ranks idle, and each microbatch above p costs memory.
+    There are m // p rounds of nearly equal sizes, each at least p if m >= p.
     """
     count = max(1, microbatches // ranks)
     starts = [-(-microbatches * index // count) for index in range(count + 1)]

@@ -21,7 +21,7 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.schedule.actions import Op, Schedule
 
 Columns = tuple[Sequence[int], ...]
-"""Rules, one column each; -1 for an action without a rule."""
+"""Dependencies as columns of action numbers, one column per rule: entry i must precede action i; -1: none."""
 
 
 class DependencyGraph:
@@ -62,18 +62,20 @@ class DependencyGraph:
 
     @cached_property
     def needs_order(self) -> list[int]:
-        """The :meth:`order` by dependencies alone, equal at any cost."""
+        """The :meth:`order` of the actions that dependencies alone determine."""
         return self.order(self.needs)
 
     def sends(self) -> list[tuple[int, int]]:
-        """Returns (source, taker) for each result that an action of another rank uses, ascending by taker."""
+        """Returns pairs (source, user) of action numbers for each result used on another rank, ascending by user."""
         rank = self.rank
         return [
             (source, taker) for taker, source in enumerate(self.needs[1]) if source >= 0 and rank[source] != rank[taker]
         ]
 
     def with_rendezvous(self, receives_ahead: int) -> Columns:
-        """Returns the dependencies, plus for each send the rule that the sender continues after the receiver's post."""
+        """Returns the dependencies, plus the rule that a sender continues only after the receiver has posted the
+        receive.
+        """
         column = [-1] * len(self.actions)
         for source, taker in self.sends():
             offered_after = taker - receives_ahead - 1
@@ -83,7 +85,7 @@ class DependencyGraph:
         return (*self.needs, column)
 
     def order(self, rules: Columns) -> list[int]:
-        """Returns an order of all actions that satisfies every row and every rule, in linear time.
+        """Returns the numbers of all actions in an order that satisfies every row and every rule, in linear time.
 
         Raises:
             ScheduleError: there is no such order.

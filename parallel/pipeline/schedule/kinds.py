@@ -35,7 +35,7 @@ from engine.parallel.pipeline.schedule.zero_bubble import zb_h1, zb_v
 #    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3B1 3F2 0B0 0B0 3B2 3B2 3F3   . 0B1 0B1 3B3 3B3 0I2 0W2 0I3 0W3
 #    rank 1    . 1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2 2I3 1I3 2W3 1W3
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """Makes DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1), cut in half and folded to a V; m >= 2p.
+    """Makes DualPipe (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.1) in its V form for m >= 2p microbatches on p ranks.
 
     The bubble is (p-1)/(6m+p-1), and a rank has at most 2p + 1 live activations of a half slice. In the middle every
     forward of one half is paired with a whole backward of the other, so that messages of one overlap with compute of
@@ -106,26 +106,26 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """Kind of schedule that can be made from sizes."""
+    """Generator of schedules by name, with its limits on sizes."""
 
     name: str
     description: str
-    """One line, for lists."""
+    """One-line description for lists."""
     paper: str
     placement: str
     """``line``, ``loop`` or ``v``: see :mod:`engine.parallel.pipeline.schedule.actions`."""
     virtual_stages: int
     """Default number of stages on each rank."""
     fewest: int
-    """Fewest stages on each rank."""
+    """Minimum number of stages on each rank."""
     most: int | None
-    """Most stages on each rank; None: any number."""
+    """Maximum number of stages on each rank; None: no limit."""
     splits: bool
-    """True if weight gradients are computed apart from input gradients."""
+    """True if weight gradients and input gradients are separate actions."""
     make: Callable[[int, int, int, Cost | None], Schedule]
-    """A function of ranks, microbatches, stages on each rank (all allowed), and costs, that makes the schedule."""
+    """Function (ranks, microbatches, stages per rank, costs) that makes the schedule."""
     microbatches_of: Callable[[int], int] = lambda ranks: 1
-    """Fewest microbatches for a number of ranks."""
+    """Function that returns the minimum number of microbatches for a number of ranks."""
 
 
 _ALL = (
@@ -211,11 +211,11 @@ _ALL = (
 
 
 SCHEDULE_KINDS: Mapping[str, ScheduleKind] = MappingProxyType({kind.name: kind for kind in _ALL})
-"""All kinds by name in the configuration, the simplest first."""
+"""All kinds of schedule by their names in the configuration, the simplest first."""
 
 
 def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> str | None:
-    """Returns the sentence with which ``make_schedule`` refuses these sizes; None if it accepts them."""
+    """Returns the error sentence of ``make_schedule`` for these sizes; None if it accepts them."""
     if kind not in SCHEDULE_KINDS:
         *names, last = SCHEDULE_KINDS
         return f"schedule {kind!r} does not exist; choose {', '.join(names)} or {last}."
@@ -247,7 +247,7 @@ def why_unfit(kind: str, ranks: int, microbatches: int, virtual_stages: int = 1)
 def make_schedule(
     kind: str, ranks: int, microbatches: int, virtual_stages: int = 1, cost: Cost | None = None
 ) -> Schedule:
-    """Makes the training schedule of a kind, with ``virtual_stages`` stages on each of ``ranks`` ranks.
+    """Makes a training schedule of this kind, with ``virtual_stages`` stages on each of ``ranks`` ranks.
 
     A kind with exactly two stages on a rank ignores the configuration's default of 1. The order of zb-h1 and zb-v
     depends on ``cost``, if given; the placement of stages does not.

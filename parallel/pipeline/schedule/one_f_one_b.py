@@ -160,12 +160,13 @@ def _deepest_first(placement: Placement, microbatches: int) -> list[list[tuple[i
 # messages cost little. Both rules are from the papers; torch.distributed.pipelining has the same ones.
 
 Rows = tuple[tuple[Action, ...], ...]
-"""Rows of actions, one for each rank, with split backwards only."""
+"""Actions of each rank, with split backwards only."""
 
 
 def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
-    """Returns divisions of the microbatches into rounds of at most ``ranks``: full rounds with a rest, and even
-    rounds."""
+    """Returns two divisions of the microbatches into rounds of at most ``ranks``: full rounds with a remainder, and
+    even rounds.
+    """
     count = -(-microbatches // ranks)
     full = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
     starts = [-(-microbatches * index // count) for index in range(count + 1)]
@@ -174,7 +175,9 @@ def short_rounds(ranks: int, microbatches: int) -> list[list[range]]:
 
 
 def long_rounds(ranks: int, microbatches: int) -> list[list[range]]:
-    """Returns rounds of more than ``ranks`` if ``ranks`` does not divide the microbatches: faster, with more memory."""
+    """Returns rounds of more than ``ranks`` microbatches, if ``ranks`` does not divide ``microbatches``: faster, with
+    more memory. Empty otherwise.
+    """
     turns = rounds(ranks, microbatches)
     return [turns] if max(map(len, turns)) > ranks else []
 

@@ -19,7 +19,7 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
 
 ENDINGS = (".txt", ".csv")
-"""Endings of schedule files; in a configuration or on the command line, any other text names a kind."""
+"""File name extensions of schedule files; any other text names a kind of schedule."""
 
 _CELL = re.compile(r"\([^()]*\)[^\s,]*|[^\s,]+")
 _EXTRA = re.compile(r"([0-9]{1,9})(?:(SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{1,9})|(UNSHARD|RESHARD|REDUCE_GRAD))")
@@ -28,7 +28,7 @@ _OVERLAPS = "the overlapped pairs of the file run one after the other"
 
 
 class Extra(NamedTuple):
-    """Token that is no action: word, stage, and the microbatch of a message. Prints as in the file."""
+    """Token of a file that is no action: word, stage, and the microbatch of a message."""
 
     word: str
     stage: int
@@ -39,11 +39,11 @@ class Extra(NamedTuple):
 
 
 Entries = tuple[Action | Extra, ...]
-"""Entries of one row of a file."""
+"""Tokens of one line of a file."""
 
 
 def read_schedule(path: str) -> Schedule:
-    """Reads the schedule of a file, named by its path; ``check`` must prove it.
+    """Reads a schedule from the file ``path``, unproven until ``check``.
 
     Raises:
         ScheduleError: the file cannot be read, or is not a schedule.

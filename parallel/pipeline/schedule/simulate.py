@@ -21,7 +21,7 @@ from engine.parallel.pipeline.schedule.validate import complete_rules
 
 
 class Span(NamedTuple):
-    """Action with start and end."""
+    """Action with its start and end time."""
 
     action: Action
     start: float
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage; a whole backward takes the time of both gradients."""
+    """Times of forward, input gradient and weight gradient of one stage; a whole backward takes both gradients."""
 
     forward: float
     backward_input: float
@@ -38,25 +38,25 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Times of operations and transfers in one unit. Integers stay exact."""
+    """Times of operations and transfers, all in one unit. Integers stay exact."""
 
     forward: float = 1
     backward: float = 2
     backward_input: float = 1
     backward_weight: float = 1
     transfer: float = 0
-    """Time from the end of an action to the earliest start of an action on another rank that needs its result."""
+    """Time from the end of an action until its result arrives on another rank."""
     stages: tuple[float, ...] = ()
-    """A factor for each stage; empty: all stages are equal."""
+    """Factor on the times of each stage; empty: 1 for every stage."""
     times: tuple[StageTimes, ...] = ()
-    """Times of each stage, which replace all fields above except ``transfer``; empty: replace nothing."""
+    """Times of each stage, in place of all fields above except ``transfer``; empty: unused."""
 
     def of(self, op: Op) -> float:
-        """Returns the time of an operation, before the factor of its stage."""
+        """Returns the time of ``op``, before the factor of a stage."""
         return (self.forward, self.backward, self.backward_input, self.backward_weight)["FBIW".index(op)]
 
     def at(self, op: Op, stage: int) -> float:
-        """Returns the time of an operation of a stage."""
+        """Returns the time of ``op`` on ``stage``."""
         if not self.times:
             return self.of(op) * (self.stages[stage] if self.stages else 1)
         forward, for_inputs, for_weights = self.times[stage]
@@ -64,41 +64,43 @@ class Cost:
 
     @classmethod
     def of_parts(cls, forward: float, backward_input: float, backward_weight: float, transfer: float = 0) -> "Cost":
-        """Returns costs with a whole backward as long as the gradients of input and weights together."""
+        """Returns costs in which a whole backward takes the sum of input and weight gradients."""
         return cls(forward, backward_input + backward_weight, backward_input, backward_weight, transfer)
 
     def shared(self, ranks: int, stages: int) -> "Cost":
-        """Returns the costs of ``stages`` stages, given the costs of a rank's whole slice; a transfer keeps its
-        time."""
+        """Returns the costs of single stages, given the costs of a rank's whole slice; the transfer time is
+        unchanged.
+        """
         return replace(self, stages=(ranks / stages,) * stages) if stages != ranks else self
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Step of a schedule in time: the spans of each rank, in order."""
+    """Step of a schedule in time: spans of each rank's actions, in order."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """End of the last action."""
+        """End of the last action of all ranks."""
         return max(row[-1].end for row in self.spans if row)
 
     @cached_property
     def idle(self) -> float:
-        """Idle time, summed over ranks."""
+        """Idle time, summed over all ranks."""
         busy = sum(span.end - span.start for row in self.spans for span in row)
         return self.makespan * len(self.spans) - busy
 
     @property
     def bubble(self) -> float:
-        """Idle share of the ranks' time; (p-1)/(m+p-1) for GPipe and 1F1B of equal stages."""
+        """Idle fraction of the ranks' time; (p-1)/(m+p-1) for GPipe and 1F1B of equal stages."""
         return self.idle / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 
 def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
-    """Starts every action as soon as the rank is free and all inputs have arrived; sends take no time of a rank.
+    """Simulates a schedule: each action starts when its rank is free and all inputs have arrived; sends are
+    asynchronous.
 
     Raises:
         ScheduleError: the schedule is incomplete or stuck, or ``cost`` is for another number of stages.
@@ -117,7 +119,7 @@ def simulate(schedule: Schedule, cost: Cost | None = None) -> StepTimeline:
 
 
 def action_times(rules: DependencyGraph, cost: Cost) -> tuple[list[float], list[float]]:
-    """Returns start and end of each action, by number, if each starts as early as possible.
+    """Returns start and end times of all actions, by number, if each starts as early as possible.
 
     Raises:
         ScheduleError: the schedule is stuck.
@@ -150,18 +152,17 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
 
 
 RECEIVES_AHEAD = 1
-"""The number of actions after the current one with posted receives, ``row[i : i + 1 + RECEIVES_AHEAD]``.
+"""Number of following actions with receives that a rank posts in advance.
 
 A transfer overlaps with the action before its use, at the price of one more buffer.
 """
 
 Releases = tuple[tuple[tuple[int, ...], ...], ...]
-"""The earlier actions with sends that a rank waits for just before an action, by rank and action."""
+"""For each action of each rank, positions of the earlier actions whose sends must have completed before it."""
 
 
 def releases(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Releases:
-    """Returns, for each rank and action, the positions of earlier actions with sends that it waits for before it
-    begins.
+    """Returns, for each rank and action, positions of earlier actions with sends that must complete first.
 
     Only sends to a neighbouring stage are listed; the end of the row completes all other sends. Such a wait delays no
     rank at the costs of :class:`Cost`. At other costs it cannot deadlock, which this function proves: the receiver's

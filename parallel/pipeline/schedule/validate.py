@@ -29,8 +29,8 @@ def check(schedule: Schedule, receives_ahead: int | None = None) -> None:
     sends, and ``releases`` lists their completion.
 
     Raises:
-        ScheduleError: names missing, doubled or misplaced actions; or all actions of one cycle of waits; or the first
-            two actions that receive messages out of order.
+        ScheduleError: actions are missing, doubled or misplaced, wait in a cycle, or receive messages out of order; the
+            message names them.
     """
     rules = complete_rules(schedule)
     _ = rules.needs_order  # raises if there is no order

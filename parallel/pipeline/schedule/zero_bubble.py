@@ -31,30 +31,32 @@ from engine.parallel.pipeline.schedule.simulate import Cost, action_times
 
 FORWARD, INPUT, WEIGHT = range(3)
 Tick = tuple[int, int, int, int]
-"""Start of an action, its kind (FORWARD, INPUT or WEIGHT), stage and microbatch."""
+"""Tuple (start tick, type FORWARD, INPUT or WEIGHT, stage, microbatch) of a scheduled action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Preferences of the ranks, and limits on their activations."""
+    """Priorities of actions, and limits on live activations, of list scheduling."""
 
     live: int
-    """Most live activations of a rank, each of one stage and one microbatch."""
+    """Maximum number of live activations of a rank, each of one stage and one microbatch."""
     ahead: tuple[int, ...]
-    """Most forwards with a pending input gradient, by rank."""
+    """Maximum number of forwards with a pending input gradient, by rank."""
     backlog: tuple[int, ...]
-    """Most deferred weight gradients, by rank; above this number they run first, up to it they fill gaps."""
+    """Maximum number of deferred weight gradients on each rank; a full backlog is computed first, otherwise they fill
+    idle time.
+    """
     forward_first: bool = True
-    """True: forwards come before input gradients."""
+    """True if forwards precede input gradients."""
     deep_inputs: bool = True
-    """True: input gradients of later stages come first. Forwards of later stages always come first."""
+    """True if input gradients of later stages come first. Forwards of later stages always come first."""
 
 
 def list_schedule(placement: Placement, microbatches: int, policy: Policy) -> list[list[Tick]]:
-    """Returns the rows of all ranks, with the tick at which every action starts.
+    """Schedules all actions greedily; returns the rows of all ranks with start ticks.
 
-    A forward leaves room for one activation of every later stage of its rank, so the oldest microbatch can always
-    advance: microbatches that use this room have passed all forwards, and their backwards need no more room.
+    A forward reserves memory for one activation of every later stage of its rank, so the oldest microbatch can always
+    advance to its backwards, which free memory.
     """
     clock = _Clock(placement, microbatches, policy)
     rows: list[list[Tick]] = [[] for _ in placement]

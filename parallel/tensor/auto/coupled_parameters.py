@@ -48,9 +48,9 @@ from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of_runs
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 Rows = list[Tensor]
-"""One bool [size] for each dim of a parameter: True for rows with a gradient."""
+"""Bool masks [size], one per dim of a parameter: True for rows with a nonzero gradient."""
 Needed = dict[str, list[Rows]]
-"""The rows of each rank, for each parameter of which all ranks need rows."""
+"""For each parameter, the rows that each rank needs; only parameters needed by all ranks."""
 
 _DRAWS = 4
 _ROUNDING = 1e-11
@@ -58,14 +58,14 @@ _ROUNDING = 1e-11
 
 
 class SharedInput(NamedTuple):
-    """Input of a product, or a weight, with a slice of dim ``dim`` for each rank."""
+    """Input of a product, or a weight, that is sliced along ``dim`` among the ranks."""
 
     x: Tensor
     dim: int
 
 
 class NeededRows:
-    """Backward passes from slices of inputs; results are cached.
+    """Needed rows of earlier weights, found by backward passes from slices of inputs; results are cached.
 
     ``parameters``: the block's parameters by name; ``seed``: the seed of the random gradients.
     """
@@ -92,8 +92,7 @@ class NeededRows:
         return self._seen[row, tp]
 
     def gradients(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
-        """Returns the gradients of the parameters that ``out`` depends on; ``again``: the graph stays for another
-        backward."""
+        """Returns the gradients of parameters that ``out`` depends on; ``again``: retain the graph."""
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
         grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
         found: dict[str, tuple[Tensor, ...]] = {}
@@ -133,7 +132,7 @@ class NeededRows:
         return self.gradients(out, self._parameters, again=True)
 
     def reaching(self, tensors: Iterable[Tensor]) -> dict[str, tuple[Tensor, ...]]:
-        """Returns the gradients, from random numbers, of the parameters that one of the tensors depends on."""
+        """Returns gradients, from random output gradients, of the parameters that any of ``tensors`` depends on."""
         out = sum((self._random_sum(tensor) for tensor in tensors), torch.zeros(()))
         return self.gradients(out, self._parameters, again=True)
 
@@ -147,7 +146,7 @@ class NeededRows:
 
 
 def is_partition(rows: Sequence[Tensor]) -> bool:
-    """Returns True if the ranks need different rows of a dim and together need all of them."""
+    """Returns True if the masks of all ranks differ and together cover a dim."""
     table = torch.stack(list(rows))
     return bool(table.any(0).all()) and not bool(table.all()) and bool((table != table[0]).any())
 
@@ -174,7 +173,7 @@ def _has_rounding(size: Tensor, largest: float) -> bool:
 
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments and keyword arguments of the block, with real values."""
+"""Pair (arguments, keyword arguments) of the block, with real tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +181,19 @@ class CoupledParameters:
     """Row layer and the parameters that are sharded with it."""
 
     row: str
-    """The parameter of the product that is summed over the ranks."""
+    """Name of the row layer's parameter; its product is summed over the ranks."""
     columns: tuple[str, ...]
-    """The parameters of the products that compute the row layer's input."""
+    """Names of the column layers' parameters, which compute the row layer's input."""
     cuts: Mapping[str, ParameterCut]
-    """The sharding of every parameter of the group; a column that is full on all ranks has one range with all
-    holders."""
+    """Sharding of every parameter of the group; a column layer that is full on all ranks has one range with all
+    holders.
+    """
     partial: tuple[str, ...]
     """Replicated parameters used between columns and row, with a partial gradient on each rank."""
     beside: tuple[str, ...] = ()
-    """Parameters of other products with the same input as the row layer, summed as well."""
+    """Other parameters multiplied with the row layer's input; their products are summed as well."""
     factors: tuple[str, ...] = ()
-    """Sharded parameters that reach a product through the weight alone."""
+    """Sharded factors of a weight, such as low-rank factors, that no product reads directly."""
 
 
 class GradientSparsity:
@@ -232,11 +232,11 @@ class GradientSparsity:
         return self._products
 
     def forget(self) -> None:
-        """Frees the activations of the observed run."""
+        """Frees the activations of the observed run; the next access runs the block again."""
         self._products = None
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
-        """Returns the groups for ``tp`` ranks, in the order of their row layers' execution.
+        """Returns the groups of parameters to shard on ``tp`` ranks, in execution order of their row layers.
 
         A row layer that is a column of a larger group belongs to that group: in a chain a, b, o that is narrow between
         a and b (low-rank queries), b and o are sharded.
@@ -271,7 +271,7 @@ class GradientSparsity:
         return sum(self._parameters[name].numel() for name in group.cuts)
 
     def width(self, row: str) -> int:
-        """Returns the number of inputs of a product."""
+        """Returns the number of input features of the product ``row``."""
         return self._widths[row]
 
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:

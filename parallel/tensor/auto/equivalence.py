@@ -3,12 +3,12 @@
 The proof compares the outputs and the input gradients of every rank, and every parameter's gradient, assembled from the
 rows of the ranks: rows with several holders and partial gradients are summed, as in training.
 
-The arithmetic is float64, so that the bound can be tight: a value is correct if the error is at most TOLERANCE times
-the largest value of the tensor. A tensor with all values below ZERO times the largest gradient of the block (the
-gradient of a key's bias) counts as zero, and must be zero on both sides.
+Arithmetic is float64, so that the bound is tight: a value is correct if its error is at most TOLERANCE times the
+tensor's largest value. A tensor with all values below ZERO times the largest gradient of the block (the gradient of a
+key's bias) counts as zero, and must be zero on both sides.
 
-:class:`Exact` keeps the block in float64 and switches dropout off: norms and softmax of many models convert to fp32,
-and their rounding would exceed the bound.
+:class:`Exact` keeps the block in float64, although many models convert to fp32 in norms and softmax, and disables
+dropout.
 """
 
 import copy
@@ -46,32 +46,32 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 TOLERANCE = 1e-9
 ZERO = 1e-9
 PROOF = "proof"
-"""The recorded reason of the proof's own gathers of outputs."""
+"""Label of gathers that the proof itself makes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """Results of one forward and backward of a block."""
+    """Outputs and gradients of one forward and backward of a block."""
 
     outputs: tuple[Tensor, ...]
     inputs: tuple[Tensor | None, ...]
-    """Gradients of the inputs that require one."""
+    """Gradients of the inputs; None for inputs without gradient."""
     parameters: Mapping[str, tuple[Tensor | None, ...]]
-    """Gradients of parameters; for a low-rank weight two products of the gradient with vectors."""
+    """Gradients of parameters by name; a low-rank weight has two products of its gradient with vectors."""
     evaluated: tuple[Tensor, ...] = ()
-    """Outputs in eval mode, which may run other code."""
+    """Outputs in eval mode, in which a block may run other code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a proof."""
+    """Result of the comparison of a sharded block with the unsharded one."""
 
     problem: str = ""
-    """The first difference, or the error that the code raised; empty if the plan is correct."""
+    """First difference or error; empty if the plan is correct."""
     called: tuple[CollectiveCall, ...] = ()
-    """The collectives of one rank."""
+    """Collectives of one rank during the proof."""
     gathers: tuple[str, ...] = ()
-    """Functions that had to gather a global tensor."""
+    """Names of functions that gathered a global tensor."""
 
     @property
     def holds(self) -> bool:
@@ -80,7 +80,7 @@ class Verdict:
 
 
 class BlockReference:
-    """Unsharded block with its results for each of ``givens``; :meth:`prove` compares a plan with them.
+    """Reference of a tensor-plan proof: the unsharded block with its results for each of ``givens``.
 
     ``block`` has random float64 parameters; every rank gets a copy, and the block stays unchanged.
     """

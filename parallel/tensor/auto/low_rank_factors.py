@@ -27,25 +27,27 @@ from engine.parallel.tensor.global_tensor.layout import dim_groups, positive_dim
 
 LEFT, RIGHT, BOTH, NEITHER = "LREN"
 Term = tuple[Tensor, Tensor]
-"""Left and right factor: each has the weight's dims (size one for a dim of the other factor) and Z."""
+"""Pair (left, right) of factors; each has the weight's dims, size one for dims of the other factor, and a last dim
+Z.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Weight, or a view of one, as a sum of terms."""
+    """Weight, or view of a weight, stored as a sum of low-rank products."""
 
     terms: tuple[Term, ...]
     kinds: str
-    """The factors that have each dim: LEFT, RIGHT, BOTH or NEITHER (size one, or expanded)."""
+    """For each dim, the factors that have it: LEFT, RIGHT, BOTH or NEITHER (size one, or expanded)."""
     twin: Tensor
-    """A meta tensor with the weight's shape, strides and offset in the full parameter."""
+    """Meta tensor with the weight's shape, strides and offset in the full parameter."""
     rows: dict[int, tuple[Term, ...]] = field(default_factory=dict)
-    """The terms of each expert, split once, so that backward joins the gradient of all experts once."""
+    """Terms by expert index, cached, so that backward joins the gradients of all experts once."""
 
     # ---- values
 
     def full(self) -> Tensor:
-        """Returns the full weight."""
+        """Returns the full weight, the sum of all products of factors."""
         letters = string.ascii_letters[: len(self.kinds)]
         left, right = ("".join(self._letters(letters, side)) for side in (LEFT, RIGHT))
         out = "".join(one for one, kind in zip(letters, self.kinds, strict=True) if kind != NEITHER)
@@ -162,7 +164,8 @@ class Factors:
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     def plus(self, left: Tensor, right: Tensor) -> "Factors":
-        """Returns the weight plus ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
+        """Returns the weight plus ``left`` [.., O, Z] times ``right`` [.., Z, I], stored as one more product of
+        factors.
 
         Raises:
             NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].
@@ -179,8 +182,8 @@ class Factors:
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
-        """Returns, for each term, the factor [.., I, Z] of the ``summed`` dim and the factor [.., O, Z] of the other
-        dim.
+        """Returns, for each product of factors, the factor [.., I, Z] with dim ``summed`` and the factor [.., O, Z]
+        with dim ``kept``.
 
         Raises:
             NoRuleError: both dims are in one factor, or one dim is in both factors.
@@ -198,19 +201,19 @@ class Factors:
         return _total((y, *((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in more)))
 
     def after(self, x: Tensor) -> Tensor:
-        """Computes x [.., S, I] W [.., I, O]."""
+        """Computes the matrix products x [.., S, I] W [.., I, O]."""
         return _total((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in self.between(-2, -1))
 
     def before(self, x: Tensor) -> Tensor:
-        """Computes W [.., O, I] x [.., I, S]."""
+        """Computes the matrix products W [.., O, I] x [.., I, S]."""
         columns = x.unsqueeze(-1) if x.ndim == 1 else x
         y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
         return y.squeeze(-1) if x.ndim == 1 else y
 
     def grouped(self, x_SI: Tensor, groups: Tensor) -> Tensor:
-        """Multiplies each row of x [S, I] with the matrix of a stack [E, I, O] at its index in ``groups`` [S].
+        """Computes y [S, O]: row s of x [S, I] times matrix ``groups[s]`` of the stack [E, I, O].
 
-        A factor common to all matrices is joined over the terms, so that few tensors of the size of x exist at once.
+        A factor common to all matrices is joined over the terms, which limits the number of temporaries.
         """
         inner, outer = zip(*self.between(1, 2), strict=True)
         if self._stacks(1):

@@ -1,18 +1,17 @@
-"""Large weights of a block in a search or a proof: products of two thin random matrices, with the full shape.
+"""Large weights in a search or proof of a tensor plan: products of two thin random matrices, with the full shape.
 
-A block of a billion parameters, with gradients and a copy for every rank, does not fit into a host. The code of the
-block needs the weight's shape and products; a proof needs only the gradient's product with a random vector. So
+A billion parameters, with gradients and a copy for every rank, do not fit into host memory. A proof needs only shapes,
+products, and the gradient's product with a random vector. So
 
     W = A B' + P v' + u Q'        A, B thin and random; u, v random vectors; P, Q zero
 
 is a weight of any size in memory that grows with rows plus columns; each product takes two thin ones. The zero factors
 are leaves of the graph, and their gradients equal products with the weight's gradient G: dP = G v, dQ = u' G.
 
-Two gradients are equal if their products with a random vector agree (Freivalds 1977): exceptions have
-measure zero. Two programs that agree on such weights agree on all: their difference is a sum of products of entries of
-weights, and none with at most RANK factors from one weight vanishes on all matrices of that rank. The experts of a
-stack [E, O, I] are one weight: a matrix of E O rows and I columns, or of O rows and E I columns, whichever has the
-shorter edges.
+Two gradients are equal if their products with a random vector agree (Freivalds 1977): exceptions have measure zero. Two
+programs that agree on such weights agree on all: their difference is a sum of products of entries of weights, and none
+with at most RANK factors from one weight vanishes on all matrices of that rank. The experts of a stack [E, O, I] are
+one weight: a matrix of E O rows and I columns, or of O rows and E I columns, whichever has the shorter edges.
 
 Functions without a rule get the full weight, so every result equals the result of the dense weight. Code that reads a
 weight below torch functions, or without a graph, raises: the caller then draws that weight in full.
@@ -34,11 +33,11 @@ from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
 from engine.parallel.trace.torch_function import METADATA, function_name, getter, writes_in_place
 
 RANK = 4
-"""Columns of the random factors A and B."""
+"""Number of columns of the random factors A and B."""
 
 
 class WholeWeightError(Exception):
-    """Error for a read that needs the full weight; ``weight``: the parameter's name."""
+    """Error of code that reads a low-rank weight in full; ``weight``: the parameter's name."""
 
     def __init__(self, weight: str) -> None:
         super().__init__(f"{weight} is read below torch functions or without a graph")
@@ -47,18 +46,20 @@ class WholeWeightError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Tensors of a low-rank parameter; each has the parameter's dims and a last dim of columns."""
+    """Factor tensors of a low-rank parameter; each has the parameter's dims and a last dim of columns."""
 
     random: tuple[Tensor, Tensor]
-    """A [O, 1, RANK] and B [1, I, RANK]; of experts A [E, O, 1, RANK] and B [1, 1, I, RANK], or E in B alone."""
+    """Factors A [O, 1, RANK] and B [1, I, RANK]; for experts A [E, O, 1, RANK] and B [1, 1, I, RANK], or E in B
+    alone.
+    """
     vectors: tuple[Tensor, Tensor]
-    """u and v, with the dims of A and B and one column."""
+    """Vectors u and v, with the dims of A and B and one column."""
     zeros: tuple[Tensor, Tensor]
-    """P and Q, with the dims of A and B and one column: leaves of the graph."""
+    """Zero factors P and Q, leaves of the graph, with the dims of A and B and one column."""
     shape: tuple[int, ...]
 
     def factors(self) -> Factors:
-        """Returns the parameter: one term for a matrix; three for experts, so that gradients pass thin factors only."""
+        """Returns the parameter as terms: one for a matrix, three for experts."""
         (a, b), (u, v), (p, q) = self.random, self.vectors, self.zeros
         terms: tuple[Term, ...] = ((a, b), (p, v), (u, q))
         if len(self.shape) == 2:
@@ -68,7 +69,7 @@ class Parts:
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
-        """Returns the same weight with new leaves."""
+        """Returns the same weight with new gradient leaves."""
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
@@ -93,11 +94,11 @@ class LowRankWeight(Tensor):
 
     factors: Factors
     weight: str
-    """The name of the parameter."""
+    """Name of the parameter."""
     refused: set[str]
     """Names of the parameters that code has read in full, shared by all weights of a block."""
     parts: Parts | None
-    """The tensors of a parameter; None for a view."""
+    """Factor tensors of a parameter; None for a view."""
 
     @staticmethod
     def __new__(cls, factors: Factors, weight: str, refused: set[str], parts: Parts | None = None) -> "LowRankWeight":
@@ -188,7 +189,7 @@ def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns an id of the memory, equal for a tensor and its views only."""
+    """Returns an id of the underlying memory, shared by a tensor and its views only."""
     whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
     return int(whole.untyped_storage()._cdata)
 

@@ -1,4 +1,4 @@
-"""Trace of one run of a block: the products of activations with parameters.
+"""Trace of one run of a block: its products of activations with parameters.
 
 A function mode records the products and changes some functions, so that a gradient is zero only if a row is not needed:
 
@@ -30,13 +30,13 @@ class MatmulRecord:
     bias: str | None
     x: Tensor
     x_dim: int
-    """The dim of x that is summed over."""
+    """Dim of x that is summed over."""
     weight_dim: int
-    """The dim of the full parameter that is summed over."""
+    """Dim of the full parameter that is summed over."""
     dropped: bool = False
     """True if x is the direct output of a dropout."""
     made: Tensor | None = None
-    """The weight, if it is the parameter plus another tensor of the same shape."""
+    """Sum of the parameter and another tensor of the same shape, if the product reads this sum; else None."""
 
 
 _LEAK = 0.3
@@ -74,7 +74,7 @@ _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm
 
 
 class MatmulTrace(TorchFunctionMode):
-    """Recorder of the products of ``block``. ``cut_off``: parameters with detached products."""
+    """Function mode that records the products in ``block``. ``cut_off``: parameters with detached products."""
 
     def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:
         super().__init__()

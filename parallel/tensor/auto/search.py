@@ -48,23 +48,23 @@ from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import parse_style
 
 MOST = 3
-"""The most numbers that one strategy divides."""
+"""Maximum number of attributes that one strategy divides."""
 TRIES = 24
-"""The most sets of numbers that are tried for a group."""
+"""Maximum number of attribute sets tried for a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Decision about one group of a block."""
+    """Chosen strategy of one parameter group of a block."""
 
     group: CoupledParameters
     way: ShardingStrategy
-    """The chosen strategy; "replicate" has no styles."""
+    """Strategy of the group; "replicate" has no styles."""
     note: str
 
     @property
     def why(self) -> str:
-        """The reason of the choice, in words."""
+        """Reason of the choice, as text."""
         return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 
@@ -77,10 +77,10 @@ class Search:
     sequence: bool = False
     """True if activations between regions are sharded along the sequence."""
     known: tuple[Decided, ...] = ()
-    """Decisions about groups of other blocks; equal groups try them first."""
+    """Strategies found for other blocks, which equal parameter groups of this block try first."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """Returns a strategy for each group, all of them proven together in the block."""
+        """Returns a strategy for each group on ``tp`` ranks, proven together in the block."""
         found = (self._at_once(groups, tp) or self._by_module(groups, tp)) if len(groups) > 1 else []
         return found or self._one_by_one(groups, tp)
 
@@ -225,7 +225,7 @@ _CONFIG = "config."
 
 
 class AttributeReads:
-    """Record of the ``numbers`` that code reads, in ``seen``."""
+    """Recorder of integer attributes that the code of a block reads."""
 
     def __init__(self, numbers: Collection[Number]) -> None:
         self._numbers = frozenset(numbers)
@@ -234,7 +234,9 @@ class AttributeReads:
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Records reads of attributes of a private copy of a block: its modules get classes that report reads."""
+        """Replaces the classes of the modules of a private copy of a block by subclasses that record attribute
+        reads.
+        """
         if not self._watching:
             self._watching = True
             self.seen.clear()
@@ -275,14 +277,14 @@ def _asked(own: type, note: Callable[[str], None]) -> type:
 
 
 def enclosing_module(group: CoupledParameters) -> str:
-    """Returns the path of the innermost module with all modules of the group's shards; empty for the block itself."""
+    """Returns the path of the innermost module that contains all sharded modules of the group; empty for the block."""
     owners = {tuple(name.split(".")[:-1]) for name in group.cuts}
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))]
     return ".".join(shared[:-1] if owners == {tuple(shared)} else shared)
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
-    """Returns the same group with the parameter names relative to the module at ``path``.
+    """Returns the group with parameter names relative to the module at ``path``.
 
     Partial parameters outside the module are dropped: a trial of the module alone has complete gradients of the input.
     """
@@ -302,7 +304,7 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
 
 
 def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
-    """Returns the same strategy with names relative to the block around the module at ``path``."""
+    """Returns the strategy with names relative to the block around the module at ``path``."""
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))
 

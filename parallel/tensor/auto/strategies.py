@@ -1,4 +1,4 @@
-"""Strategies to run the code of a block on shards, and the choice of layers that are sharded by vocabulary.
+"""Strategies to run a block's code on shards, and the choice of layers that are sharded by vocabulary.
 
 local     plain tensors; linear layers with f and g. Sufficient for code with view(..., -1, head_dim), as
           in most Hugging Face models
@@ -26,16 +26,16 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
 class ShardingStrategy(NamedTuple):
-    """Strategy for one group: a style for each module or parameter, by name in the block."""
+    """Sharding of one group: a style for each module or parameter, by its name in the block."""
 
     how: str
     styles: Mapping[str, str]
     changes: tuple[str, ...] = ()
-    """The attributes with a new value, for the plan's table."""
+    """Attributes with a changed value, for reports."""
 
 
 def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrategy | None:
-    """Returns the strategy with plain tensors; None if code multiplies with a parameter outside linear layers."""
+    """Returns the strategy with plain local tensors; None if code outside linear layers multiplies by a parameter."""
     rows = (group.row, *group.beside)
     weights = (*group.columns, *rows)
     owners = {_owner(name) for name in weights}
@@ -112,14 +112,14 @@ def _called(block: nn.Module, layer: str) -> bool:
 
 
 class Number(NamedTuple):
-    """Attribute of a module of the block, or of the module's config, with a whole number as its value."""
+    """Integer attribute of a module of the block, or of the module's config."""
 
     module: str
     attribute: str
 
 
 def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) -> list[Number]:
-    """Returns the whole numbers of the group's modules that divide among the ranks."""
+    """Returns the integer attributes of the group's modules that ``tp`` divides."""
     paths: dict[str, None] = {}
     for name in group.cuts:
         parts = name.split(".")[:-1]
@@ -159,7 +159,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def with_numbers(way: ShardingStrategy, chosen: Sequence[Number]) -> ShardingStrategy:
-    """Returns the same strategy with some numbers divided by the number of ranks."""
+    """Returns the strategy with the attributes ``chosen`` divided by the number of ranks."""
     changed = dict(way.styles)
     for module, attribute in chosen:
         before = changed.get(module)
@@ -171,8 +171,9 @@ STYLE = "vocabulary"
 
 
 def vocabulary_styles(model: nn.Module, called: Mapping[str, nn.Module], tp: int) -> dict[str, str]:
-    """Returns the style "vocabulary" for modules of ``model``, by first name; ``called``: modules that forward
-    calls."""
+    """Returns the style "vocabulary" for embeddings and heads of ``model``, by first name; ``called``: modules that the
+    forward calls.
+    """
     embeddings: dict[str, nn.Embedding] = {}
     for name, module in called.items():
         if isinstance(module, nn.Embedding) and _can_be_cut(module, name, tp):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 import torch
@@ -14,20 +15,29 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 Result = TypeVar("Result")
 TensorRule = Callable[..., Any]
-"""A function of (context, function, *args, **kwargs) that returns the function's result on global tensors."""
+"""Function (context, function, *args, **kwargs) that returns the function's result on global tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules of torch functions on global tensors."""
+    """Rules of torch functions on global tensors, with a fallback."""
 
     by_function: Mapping[Any, TensorRule]
     fallback: TensorRule
-    """The rule of all other functions."""
+    """Rule for all functions without a specific rule."""
 
     def __deepcopy__(self, memo: object) -> "Rules":
         """Returns ``self``: rules never change, so a copied model shares them."""
         return self
+
+
+class PlainGradient(Enum):
+    """Gradient of a plain tensor, which is equal on all ranks of the axis."""
+
+    EQUAL = auto()
+    """The gradient is equal on all ranks too: a sum follows where the tensor meets a shard (tensor parallelism)."""
+    PARTIAL = auto()
+    """Each rank has a part of the gradient: ZeRO sums those of parameters (context parallelism)."""
 
 
 class GlobalTensorContext:
@@ -36,6 +46,9 @@ class GlobalTensorContext:
     ``sequence``: sums of products stay sharded along the dim before the last one (sequence parallelism). ``regather``:
     inputs that column layers gather are gathered again in backward.
     """
+
+    plain = PlainGradient.EQUAL
+    """Gradient of the plain tensors that meet global tensors of this context."""
 
     def __init__(self, axis: TensorAxis, rules: Rules, sequence: bool = False, regather: bool = False) -> None:
         self.axis, self.sequence, self.regather = axis, sequence, regather
@@ -59,11 +72,11 @@ class GlobalTensorContext:
         return self.planned is None or parameter in self.planned
 
     def clear(self) -> None:
-        """Drops the entered tensors; the block calls it at the end of its forward."""
+        """Drops the cached copies of entered tensors at the end of a block's forward."""
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
-        """Returns ``enter(passed)``, made from ``given``: one result per key until backward calls ``passed``.
+        """Returns ``enter(passed)``, made from ``given`` and cached by ``key`` until backward calls ``passed``.
 
         The key contains the id of ``given``, which stays valid because the context keeps ``given`` alive.
         """
@@ -81,7 +94,7 @@ class GlobalTensorContext:
             del self._entered[key]
 
     def find(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Returns ``make()``, called once for each key; its NoRuleError is stored and raised again as well."""
+        """Returns ``make()``, cached by ``key``; a NoRuleError is cached and raised again as well."""
         try:
             found = self._found[key]
         except KeyError:
@@ -95,12 +108,12 @@ class GlobalTensorContext:
         return found  # type: ignore[no-any-return]
 
     def note_gather(self, name: str) -> None:
-        """Records a gather by the function ``name``."""
+        """Counts a gather by the function ``name``."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
 
     @contextmanager
     def own_draws(self, device: torch.device) -> Iterator[None]:
-        """Gives this rank its own random numbers inside the context; outside, generators agree on all ranks."""
+        """Draws different random numbers on each tensor rank inside the context, and equal ones after it."""
         if self.axis.size == 1 or self.axis.dry:
             yield
             return

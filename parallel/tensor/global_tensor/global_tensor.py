@@ -30,17 +30,20 @@ Function = Callable[..., Any]
 
 
 class GlobalTensor(WrapperTensor):
-    """Sharded tensor. ``local``: this rank's shard, in the autograd graph; ``full``: the full shape; ``sets``: the
-    indices of each dim on every rank."""
+    """Tensor with the full shape that stores this rank's shard, comparable to DTensor.
+
+    ``local``: this rank's shard, in the autograd graph; ``full``: the full shape; ``sets``: the indices of each dim on
+    every rank.
+    """
 
     local: Tensor
     full: torch.Size
     sets: Sets
     views: "GlobalTensorContext"
     copied: bool
-    """True if ``local`` is a copy although plain code would share memory with another tensor here."""
+    """True if ``local`` is a copy where plain code would share memory with another tensor."""
     folded: tuple[int, ...] | None
-    """The dims that were flattened into the first of two dims, if any."""
+    """Sizes of the dims that were flattened into the first of two dims; None: not flattened."""
 
     @staticmethod
     def __new__(
@@ -97,22 +100,22 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The full shape."""
+        """Full (unsharded) shape."""
         return self.full
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """The number of dims."""
+        """Number of dims."""
         return len(self.full)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the shard; conversion of a parameter changes it."""
+        """Dtype of the shard; converting the parameter changes it."""
         return self.local.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device of the shard."""
+        """Device of this rank's shard."""
         return self.local.device
 
     @property
@@ -141,7 +144,7 @@ class GlobalTensor(WrapperTensor):
         follow_grad(self)
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the full size."""
+        """Returns the full shape, or the full size of ``dim``."""
         return self.full if dim is None else self.full[dim]
 
     def dim(self) -> int:
@@ -195,7 +198,7 @@ def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
 
 
 def follow_grad(x: GlobalTensor) -> None:
-    """Updates whether ``x`` requires a gradient, after a write into ``local``."""
+    """Copies ``requires_grad`` of the shard to ``x``, after an in-place write to ``x``."""
     wanted = x.local.requires_grad
     with torch._C.DisableTorchFunction():  # which also bypasses function modes
         torch._C.TensorBase.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]

@@ -30,8 +30,10 @@ class NoRuleError(Exception):
 
 
 class Index:
-    """Sharding of a dim of ``size`` indices; ``ranks[r]``: the sorted indices on rank r. Together they cover the
-    dim."""
+    """Sharding of a dim of ``size`` indices: ``ranks[r]`` are the sorted indices on rank r.
+
+    Together the ranks have every index.
+    """
 
     def __init__(self, ranks: Iterable[Indices], size: int) -> None:
         self.ranks = tuple(np.ascontiguousarray(held, dtype=np.int64) for held in ranks)
@@ -55,12 +57,12 @@ class Index:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """The number of indices on each rank."""
+        """Number of indices on each rank."""
         return tuple(map(len, self.ranks))
 
     @cached_property
     def holders(self) -> Indices:
-        """A bit mask of the holders of each index: bit r is set if rank r stores the index."""
+        """Bit mask of the ranks with each index: bit r is set if rank r stores it."""
         masks = np.zeros(self.size, dtype=np.int64)
         for rank, held in enumerate(self.ranks):
             masks[held] |= 1 << rank
@@ -68,7 +70,7 @@ class Index:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """The distinct values among ``holders``."""
+        """Distinct values of ``holders``."""
         return tuple(np.unique(self.holders).tolist())
 
     @cached_property
@@ -83,7 +85,7 @@ class Index:
 
     @cached_property
     def order(self) -> Indices:
-        """The position of each index in the concatenation of all ranks' shards; only for an even Index."""
+        """Position of each index in the concatenation of all ranks' shards; only for an even Index."""
         return np.argsort(np.concatenate(self.ranks))
 
     @cached_property
@@ -93,7 +95,7 @@ class Index:
 
     @cached_property
     def owned(self) -> "Index":
-        """The Index with every index on the first of its holders only."""
+        """Index set in which only the first holder of each index stores it."""
         masks = self.holders
         first = masks & -masks
         return Index((held[first[held] == 1 << rank] for rank, held in enumerate(self.ranks)), self.size)
@@ -105,7 +107,7 @@ class Index:
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """Returns the Index of a row of the shard table; ``ranges`` cover the dim."""
+        """Returns the Index of the ranges of a shard table's row; they cover the dim."""
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
@@ -115,7 +117,7 @@ Sets = tuple[Index | None, ...]
 
 
 def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
-    """Returns the Index of these ranks; None if every rank holds all indices.
+    """Returns the index set of these ranks; None if every rank stores all indices.
 
     Raises:
         NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
@@ -145,7 +147,7 @@ def common(a: Index | None, b: Index | None) -> Index | None:
 
 
 def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry, ...]:
-    """Returns ``entries``, sizes or index sets by dim, with ``entry`` at ``place``."""
+    """Returns ``entries`` (sizes or index sets, by dim) with ``entry`` at ``place``."""
     return (*entries[:place], entry, *entries[place + 1 :])
 
 

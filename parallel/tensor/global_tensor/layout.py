@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """Full shape, and the indices of each dim on every rank."""
+    """Full shape, and the index set of each dim."""
 
     shape: Shape
     sets: Sets
@@ -135,7 +135,7 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
-    """Returns the Index of the indices ``taken`` of a dim, by their old and by their new numbers (ascending)."""
+    """Slices a dim to the indices ``taken``; returns the result by old index, and by new index (0, 1, ...)."""
     held = [np.intersect1d(own, taken, assume_unique=True) for own in index.ranks]
     new = index_of([np.searchsorted(taken, own) for own in held], len(taken))
     return Index(held, index.size), new
@@ -151,7 +151,7 @@ def repeated(index: Index, times: int, interleaved: bool) -> Index:
 
 
 def concatenated(pieces: Sequence[tuple[int, Index | None]], ranks: int) -> Index | None:
-    """Returns the Index of a dim that concatenates ``pieces``, each given by its size and Index."""
+    """Returns the Index of a concatenation along a dim; each piece is (size, Index)."""
     if all(index is None for _, index in pieces):
         return None
     starts = np.cumsum([0] + [size for size, _ in pieces])

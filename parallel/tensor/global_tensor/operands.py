@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.tensor.collectives import COLUMN_INPUTS, copy_to, slice_of
+from engine.parallel.tensor.global_tensor.context import PlainGradient
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, positions
 from engine.parallel.tensor.global_tensor.layout import Layout, Shape, join_layouts
@@ -34,7 +35,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 class Joined(NamedTuple):
-    """Layout of a result, and the index sets that each operand must have for it."""
+    """Layout of a broadcast result, and the index sets that each operand needs."""
 
     shape: Shape
     sets: Sets
@@ -63,12 +64,12 @@ def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
 
 
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
-    """Returns the shard of an operand; its dims become sharded as the last of ``sets``."""
+    """Returns this rank's shard of an operand, sharded as the last dims of ``sets``."""
     return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
 
 def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
-    """Returns the shard of an operand; its first dims become sharded as ``wanted``."""
+    """Returns this rank's shard of an operand, its first dims sharded as ``wanted``."""
     if type(tensor) is not GlobalTensor:
         return cut_operand_as(context, tensor, wanted)
     local = tensor.local
@@ -79,8 +80,9 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 
 
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
-    """Returns the shard of a plain tensor; its first dims become sharded as ``wanted``."""
-    if plain.requires_grad:  # the gradient is complete only after a sum or a gather: once a step, or here
+    """Returns this rank's shard of a plain tensor, its first dims sharded as ``wanted``."""
+    if plain.requires_grad and context.plain is PlainGradient.EQUAL:
+        # the gradient is complete only after a sum or a gather: once a step, or here
         if isinstance(plain, nn.Parameter) and plain not in context.equal and context.sums_once(plain):
             context.partial.add(plain)
         elif torch.is_grad_enabled() and context.axis.size > 1:
@@ -96,12 +98,12 @@ def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) 
 
 
 def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
-    """Returns the one copy of a plain tensor that sums its gradient over the ranks."""
+    """Returns a copy of a plain tensor with a gradient that is all-reduced over the tensor ranks; cached per tensor."""
     return context.entered(id(plain), plain, lambda passed: copy_to(plain, context.axis, passed=passed))
 
 
 def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
-    """Returns the slice of ``local`` for ``want``: a view if the indices are evenly spaced.
+    """Slices ``local`` along ``dim`` from index set ``have`` to ``want``: a view if the indices are evenly spaced.
 
     Raises:
         NoRuleError: some index of ``want`` is not on this rank.

@@ -1,4 +1,4 @@
-"""Redistribution of shards to full tensors and back, and sums over the ranks (DTensor: redistribute).
+"""Gathers shards to full tensors and back, and sums over the tensor ranks (DTensor: redistribute).
 
                                               forward                   backward
     full            global -> plain           all-gather                own slice
@@ -6,8 +6,7 @@
     add             partial sums -> plain     all-reduce                identity
     add_rows        ... sharded along rows    reduce-scatter            all-gather
 
-
-``full`` is for plain code: the gradient of the result is equal on all ranks, so each rank takes its own slice.
+ ``full`` is for plain code: the gradient of the result is equal on all ranks, so each rank takes its own slice.
 ``gather_global`` is for further sharded computation: each rank has a partial gradient of the result, and the ranks sum
 them.
 
@@ -31,11 +30,14 @@ from engine.parallel.tensor.collectives import (
     reduce_from,
     scatter_from,
     slice_of,
+    sum_parts,
 )
+from engine.parallel.tensor.global_tensor.context import PlainGradient
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, replaced
 from engine.parallel.tensor.global_tensor.layout import Layout, reshaped
 from engine.parallel.tensor.global_tensor.operands import on_device
+from engine.parallel.tensor.tp_axis import TensorAxis
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -45,7 +47,7 @@ STATISTICS = "statistics"
 
 
 class SequenceError(PlanError):
-    """Sequence length that the number of tensor ranks does not divide."""
+    """Error for a sequence length that the number of tensor ranks does not divide."""
 
 
 def full(x: GlobalTensor, reason: str) -> Tensor:
@@ -53,16 +55,19 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
     context = x.views
     context.note_gather(reason)
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
+    partial = context.plain is PlainGradient.PARTIAL
+    if not dims and partial:
+        return x.local
     if not dims:
         # every rank has all elements and a complete gradient of the result, but gradients of ``x`` are partial and will
         # be summed: only one rank may pass the gradient on
-        owner: Tensor = _Owner.apply(x.local, context.axis.index == 0)  # type: ignore[no-untyped-call]
-        return owner
+        return gradient_to_owner(x.local, context.axis)
     index = x.sets[dims[0]]
     if len(dims) == 1 and index is not None and index.even:
         # collectives have no bool; one byte each has the same bits
         as_bytes = x.local.view(torch.uint8) if x.local.dtype is torch.bool else x.local
-        joined = in_order(context, gather_whole(as_bytes, context.axis, dims[0]), dims[0], index)
+        gather = gather_to if partial else gather_whole
+        joined = in_order(context, gather(as_bytes, context.axis, dims[0], ROW_OUTPUTS), dims[0], index)
         return joined.view(x.local.dtype) if joined.dtype != x.local.dtype else joined
     return _sum_of_owned(x)
 
@@ -77,6 +82,8 @@ def gather_global(x: GlobalTensor) -> GlobalTensor:
         if index is not None and index.even:
             joined = gather_to(local, context.axis, dims[0], COLUMN_INPUTS, passed=passed)
             return in_order(context, joined, dims[0], index)
+        if context.plain is PlainGradient.PARTIAL:
+            return _sum_of_owned(x)
         return copy_to(_sum_of_owned(x), context.axis, passed=passed)
 
     # entered once: a second gather of the same shard would send its bytes, and sum its gradient, twice
@@ -87,7 +94,9 @@ def gather_global(x: GlobalTensor) -> GlobalTensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """All-reduces ``local`` over the tensor ranks, in place: no other code may read ``local``."""
+    """All-reduces ``local`` over the ranks of the axis, in place; nothing else may read ``local`` afterwards."""
+    if context.plain is PlainGradient.PARTIAL:
+        return sum_parts(local, context.axis, label)
     return reduce_from(local, context.axis, label)
 
 
@@ -99,7 +108,7 @@ def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
 
 
 def stream_dim(x: GlobalTensor) -> int | None:
-    """Returns the sharded dim if there is one only, sharded into equal blocks in rank order; otherwise None."""
+    """Returns the sharded dim, if it is the only one and in equal blocks in rank order; otherwise None."""
     cut = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None
@@ -166,7 +175,7 @@ def _sum_of_owned(x: GlobalTensor) -> Tensor:
             places = on_device(context, ("held", index, local.device), index.ranks[context.axis.index], local.device)
             shape = replaced(local.shape, dim, index.size)
             local = local.new_zeros(shape).index_copy(dim, places, local)
-    return reduce_from(local, context.axis, ROW_OUTPUTS).to(dtype)
+    return add(context, local, ROW_OUTPUTS).to(dtype)
 
 
 def _owned_mask(sets: Sets, rank: int) -> Any:
@@ -182,6 +191,12 @@ def _owned_mask(sets: Sets, rank: int) -> Any:
 def _aligned(sets: Sets, shape: tuple[int, ...]) -> tuple[int, ...]:
     sizes = iter(shape)
     return tuple(1 if index is None else next(sizes) for index in sets)
+
+
+def gradient_to_owner(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Returns ``x``; backward passes the gradient on the first rank of the axis only, and zeros on the others."""
+    owner: Tensor = _Owner.apply(x, axis.index == 0)  # type: ignore[no-untyped-call]
+    return owner
 
 
 class _Owner(torch.autograd.Function):

@@ -16,15 +16,15 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.layers.parallel_region import Region
 
 BASE = ".base_layer"
-"""The name of the wrapped layer inside PEFT's layer."""
+"""Attribute path of the wrapped layer in PEFT's layers."""
 
 
 class AdapterDropout(nn.Module):
-    """Dropout that draws one mask for all tensor ranks, or a mask for each rank."""
+    """Dropout of an adapter that draws one mask for all tensor ranks, or a different mask on each."""
 
     tensor_region: Region
     tensor_stream: int | None
-    """The number of the random stream that all ranks share; None: each rank has a stream of its own."""
+    """Number of the random stream shared by all tensor ranks; None: a different stream on each rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Runs the dropout of the original class on the chosen random stream."""
@@ -35,7 +35,7 @@ class AdapterDropout(nn.Module):
 
 
 def place_dropouts(parent: nn.Module, region: Region, stream: int | None, patches: ForwardPatches) -> None:
-    """Sets the random stream of each ``lora_dropout`` in ``parent``, PEFT's layer around a sharded layer."""
+    """Sets the random stream of each ``lora_dropout`` in ``parent``, the PEFT layer around a sharded layer."""
     dropouts: Any = getattr(parent, "lora_dropout", None)
     for module in dropouts.values() if isinstance(dropouts, nn.ModuleDict) else ():
         if isinstance(module, _DropoutNd) and module.p > 0:

@@ -60,7 +60,7 @@ def local_shard(full: Tensor, cut: ParameterCut, index: int) -> Tensor:
 
 
 def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
-    """Returns the full tensor made from ``parts``, every rank's shard in rank order.
+    """Joins ``parts``, every tensor rank's shard in rank order, to the full tensor.
 
     A range that several ranks store is taken from the first of them.
     """
@@ -78,10 +78,10 @@ def assemble(parts: Sequence[Tensor], cut: ParameterCut) -> Tensor:
 def apply_plan(
     model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str] = ()
 ) -> GlobalTensorContext:
-    """Shards ``model`` in place for this rank. Nothing is communicated.
+    """Shards ``model`` in place to this tensor rank, without communication.
 
-    Parameter objects stay and get new, smaller data, so that ties, optimizers and hooks stay valid; state-dict names
-    stay too. The meta device works as well. ``already_cut``: names of parameters with the shard as their data already.
+    Parameter objects and state-dict names stay, so ties, optimizers and hooks stay valid. The model may be on the meta
+    device. ``already_cut``: names of parameters that contain their shard already.
     """
     parameters = dict(model.named_parameters())
     installer = _Installer(model, plan, axis, patches)
@@ -92,8 +92,9 @@ def apply_plan(
 
 
 def apply_shapes(model: nn.Module, plan: TensorPlan, axis: TensorAxis, patches: ForwardPatches) -> GlobalTensorContext:
-    """Does :func:`apply_plan` without content, for a run on shapes: no memory is allocated, ``patches`` restore
-    weights."""
+    """Shards only the shapes of ``model``, as :func:`apply_plan`, for a run on shapes; ``patches`` restore the
+    weights.
+    """
 
     def blank(name: str, full: Tensor, cut: ParameterCut) -> Tensor:
         shape = list(full.shape)

@@ -41,12 +41,12 @@ class _Late:
 
 
 class LazyLMHead(nn.Module):
-    """x [.., D] -> lazy logits [.., V] while gradients are needed; otherwise the logits of the original head."""
+    """Head that maps x [.., D] to lazy logits [.., V] if gradients are needed, otherwise to computed logits."""
 
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Saves x for the loss; a sharded head first brings x into the region, as for its product."""
+        """Saves x for the loss and returns lazy logits; a sharded head first applies f to x, as for its product."""
         late, own = self.tensor_late, self._parameters
         weight, bias = own.get("weight"), own.get("bias")
         planned = "multiply" in vars(self)  # a pipeline with a split backward has replaced the product
@@ -62,21 +62,21 @@ class LazyLMHead(nn.Module):
         return ShardedLogits.late(hidden, product_of(hidden, weight))
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """Returns the product of the original head."""
+        """Computes the logits with the head's own forward."""
         own: Any = super()
         logits: Tensor = own.multiply(x_D) if isinstance(self, HeadLayer) else own.forward(x_D)
         return logits
 
 
 class LateLinear(LazyLMHead, nn.Linear):
-    """A lazy head that is a replicated plain ``nn.Linear``."""
+    """Lazy head of a replicated plain ``nn.Linear``."""
 
 
 def install_lazy_head(module: nn.Linear, axis: TensorAxis, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Makes the logits of ``module`` lazy. Communicates nothing.
+    """Patches the head ``module`` so that its logits are computed in the loss; communicates nothing.
 
     ``module``: a linear layer to the vocabulary. A replicated layer takes an ``axis`` of size 1; otherwise
-    ``apply_plan`` has sharded the layer as a head over ``axis``. ``kernels`` choose the implementation of a chunk.
+    ``apply_plan`` has sharded the layer as a head over ``axis``. ``kernels`` select the implementation of a chunk.
 
     Constraints:
         - Weights are read when the loss is computed, after the module has returned. A head whose weights are freed or

@@ -68,7 +68,7 @@ def is_replaced(x: Tensor, kernels: Kernels) -> bool:
 
 
 class ColumnLayer(nn.Module):
-    """x [.., I], full and equal on all ranks -> y [.., P], this rank's columns.
+    """Linear layer with sharded outputs: x [.., I], equal on all tensor ranks -> y [.., P], this rank's columns.
 
     Backward sums the gradient of x over "tp" (label "column inputs"), once for all column layers of a region that
     receive the same tensor. Under sequence parallelism x is a global tensor sharded along the sequence: forward gathers
@@ -77,16 +77,16 @@ class ColumnLayer(nn.Module):
 
     tensor_region: Region
     tensor_plain = False
-    """True if forward is a matrix product and nothing else."""
+    """True if the layer's own forward is a matrix product and nothing else."""
     tensor_activation: Activation | None = None
-    """An activation that the layer applies to its product; the model's own activation module is then a no-op."""
+    """Activation fused into the layer; the model's own activation module then returns its input."""
 
     def forward(self, x_I: Tensor) -> Tensor:
-        """Runs the layer's own forward on the region's copy of x."""
+        """Computes this rank's columns of the output from the region's shared copy of x."""
         return self.tensor_region.enter(self, x_I).multiply(self)
 
     def multiply(self, x_I: Tensor) -> Tensor:
-        """Returns the layer's own product, followed by the fused activation."""
+        """Returns the layer's product with x, followed by the fused activation."""
         kernels = self.tensor_region.axis.kernels
         if self.tensor_plain and is_replaced(x_I, kernels):
             return fused_forward(self, x_I, self.tensor_activation or "none", kernels)
@@ -94,7 +94,7 @@ class ColumnLayer(nn.Module):
 
 
 class RowLayer(nn.Module):
-    """x [.., P], this rank's shard of the features -> y [.., O], full and equal on all ranks.
+    """Linear layer with sharded inputs: x [.., P], this rank's features -> y [.., O], equal on all tensor ranks.
 
     Forward sums y over "tp" (label "row outputs"); the bias, which is replicated, is added once, after the sum. Under
     sequence parallelism y is a global tensor sharded along the sequence: the sum is reduce-scattered.
@@ -104,7 +104,7 @@ class RowLayer(nn.Module):
     tensor_product: str
 
     def forward(self, x_P: Tensor) -> Tensor:
-        """Multiplies, sums, closes the region and adds the bias."""
+        """Multiplies, sums over "tp", closes the region and adds the bias."""
         region = self.tensor_region
         y_O = region.product(self, x_P)
         region.leave(x_P.device)
@@ -133,7 +133,7 @@ class RowLayer(nn.Module):
 
 
 class ColumnLinear(ColumnLayer, nn.Linear):
-    """An ``nn.Linear`` with ``out_features / size`` of the outputs on each rank; the arguments are full sizes.
+    """``nn.Linear`` sharded by outputs: ``out_features / size`` of them on each rank; arguments are full sizes.
 
     Weights are drawn as for the full layer, so that ranks with the same seed have shards of one matrix. Layers with a
     common input (query, key and value) share one copy of it if they get the same ``region``; the row layer that follows
@@ -153,7 +153,7 @@ class ColumnLinear(ColumnLayer, nn.Linear):
 
 
 class RowLinear(RowLayer, nn.Linear):
-    """An ``nn.Linear`` with ``in_features / size`` of the inputs on each rank; see :class:`ColumnLinear`.
+    """``nn.Linear`` sharded by inputs: ``in_features / size`` of them on each rank; see :class:`ColumnLinear`.
 
     Raises:
         PlanError: the number of ranks does not divide ``in_features``.
@@ -174,7 +174,7 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
 
 
 def prepare_column(module: nn.Module, region: Region) -> None:
-    """Sets the region and the local sizes of a column layer with a sharded weight."""
+    """Sets region and local sizes in a column layer with a sharded weight."""
     plain = has_plain_forward(module)
     region.add(module, plain)
     module.tensor_region, module.tensor_plain = region, plain  # type: ignore[assignment]
@@ -186,7 +186,7 @@ def prepare_column(module: nn.Module, region: Region) -> None:
 
 
 def prepare_row(module: nn.Module, region: Region) -> None:
-    """Sets the region and the local sizes of a row layer with a sharded weight."""
+    """Sets region and local sizes in a row layer with a sharded weight."""
     module.tensor_region = region  # type: ignore[assignment]
     weight: Any = module.weight
     plain = has_plain_forward(module)
@@ -199,7 +199,7 @@ def prepare_row(module: nn.Module, region: Region) -> None:
 
 
 def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int) -> None:
-    """Cuts the weight along ``dim`` to the shard of rank ``index``, and the bias as well if ``dim`` is 0."""
+    """Replaces the weight by the shard of rank ``index`` along ``dim``, and the bias as well if ``dim`` is 0."""
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" or dim == 0:
             parameter.data = local_rows(parameter.data, dim, ranges, index)
@@ -211,7 +211,7 @@ def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) ->
 
 
 class GatheredColumnLayer(ColumnLayer):
-    """x [.., I], full and equal on all ranks -> y [.., O], full and equal on all ranks.
+    """Column layer with gathered outputs: x [.., I] -> y [.., O], both equal on all tensor ranks.
 
     Forward gathers y over "tp" (label "column outputs"), backward sums the gradient of x (label "column inputs").
     """
@@ -227,8 +227,7 @@ class GatheredColumnLayer(ColumnLayer):
 
 
 class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
-    """An ``nn.Linear`` with ``out_features / size`` of the outputs on each rank, which gathers them; see
-    :class:`ColumnLinear`.
+    """``nn.Linear`` sharded by outputs that gathers them; see :class:`ColumnLinear`.
 
     Raises:
         PlanError: the number of ranks does not divide ``out_features``.
@@ -241,12 +240,12 @@ class GatheredColumnLinear(GatheredColumnLayer, ColumnLinear):
 
 
 def prepare_gathered(module: nn.Module, widths: tuple[int, ...]) -> None:
-    """Sets ``widths``, the number of outputs of every rank, in a column layer that gathers."""
+    """Sets ``widths``, the output features of every rank, in a column layer that gathers its outputs."""
     module.tensor_widths = widths  # type: ignore[assignment]
 
 
 class ExpertsLayer(nn.Module):
-    """Full inputs -> full outputs, both equal on all ranks; the module's own forward returns partial sums.
+    """Module with sharded experts and a forward with partial sums; inputs and outputs are equal on all ranks.
 
     Forward sums every float output over "tp" (label "row outputs"), backward the gradients of the float inputs (label
     "column inputs").
@@ -255,8 +254,7 @@ class ExpertsLayer(nn.Module):
     tensor_region: Region
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Brings all float inputs into the region, runs the module's own forward and sums its float outputs over
-        "tp"."""
+        """Applies f to all float inputs, runs the module's own forward and sums its float outputs over "tp"."""
         region = self.tensor_region
         device = next(self.parameters()).device
 

@@ -4,11 +4,10 @@
                 ├─ key   ─┤ region: activations are sharded   row ─ g ─ full y
                 └─ value ─┘
 
-A region does two things. Its column layers share one copy of their input, so that the gradient is summed once. The
-region also has its own random stream: inside, activations are sharded and dropout must differ between tensor ranks;
-outside, activations and dropout must be equal on all ranks. The region draws one number from the CPU's generator, which
-agrees on all ranks, and seeds two streams from this number: one by rank when the region opens, one for all ranks when
-it closes. A region has no counter, so a block that runs again from the same random state draws the same masks.
+The column layers of a region share one copy of their input, so that the gradient is summed once. Inside, activations
+are sharded and dropout differs between tensor ranks; outside, both are equal on all ranks. So the region draws one
+number from the CPU's generator, equal on all ranks, and seeds the generators from it: by rank when the region opens,
+equally when it closes. A recomputed block draws the same masks, since a region has no counter.
 """
 
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Region:
-    """The shared input copies and the random streams of one region.
+    """Shared copies of the input and random streams of one parallel region.
 
     ``context``: the rules of the model's global tensors. With ``context.sequence`` activations outside are sharded
     along the sequence: the input is gathered, and the output is reduce-scattered.
@@ -50,7 +49,7 @@ class Region:
         self._drawn: int | None = None
 
     def add(self, layer: torch.nn.Module, plain: bool) -> None:
-        """Adds a column layer; ``plain``: ``layer`` is a matrix product and nothing else."""
+        """Adds a column layer; ``plain``: it is a matrix product and nothing else."""
         self._entrances.clear()
         if plain:
             self._plain.append(layer)
@@ -58,10 +57,10 @@ class Region:
             self._owned = False
 
     def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
-        """Returns ``x`` for a column layer: the same copy for the same tensor object until the region closes.
+        """Returns the copy of ``x`` for a column layer; one copy per tensor object until the region closes.
 
-        A layer that enters a second time starts a new run of the region (recomputation may stop before the row layer),
-        unless the layer passes ``again`` because it enters with another of several inputs.
+        A second call by the same layer starts a new run of the region, since recomputation may stop before the row
+        layer; ``again``: the layer has several inputs, and this is another one.
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)
@@ -74,7 +73,7 @@ class Region:
         return shared
 
     def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
-        """Returns the product of a row layer with a shard of the features, summed as :meth:`combine` does."""
+        """Returns the product of a row layer with its shard of features, summed over "tp" by :meth:`combine`."""
         own: Any = layer
         if self._context.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
             rows, rest = divmod(x.shape[-2], self.axis.size)
@@ -117,9 +116,9 @@ class Region:
 
     @contextmanager
     def drawing(self, device: torch.device, stream: int | None) -> Iterator[None]:
-        """Makes all ranks draw the numbers of ``stream`` inside the context, even in an open region.
+        """Draws the random numbers of ``stream``, equal on all tensor ranks, inside the context.
 
-        None: each rank draws different numbers, even in a closed region.
+        ``stream`` None: each rank draws different numbers.
         """
         key: tuple[int, ...] = ()
         if stream is None and self.axis.size > 1 and not self.axis.dry:

@@ -6,9 +6,9 @@
                   in any forward   an adapter that was off when the plan was made, so that its layers were not planned
                   in the first     a sharded layer inside a transform of torch.func, where no trace has looked for one
 
-A parameter that meets activations sharded along the sequence has a partial gradient on each tensor rank, and the
-partial gradients are summed once a step. If inputs unlike the example's (an image with the text) apply the parameter to
-full activations as well, that gradient is complete on every rank, and the sum would count it once per rank.
+A parameter applied to activations sharded along the sequence has partial gradients, which are summed over tensor ranks
+once a step. If other inputs (an image with the text) apply it to full activations, the gradient is complete on every
+rank, and the sum would be too large.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,9 +34,10 @@ _KINDS = 1024
 
 
 class ParameterUseCheck:
-    """Check of the first forward of each kind of inputs; ``plan``: None without tensor parallelism.
+    """Check of parameters against the tensor plan, in the first forward of each input signature.
 
-    ``followed``: a trace has followed the forward, so that no layer of the plan runs inside a transform of torch.func.
+    ``plan``: None without tensor parallelism. ``followed``: the forward was traced, so no layer of the plan runs inside
+    a transform of torch.func.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None, followed: bool) -> None:
@@ -67,7 +68,7 @@ class ParameterUseCheck:
             )
 
     def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
-        """Returns the result of ``run``; all tensor ranks raise the same error.
+        """Runs ``run`` under the check and returns its result; all tensor ranks raise the same error.
 
         Raises:
             PlanError: an adapter was switched on after the plan was made; or a sharded layer runs inside a transform of
@@ -126,7 +127,9 @@ def _kind(microbatch: Any) -> object:
 
 
 class OutsideReads(TorchFunctionMode):
-    """Watch of one run of the unsharded model; ``names`` are the parameters found, in the order of their first read.
+    """Recorder of sharded parameters that code outside their modules reads, in one run of the unsharded model.
+
+    ``names``: the parameters in the order of their first read.
 
     Reads of shape, dtype and device do not count: Hugging Face models ask weights for them. Freezing does not count
     either: X-LoRA freezes its experts in every forward.
@@ -150,7 +153,7 @@ class OutsideReads(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the operations of this thread inside the context."""
+        """Records operations of this thread inside the context."""
         handles: list[RemovableHandle] = []
         for layer in self._layers:
             own = frozenset(id(parameter) for parameter in layer.parameters())
@@ -179,7 +182,7 @@ class OutsideReads(TorchFunctionMode):
 
 
 class PlainReads(TorchFunctionMode):
-    """Watch of a forward of the sharded model for ``parameters`` that are used together with plain tensors only."""
+    """Recorder of ``parameters`` used together with plain tensors only, in a forward of the sharded model."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ LABEL = "replicated gradients"
 
 
 class PartialSums:
-    """Sum of partial gradients, in place. Every tensor rank must call it with the same parameters."""
+    """All-reduce of partial gradients over "tp", in place; every tensor rank passes the same parameters."""
 
     def __init__(self, table: ShardTable, comm: Comm) -> None:
         self._rows = {row.name: row for row in table if row.partial}

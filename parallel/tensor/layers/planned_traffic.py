@@ -8,8 +8,8 @@ logits    the glue operations after the head run once more on meta tensors, unde
           so that the traffic of the loss is counted by the code that causes it.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from engine.errors import first_line
 from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
+from engine.parallel.grid import Axis
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import call_user_code, is_own_mistake
@@ -39,83 +40,45 @@ from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, Model
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective of a forward and its backward."""
+    """Collective of a forward or backward, with label and bytes."""
 
     module: str
-    """The innermost running module; outside all modules the last one that ran."""
+    """Innermost running module; outside all modules, the last one that ran."""
     what: Expected
     repeated: bool = False
-    """True if recomputation of the module's block repeats it."""
+    """True if recomputation of a block repeats the collective."""
 
 
-class TrafficRecorder:
-    """Recorder of the collectives of a model that ``plan`` shards, in runs on shapes.
+class CollectiveRecorder:
+    """Recorder of the collectives of ``axis``, which is dry, in runs of a model on shapes.
 
     ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops at the last tensor that
     backward needs, so a collective is repeated only if a tensor is saved after it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: TensorPlan,
-        recomputed: Mapping[str, nn.Module],
-        tp: int,
-        wire: ActivationFormat | None = None,
-    ) -> None:
-        self._model, self._plan, self._recomputed = model, plan, recomputed
-        self._axis = DryAxis(tp, self._note)
-        self._axis.wire = wire
+    def __init__(self, model: nn.Module, recomputed: Mapping[str, nn.Module], axis: DryAxis) -> None:
+        self._model, self._recomputed, self._axis = model, recomputed, axis
+        axis.listener = self._note
         self._sent: list[Sent] = []
         self._nodes: list[Node | None] = []
         """The autograd node of each collective of backward; None for a collective of forward."""
-        self._reads = OutsideReads(model, plan)
         self._running: list[str] = []
         self._last = ""
         self._saved = 0
         self._pending: list[tuple[int, int]] = []
         """(index of a collective, number of tensors saved before it) in the running recomputed module."""
-        self._partial: set[int] = set()
 
     @property
     def sent(self) -> tuple[Sent, ...]:
         """The collectives of the last run, in order."""
         return tuple(self._sent)
 
-    @property
-    def read_outside(self) -> tuple[str, ...]:
-        """Names of sharded parameters that code outside the owning modules reads."""
-        return tuple(self._reads.names)
+    def cut(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model has the shapes of one rank."""
+        return nullcontext()
 
-    @property
-    def partial(self) -> frozenset[str]:
-        """Names of replicated parameters that met sharded activations, so that each rank has a partial gradient."""
-        return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
-
-    @property
-    def used_both_ways(self) -> frozenset[str]:
-        """Names of replicated parameters that met sharded and full activations, in code that no style covers."""
-        both = self._partial & self._reads.plain
-        names = (name for name, p in self._model.named_parameters() if id(p) in both)
-        return frozenset(names) - self._plan.partial
-
-    @property
-    def used_one_way(self) -> frozenset[str]:
-        """Names of replicated parameters that met sharded activations only."""
-        one = self._partial - self._reads.plain
-        return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
-
-    @contextmanager
-    def cut(self) -> Iterator[None]:
-        """Gives the model the shapes of one tensor rank's shards inside the context."""
-        patches, sizes = ForwardPatches(), WholeSizeAnswers(self._model, self._plan)
-        context = apply_shapes(self._model, self._plan, self._axis, patches)
-        sizes.install(self._model, patches)
-        try:
-            yield
-        finally:
-            self._partial = {id(parameter) for parameter in context.partial}
-            patches.remove()
+    def _watching(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -131,15 +94,14 @@ class TrafficRecorder:
                 for handle in handles:
                     stack.callback(handle.remove)
             stack.enter_context(saved_tensors_hooks(self._pack, lambda saved: saved))
-            stack.enter_context(self._reads.watching())
+            stack.enter_context(self._watching())
             try:
                 yield
             finally:
                 self._running.clear()
 
     def keep_reached(self, loss: Tensor) -> None:
-        """Discards the collectives of backward that no gradient of ``loss`` reaches, for example because of
-        ``detach``."""
+        """Discards backward collectives that no gradient of ``loss`` reaches, for example after ``detach``."""
         reached = _nodes_before(loss.grad_fn)
         kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
         self._sent, self._nodes = kept, [None] * len(kept)
@@ -174,6 +136,61 @@ class TrafficRecorder:
         self._pending.clear()
 
 
+class TrafficRecorder(CollectiveRecorder):
+    """Recorder of the collectives of a model that ``plan`` shards over ``tp`` ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        recomputed: Mapping[str, nn.Module],
+        tp: int,
+        wire: ActivationFormat | None = None,
+    ) -> None:
+        super().__init__(model, recomputed, DryAxis(tp))
+        self._plan, self._axis.wire = plan, wire
+        self._reads = OutsideReads(model, plan)
+        self._partial: set[int] = set()
+
+    @property
+    def read_outside(self) -> tuple[str, ...]:
+        """Names of sharded parameters that code outside their modules reads."""
+        return tuple(self._reads.names)
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """Names of replicated parameters used with sharded activations, so with partial gradients."""
+        return frozenset(name for name, p in self._model.named_parameters() if id(p) in self._partial)
+
+    @property
+    def used_both_ways(self) -> frozenset[str]:
+        """Names of replicated parameters used with both sharded and full activations, in code that no style covers."""
+        both = self._partial & self._reads.plain
+        names = (name for name, p in self._model.named_parameters() if id(p) in both)
+        return frozenset(names) - self._plan.partial
+
+    @property
+    def used_one_way(self) -> frozenset[str]:
+        """Names of replicated parameters used with sharded activations only."""
+        one = self._partial - self._reads.plain
+        return frozenset(name for name, p in self._model.named_parameters() if id(p) in one)
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Replaces the model's parameters by the shapes of one tensor rank's shards inside the context."""
+        patches, sizes = ForwardPatches(), WholeSizeAnswers(self._model, self._plan)
+        context = apply_shapes(self._model, self._plan, self._axis, patches)
+        sizes.install(self._model, patches)
+        try:
+            yield
+        finally:
+            self._partial = {id(parameter) for parameter in context.partial}
+            patches.remove()
+
+    def _watching(self) -> AbstractContextManager[object]:
+        return self._reads.watching()
+
+
 def _nodes_before(last: Node | None) -> set[Node]:
     """Returns ``last`` and all autograd nodes that its backward reaches."""
     found: set[Node] = set()
@@ -187,7 +204,7 @@ def _nodes_before(last: Node | None) -> set[Node]:
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> dict[int, Tally]:
-    """Returns one tensor rank's traffic for one microbatch, forward and backward, for each call of the timeline."""
+    """Returns one tensor rank's traffic of one microbatch, forward and backward, by index of the traced call."""
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
         calls.setdefault(call.unit, []).append(index)
@@ -204,15 +221,21 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
     return tallies
 
 
+def traffic_over(axis: Axis, sent: Sequence[Sent], ranks: int) -> Tally:
+    """Returns one rank's traffic over ``axis`` for one microbatch, forward and backward."""
+    again = [item for item in sent for _ in range(1 + item.repeated)]
+    return Tally([Traffic(axis, one.what.label, 1, sent_bytes(one.what.op, one.what.bytes, ranks)) for one in again])
+
+
 @dataclass(frozen=True, slots=True)
 class LogitUse:
-    """Traffic of one tensor rank for the logits of one microbatch, and the functions that need the full logits."""
+    """Traffic of one tensor rank for the logits of one microbatch, and functions that gather the full logits."""
 
     sent: tuple[Expected, ...]
     gathers: tuple[str, ...]
     """Function, file and line of each gather."""
     unknown: tuple[str, ...] = ()
-    """Function, file, line and reason of each operation that cannot be replayed; ``sent`` misses their collectives."""
+    """Function, file, line and reason of each operation that cannot be replayed; ``sent`` lacks its collectives."""
 
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
@@ -225,7 +248,7 @@ def _traffic(label: str, op: Op, payload: int, tp: int) -> Traffic:
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
-    """Replays the glue of ``timeline`` that reads the outputs of the heads of ``plan``."""
+    """Replays the operations of ``timeline`` on the outputs of the heads of ``plan``, and records their traffic."""
     told: list[Expected] = []
     axis = DryAxis(tp, lambda what, _: told.append(what))
     logits = {number: _wrap(timeline, number, size, axis) for number, size in _made_by_heads(plan, timeline)}

@@ -1,4 +1,4 @@
-"""Sizes of a sharded model: code outside blocks reads full sizes from layers, attributes and parameters.
+"""Sizes of a sharded model: code outside the sharded blocks reads full sizes from layers, attributes and parameters.
 
     model.head.weight.shape[0], model.head.out_features,      in a loss, in glue between blocks, in the user's loop
     model.embed.num_embeddings, model.blocks[0].attn.heads    the whole; inside the block of a layer its shard
@@ -24,9 +24,9 @@ _WHOLE, _RUNNING = "_whole_values", "_running_modules"
 
 
 class WholeSizeAnswers:
-    """Full sizes of ``model``, read before ``plan`` shards it; :meth:`install` makes the sharded model return them.
+    """Full sizes of layers and parameters of ``model``, read before sharding and installed after it.
 
-    Parameters of classes other than ``nn.Parameter`` return the sizes of shards. ``plan``: None shards nothing.
+    Parameters of other classes than ``nn.Parameter`` return sizes of shards. ``plan`` None: no sharding.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:
@@ -45,7 +45,9 @@ class WholeSizeAnswers:
         self._homes = [name for name in dict.fromkeys(_homes(self._modules, plan)) if _has_code(self._modules[name])]
 
     def install(self, model: nn.Module, patches: ForwardPatches, passed: Collection[str] = ()) -> None:
-        """Installs the full sizes on the sharded model; ``passed``: names of parameters that return sizes of shards."""
+        """Makes ``model`` return full sizes to code outside blocks; ``passed``: names of parameters that return shard
+        sizes.
+        """
         running, classes = RunningModules(), dict[tuple[type, tuple[str, ...]], type]()
         for name, parameter in self._parameters.items():
             if type(parameter) is nn.Parameter and name not in passed:

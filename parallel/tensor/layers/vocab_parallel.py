@@ -28,11 +28,11 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class EmbeddingLayer(nn.Module):
-    """Ids int64 [..], full -> vectors [.., D], full and equal on all ranks, or sharded along the sequence.
+    """Embedding sharded by vocabulary rows: ids int64 [..] -> vectors [.., D], summed over "tp".
 
-    Each rank looks up the rows of its shard and returns zero for the others; one all-reduce over "tp" (a reduce-scatter
-    under sequence parallelism), label "embedding". The layer's own forward runs on local ids, so it may scale the
-    vectors.
+    Each rank looks up rows of its shard and has zeros for other ids; one all-reduce over "tp", or a reduce-scatter
+    along the sequence under sequence parallelism, label "embedding". The layer's own forward runs on local ids, so it
+    may scale the vectors.
 
     Raises:
         EngineError: an id is outside the vocabulary, on the CPU; a GPU raises its own assertion, as in torch.
@@ -67,7 +67,7 @@ def _check_ids(ids: Tensor, size: int) -> None:
 
 
 class HeadLayer(nn.Module):
-    """x [.., D], full -> logits [.., V] as :class:`ShardedLogits`.
+    """Head sharded by vocabulary rows: x [.., D], equal on all ranks -> :class:`ShardedLogits` [.., V].
 
     Forward communicates nothing; backward sums the gradient of x over "tp", label "column inputs". In a dry run the
     logits are a plain tensor of the full shape.
@@ -87,7 +87,7 @@ class HeadLayer(nn.Module):
         return ShardedLogits.wrap(logits_W, vocabulary)
 
     def entrance(self, x_D: Tensor) -> tuple[Tensor, Entrance]:
-        """Returns this rank's x, which may be a shard of the sequence, and the entrance that makes it full."""
+        """Returns this rank's x, possibly a shard of the sequence, with the operation that gathers it."""
         dim = None
         if type(x_D) is GlobalTensor:
             dim = stream_dim(x_D)
@@ -95,7 +95,7 @@ class HeadLayer(nn.Module):
         return x_D, Entrance(self.tensor_vocabulary.axis, self.tensor_owned, dim=dim)
 
     def multiply(self, x_D: Tensor) -> Tensor:
-        """Returns the layer's own product."""
+        """Returns the layer's product with x: this rank's columns of the logits."""
         kernels = self.tensor_vocabulary.axis.kernels
         if self.tensor_owned and is_replaced(x_D, kernels):
             return fused_forward(self, x_D, "none", kernels)
@@ -104,7 +104,7 @@ class HeadLayer(nn.Module):
 
 
 class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
-    """An ``nn.Embedding`` with this rank's rows of the table; the arguments are full sizes.
+    """``nn.Embedding`` that stores this rank's rows of the table; the arguments are full sizes.
 
     Raises:
         PlanError: ``max_norm`` or another option that needs all rows at once.
@@ -119,7 +119,7 @@ class VocabularyEmbedding(EmbeddingLayer, nn.Embedding):
 
 
 class VocabularyHead(HeadLayer, nn.Linear):
-    """An ``nn.Linear`` from a width to the logits of a vocabulary; the arguments are full sizes."""
+    """``nn.Linear`` from hidden size to vocabulary that stores this rank's rows; the arguments are full sizes."""
 
     def __init__(self, in_features: int, vocabulary: int, bias: bool = False, *, axis: TensorAxis) -> None:
         super().__init__(in_features, vocabulary, bias)
@@ -129,7 +129,7 @@ class VocabularyHead(HeadLayer, nn.Linear):
 
 
 def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
-    """Sets the vocabulary and the local sizes of an embedding with a sharded table."""
+    """Sets vocabulary and local sizes in an embedding with a sharded table."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_context = context or global_context(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
@@ -140,7 +140,7 @@ def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: Global
 
 
 def prepare_head(module: nn.Module, vocabulary: Vocabulary) -> None:
-    """Sets the vocabulary and the local sizes of a head with a sharded weight."""
+    """Sets vocabulary and local sizes in a head with a sharded weight."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
     module.tensor_owned = has_plain_forward(module)  # type: ignore[assignment]
     if is_conv1d(module):

@@ -67,8 +67,7 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 def late_answer(func: Callable[..., Any], x: LogitShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of the rule of ``func`` on lazy logits, or ``NotImplemented``: ``func`` needs computed
-    logits."""
+    """Returns the result of ``func`` on lazy logits without computing them; ``NotImplemented`` if it needs them."""
     rule = LATE_RULES.get(func)
     return NotImplemented if rule is None else rule(func, x, *args, **kwargs)
 
@@ -78,19 +77,19 @@ class LogitsSource(Protocol):
 
     @property
     def part(self) -> LogitShard:
-        """This rank's computed shard."""
+        """This rank's shard; a read computes lazy logits."""
 
     @property
     def waits(self) -> bool:
-        """True while the logits are still to be computed."""
+        """True while the logits are uncomputed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyLogits:
-    """Hidden states and computation of lazy logits."""
+    """Hidden states, with the function that computes logits from them."""
 
     part: LogitShard
-    """The hidden states, and the head's product that makes logits of them."""
+    """Shard of the hidden states, with the head's product."""
     compute: Callable[[], LogitShard]
     source: LogitsSource | None = None
 
@@ -126,9 +125,9 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
-    """Returns lazy logits for ``change`` applied to the source's logits, in the grad mode of this call.
+    """Returns lazy logits for ``change``, such as a view, applied to the logits of ``source``.
 
-    ``part`` is the result of ``change`` on the hidden states.
+    ``part`` is ``change`` applied to the hidden states.
     """
     graded = torch.is_grad_enabled()
 

@@ -27,86 +27,86 @@ class Vocabulary:
 
     axis: TensorAxis
     widths: tuple[int, ...]
-    """The number of vocabulary rows on each rank."""
+    """Number of vocabulary rows on each tensor rank."""
     gathers: list[str] = field(default_factory=list)
-    """Names of the functions that have gathered the full vocabulary, without repeats."""
+    """Names of the functions that have gathered the full vocabulary, each once."""
 
     @property
     def size(self) -> int:
-        """The number of rows on all ranks."""
+        """Number of rows of the full vocabulary."""
         return sum(self.widths)
 
     @property
     def start(self) -> int:
-        """This rank's first row."""
+        """First vocabulary row on this rank."""
         return sum(self.widths[: self.axis.index])
 
     @property
     def width(self) -> int:
-        """The number of rows on this rank."""
+        """Number of vocabulary rows on this rank."""
         return self.widths[self.axis.index]
 
 
 class SoftmaxParts(NamedTuple):
-    """Softmax of N tokens, without gradients, in fp32 or wider.
+    """Statistics of the softmax of N tokens, without gradients, in fp32 or wider.
 
     exp(x - largest - log_sum) is the softmax over the full vocabulary.
     """
 
     largest: Tensor
-    """[N], the maximum over the full vocabulary; 0 for an infinite maximum."""
+    """Maximum logit of each token over the full vocabulary, [N]; 0 for an infinite maximum."""
     log_sum: Tensor
-    """[N], the logarithm of the sum of exp(x - largest) over the full vocabulary."""
+    """Logarithm of the sum of exp(x - largest) over the full vocabulary, [N]."""
     shares: Tensor | None
-    """[N, W], this rank's columns of the softmax, if a backward needs them."""
+    """This rank's columns of the softmax, [N, W]; None if backward does not read them."""
 
 
 @dataclass(slots=True)
 class SharedSoftmax:
-    """Softmax that the first loss of some logits computes and later losses reuse."""
+    """Cache of the softmax of some logits, filled by the first loss and reused by others."""
 
     parts: SoftmaxParts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateProduct:
-    """Linear layer that computes logits from hidden states [.., H] at the first read."""
+    """Linear head that computes logits from hidden states [.., H] at the first read."""
 
     weight: Tensor
-    """[W, H], this rank's rows."""
+    """Rows of the head's weight on this rank, [W, H]."""
     bias: Tensor | None
     dtype: torch.dtype
-    """The dtype of the logits: the product's dtype, or a wider dtype after a conversion."""
+    """Dtype of the logits: the product's, or a wider one after a conversion."""
     kernels: Kernels
 
     def detached(self) -> "LateProduct":
-        """Returns the same product without gradients."""
+        """Returns the same head without gradients."""
         bias = None if self.bias is None else self.bias.detach()
         return LateProduct(self.weight.detach(), bias, self.dtype, self.kernels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitShard:
-    """Tensor with the vocabulary in dim ``dim``; ``local`` is this rank's shard."""
+    """This rank's shard of logits, or the hidden states of lazy logits, with the vocabulary's dim."""
 
     local: Tensor
-    """This rank's shard; with a ``product`` the hidden states, with the hidden size in place of the vocabulary."""
+    """Shard of this rank; for lazy logits the hidden states, with the hidden size in dim ``dim``."""
     vocabulary: Vocabulary
     dim: int
-    """The dim of the vocabulary, counted from the front."""
+    """Dim of the vocabulary, counted from the front."""
     softmax: SharedSoftmax = field(default_factory=SharedSoftmax)
-    """The softmax, shared by all shards with the same values in the same order of tokens."""
+    """Cache of the softmax, shared with shards of equal values in equal token order."""
     product: LateProduct | None = None
-    """The product that computes the logits; None for computed logits."""
+    """Head that computes lazy logits; None for computed logits."""
 
     @property
     def width(self) -> int:
-        """The size of ``local`` in the dim of the vocabulary."""
+        """Size of ``local`` along ``dim``."""
         return self.vocabulary.width if self.product is None else self.product.weight.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
+        """Dtype of the logits."""
         return self.local.dtype if self.product is None else self.product.dtype
 
     @property
@@ -118,7 +118,7 @@ class LogitShard:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The shape without the vocabulary."""
+        """Shape of the logits without the vocabulary dim."""
         return (*self.local.shape[: self.dim], *self.local.shape[self.dim + 1 :])
 
     @property
@@ -131,7 +131,7 @@ class LogitShard:
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """Returns a shard of logits with the tensor ``local``, whose dim ``dim`` is the vocabulary.
+        """Returns a copy with the tensor ``local``, whose vocabulary is along ``dim``.
 
         ``same``: values and order of tokens are unchanged, so the softmax is shared.
         """

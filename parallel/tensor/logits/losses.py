@@ -16,14 +16,13 @@ Terms of the softmax over a sharded vocabulary (Megatron-LM, Shoeybi et al. 2019
 Each rank computes maximum and terms of its shard, and two all-reduces combine them in fp32: one for the maximum, one
 for all terms. Backward needs no communication: every rank has the softmax of its own columns. The implementation in
 torch saves this softmax; kernels recompute it (``kernels.ops.cross_entropy``) and save two numbers per token.
-Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss sends 2 alone, and none in addition to
-cross-entropy.
+Cross-entropy all-reduces 3 scalars per token, or 4 with label smoothing; a z-loss 2 alone, none after cross-entropy.
 
-The maximum is a constant for gradients: in every formula above its contributions cancel.
+The maximum has no gradient: its contributions cancel in every formula above.
 
-Lazy logits use the same terms and send the same bytes: every rank first computes its chunks of tokens, then reduces one
-maximum and one sum for all tokens; backward computes the chunks once more. The logits never exist all at once. The
-gradient of the hidden states is summed over "tp" at the entrance of the head.
+Lazy logits use the same terms and send the same bytes: every rank computes its chunks of tokens, then all-reduces one
+maximum and one sum for all tokens; backward recomputes the chunks. The gradient of the hidden states is summed over
+"tp" before the head.
 
 Shape suffixes: N tokens, V the vocabulary, W this rank's columns of the vocabulary, K terms.
 """
@@ -65,7 +64,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Terms(NamedTuple):
-    """Terms of the softmax, [N] each, in fp32 or wider, equal on all ranks, with gradients."""
+    """Per-token softmax terms of a loss, [N] each, in fp32 or wider, equal on all ranks, with gradients."""
 
     log_sum: Tensor
     picked: Tensor | None
@@ -73,7 +72,7 @@ class Terms(NamedTuple):
 
 
 def softmax_terms(logits: LogitShard, question: Question) -> Terms:
-    """Returns the terms of all tokens; terms that the shared softmax of ``logits`` already has are not sent again."""
+    """Computes the softmax terms selected by ``question``; cached terms of ``logits`` need no communication."""
     vocabulary, shared = logits.vocabulary, logits.softmax
     question = question._replace(start=vocabulary.start)
     if logits.product is not None:
@@ -188,22 +187,22 @@ def _finish(
 
 
 class OverAxis:
-    """Reduction of terms over the tensor axis, label "loss"."""
+    """All-reduces of per-token terms over the tensor axis, label "loss"."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
 
     def largest(self, values: Tensor) -> None:
-        """Replaces ``values`` by the maximum over all ranks, in place."""
+        """Replaces ``values`` by the maximum over all tensor ranks, in place."""
         self._axis.all_reduce(values, LOSS, "max")
 
     def sum(self, values: Tensor) -> None:
-        """Sums ``values`` over all ranks, in place."""
+        """Sums ``values`` over all tensor ranks, in place."""
         self._axis.all_reduce(values, LOSS)
 
 
 def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question) -> LinearTerms:
-    """Returns the terms of all tokens of lazy logits; the softmax is stored for other losses of the same logits."""
+    """Computes the terms of all tokens from hidden states, in chunks; caches the softmax for other losses."""
     shared, axis = hidden.softmax, hidden.vocabulary.axis
     known = None if shared.parts is None else Softmax(*shared.parts[:2])
     conditions = Conditions(product.kernels, None if axis.size == 1 else OverAxis(axis), known)
@@ -214,7 +213,9 @@ def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question
 
 
 def summed_loss(logits: LogitShard, target_N: Tensor, form: CrossEntropy) -> Tensor | None:
-    """Returns the reduced loss on an unsharded vocabulary, computed together with its gradients; None otherwise."""
+    """Returns the reduced cross-entropy of lazy logits on an unsharded vocabulary, by the fused operator; otherwise
+    None.
+    """
     product = logits.product
     if product is None or logits.vocabulary.axis.size > 1 or form.reduction == "none":
         return None

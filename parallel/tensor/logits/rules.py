@@ -190,11 +190,11 @@ LOGIT_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
 
 
 SHAPES = tuple(func for func, rule in LOGIT_RULES.items() if rule in (_flatten, _rearranged, _split, _along, _index))
-"""Functions that change shapes and read no values."""
+"""Functions that change shapes and read no elements."""
 
 
 def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of the rule of ``func``, with shards as arguments, or ``NotImplemented`` without a rule."""
+    """Runs the rule of ``func`` on logit shards; returns ``NotImplemented`` if there is none."""
     rule = LOGIT_RULES.get(func)
     leaves = pytree.tree_leaves(args) if rule is _index else (*args, *kwargs.values())
     if rule is None or not any(isinstance(leaf, LogitShard) for leaf in leaves):

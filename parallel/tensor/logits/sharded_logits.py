@@ -32,7 +32,7 @@ from engine.parallel.trace.torch_function import METADATA, function_name, writes
 
 
 class ShardedLogits(Tensor):
-    """Tensor with a sharded vocabulary dim; ``part`` is this rank's shard.
+    """Logits with a sharded vocabulary dim, as a tensor subclass; ``part`` is this rank's shard.
 
     Raises:
         EngineError: a function writes into the logits in place, or registers a hook on them.
@@ -57,7 +57,7 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def late(hidden: LogitShard, compute: Callable[[], LogitShard]) -> "ShardedLogits":
-        """Returns lazy logits of ``hidden`` states; ``compute`` computes them."""
+        """Returns lazy logits of the ``hidden`` states; ``compute`` returns the computed shard."""
         return _wait(LazyLogits(hidden, compute))
 
     @property
@@ -73,7 +73,7 @@ class ShardedLogits(Tensor):
 
     @property
     def waits(self) -> bool:
-        """True while these logits, and the logits they derive from, are not computed."""
+        """True while these logits, and the logits they derive from, are uncomputed."""
         source = None if self._waiting is None else self._waiting.source
         return self._part is None and (source is None or source.waits)
 
@@ -91,12 +91,12 @@ class ShardedLogits(Tensor):
 
     @property
     def alone(self) -> bool:
-        """True if this rank holds the full vocabulary."""
+        """True if the vocabulary is on this rank in full."""
         return self.vocabulary.axis.size == 1
 
     @property
     def gathered(self) -> bool:
-        """True if these logits have been gathered."""
+        """True if the full logits have been gathered and cached."""
         return self._full is not None
 
     def full(self, reason: str = "full") -> Tensor:

@@ -1,4 +1,4 @@
-"""Token values for losses and metrics of policies, from logits with a vocabulary that may be sharded.
+"""Log-probabilities and entropies of tokens for policy training, from logits with a vocabulary that may be sharded.
 
 Shape suffixes: B rows, S tokens, V the vocabulary.
 """
@@ -16,10 +16,11 @@ from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 def token_values(
     logits_BSV: Tensor, labels_BS: Tensor, names: Collection[str], temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """Computes log-probabilities of the labels and, by ``names``, other values of each token, [B, S] in fp32.
+    """Computes per-token log-probabilities of the labels and, by ``names``, other statistics, [B, S] each in fp32.
 
     Args:
-        logits_BSV: plain, or sharded over axis tp: then a few numbers per token are all-reduced, label "loss".
+        logits_BSV: logits, plain or sharded over axis tp; sharded ones all-reduce a few numbers per token, label
+            "loss".
         labels_BS: int64, from 0 to V - 1.
         names: "entropy" (with gradients), "log_sum_sq_probs", "mean_logits" and "is_top1" (without gradients).
         temperature: the divisor of the logits.

@@ -1,8 +1,7 @@
 """All-reduce of an input gradient, overlapped with weight gradients (Megatron-LM: async_grad_allreduce).
 
-The gradient of x is complete when the last layer that shares x has added to it, and must be summed over the tensor
-ranks before it leaves the region. The weight gradients of these layers need no sum, so they are computed while the sum
-is in flight:
+The gradient of x is complete when all layers that share x have added to it, and is then all-reduced over the tensor
+ranks. The layers' weight gradients are computed during this all-reduce:
 
     forward    x ── arrive ── f ──┬── query            token of query ──┐
                                   ├── key              token of key   ──┤ one node for each layer, made before f
@@ -13,12 +12,11 @@ Among ready nodes, autograd runs the node that was created last. The forward cre
 f, products, so backward runs in the order above. Each node passes its gradients on at once, so that only one dW exists
 at a time.
 
-The overlap runs on devices that overlap collectives with compute (``TensorAxis.overlap``), for tensors with a sum that
-takes longer than the launch of a few more nodes. x and every dy stay allocated until dW is computed; nothing else does.
+The overlap is used on devices that overlap collectives with compute (``TensorAxis.overlap``), for tensors whose
+all-reduce takes longer than the launch of a few nodes. x and every dy stay allocated until dW is computed.
 
-With ``Entrance.regather`` the forward saves only this rank's shard of x, and the gathered x is freed after the forward.
-Backward gathers x once more for all layers that share it, during the computation of the input gradients, which need no
-x.
+With ``Entrance.regather`` the forward saves only this rank's shard of x; backward gathers x again for all layers that
+share it, during the input gradients, which do not need x.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,19 +53,19 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Path of a tensor to the column layers that share it; ``owned`` and ``passed`` as in :func:`copy_to`."""
+    """Settings of f, which brings a tensor to its column layers; ``owned`` and ``passed`` as in :func:`copy_to`."""
 
     axis: TensorAxis
     owned: bool
     passed: Callable[[], None] | None = None
     dim: int | None = None
-    """The sharded dim along which the tensor is gathered; None: the tensor is full on every rank."""
+    """Sharded dim along which f gathers the tensor; None: the tensor is full on every rank."""
     regather: bool = False
-    """True if the gathered tensor is freed after the forward and gathered once more for the weight gradients."""
+    """True if the gathered tensor is freed after forward and gathered again for the weight gradients."""
 
 
 class Shared:
-    """Copy of a tensor that several column layers multiply; :meth:`multiply` runs the product of one layer."""
+    """Copy of an input that several column layers share; :meth:`multiply` runs the product of one layer."""
 
     def __init__(self, copy: Tensor, products: "tuple[_LateProduct, ...]" = ()) -> None:
         self.copy = copy
@@ -84,7 +82,7 @@ class Shared:
 
 
 def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> Shared:
-    """Returns f(``x``) for the plain products ``layers``; any number of them may use the copy."""
+    """Returns f(``x``) as a copy shared by the plain linear ``layers``."""
     axis = entrance.axis
     # regather needs the deferred products on every device: only they can restore x for the weight gradients
     again = _Again(entrance) if entrance.regather and entrance.dim is not None else None

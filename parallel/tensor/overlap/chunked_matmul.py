@@ -7,11 +7,10 @@ A chunk is the same slice of every rank's rows, so its product has rows of all r
 
     rank 0  a0 a1 | rank 1  b0 b1      chunk 0: a0 b0      chunk 1: a1 b1      result: a0 a1 b0 b1
 
-One chunk is the plain form (gather, multiply; multiply, scatter), for devices without overlap and for small tensors
+One chunk means gather, then multiply, or multiply, then scatter: for devices without overlap and small tensors
 (:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last sum of the input
-gradient is in flight, from the gathered input, which is saved or, with ``regather``, gathered again next to the input
-gradient (T times less memory, one more all-gather). Results equal the results of one chunk up to rounding: a BLAS may
-add in another order.
+gradient is in flight, from the gathered input, which is saved or, with ``regather``, gathered again (T times less
+memory, one more all-gather). Results equal those of one chunk up to rounding.
 
 In a region the first column layer gathers its input this way, and the others share the gathered rows
 (:class:`SharedInPieces`); the row layer scatters its product (:func:`scatter_product`).
@@ -48,45 +47,46 @@ from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Moves, Route
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 MOST_PIECES = 4
-"""The most chunks: each further chunk hides less of the remaining time and costs launches."""
+"""Maximum number of chunks of a product; more chunks cost launches and hide little more time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieced:
-    """Settings of a product that sends rows; ``label`` of the collectives: "column inputs" or "row outputs"."""
+    """Settings of a product in chunks; ``label`` of its collectives: "column inputs" or "row outputs"."""
 
     axis: TensorAxis
     label: str
     pieces: int | None = None
-    """The number of chunks; None: :func:`choose_pieces`."""
+    """Number of chunks; None: :func:`choose_pieces`."""
     transposed: bool = False
-    """True if the weight is [I, O]."""
+    """True if the weight is stored as [I, O]."""
     regather: bool = False
     chosen: Moves | None = None
-    """The implementation of both products; None: kernels that communicate if the axis has them, else collectives."""
+    """Implementation of both products; None: communicating kernels if the axis has them, else collectives."""
 
     @property
     def moves(self) -> Moves:
-        """The implementation that multiplies and communicates."""
+        """Implementation in use of the products with communication."""
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:
-        """Returns axis, label and number of chunks for ``part``, this rank's rows."""
+        """Returns (axis, label, number of chunks) for this rank's rows ``part``."""
         pieces = choose_pieces(part.shape[-2], part.numel() * part.element_size(), part.device.type, self.axis)
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Returns the weight as [I, O], a view."""
+        """Returns the weight as a view [I, O]."""
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
-        """Returns the weight as [O, I], which maps ``dy`` to the gradient of x."""
+        """Returns the weight as [O, I], the operand of the input gradient dx = dy W."""
         return self.matrix(weight.to(dy.dtype)).t()
 
 
 def choose_pieces(rows: int, size: int, device: str, axis: TensorAxis) -> int:
-    """Returns the most chunks, up to ``MOST_PIECES``, that divide ``rows`` and have the bytes of ``axis.overlap``
-    each."""
+    """Returns the largest number of chunks, up to ``MOST_PIECES``, that divides ``rows`` with chunks of at least the
+    bytes in ``axis.overlap``.
+    """
     devices, least = axis.overlap
     if device not in devices or axis.dry or axis.size == 1:
         return 1
@@ -218,7 +218,7 @@ def _computed_in(x: Tensor) -> torch.dtype:
 
 
 class SharedInPieces(Shared):
-    """Input that the first plain product gathers during its computation; the other layers share the gathered rows."""
+    """Input that the first plain product gathers in chunks; the other layers share the gathered rows."""
 
     def __init__(self, part: Tensor, axis: TensorAxis, plain: list[nn.Module]) -> None:
         self._part, self._axis, self._plain = part, axis, plain
@@ -226,13 +226,13 @@ class SharedInPieces(Shared):
 
     @property
     def copy(self) -> Tensor:  # type: ignore[override]
-        """The gathered rows."""
+        """Gathered rows of the input, [.., S, I]."""
         if self._whole is None:
             self._whole = gather_to(self._part, self._axis, self._part.ndim - 2, COLUMN_INPUTS)
         return self._whole
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """Returns the layer's product with the gathered rows."""
+        """Returns the product of ``layer`` with the gathered rows."""
         if self._whole is None and any(layer is other for other in self._plain) and has_own_weights(layer):
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]
             assert weight is not None
@@ -245,10 +245,9 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Returns True if ``rows`` rows of a rank, with as many bytes as ``part``, are sent while others are multiplied.
+    """Returns True if ``rows`` rows of ``part``'s bytes are communicated in chunks or tiles during the product.
 
-    They are sent in more than one chunk, or tile by tile; never in fewer bits, because chunks would split the blocks of
-    the code.
+    Always False with encoded activations, because chunks would split the blocks of the encoding.
     """
     if axis.wire is not None:
         return False
@@ -269,8 +268,9 @@ def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
 
 
 def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
-    """Maps x [.., S, P] to this rank's rows [.., S/T, O] of the layer's product, summed over the ranks; without
-    bias."""
+    """Maps x [.., S, P] to this rank's rows [.., S/T, O] of the layer's product, reduce-scattered over "tp", without
+    bias.
+    """
     weight = layer._parameters["weight"]
     assert weight is not None
     return multiply_scatter(x, weight, Pieced(axis, ROW_OUTPUTS, transposed=is_conv1d(layer)))

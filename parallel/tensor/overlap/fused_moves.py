@@ -1,4 +1,4 @@
-"""Products that send rows inside the kernel (``kernels/gpu/overlap``).
+"""Matrix products that send or receive rows inside the kernel (``kernels/gpu/overlap``).
 
 A tile is multiplied after its rows have arrived, and sent after its product. For shapes on which measurements found it
 faster, copy engines send the rows instead, to a kernel that waits for them (:func:`copied_rows`).
@@ -16,7 +16,6 @@ Copies send rows to the other ranks while a product waits for them tile by tile:
 The processors of the GPU only multiply; the copy engines move the rows. Copies of one stream run in order, so a signal
 arrives after its rows. Signals are copies too, of numbers written beforehand, because a kernel might not start while a
 product occupies every processor. On a CPU a copy has ended when its call returns.
-
 """
 
 from collections.abc import Callable, Iterator
@@ -42,12 +41,14 @@ _ALIGNED = 16
 
 
 def fuses(axis: TensorAxis) -> bool:
-    """Returns True if kernels of products on this axis communicate; not in a dry run, nor with stored results."""
+    """Returns True if kernels of products on this axis communicate; False in a dry run and in recomputation from stored
+    results.
+    """
     return axis.symmetric is not None and not axis.dry and axis.repeats is None
 
 
 def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-    """Returns True if the kernel of a product is to communicate; depends on the sizes and the axis alone."""
+    """Returns True if the kernel of this product communicates; depends on sizes and axis only."""
     row = measured_row(axis, operation, sizes, dtype)
     return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
 
@@ -55,7 +56,7 @@ def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, 
 def measured_row(
     axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype
 ) -> OverlapChoice | None:
-    """Returns the measurement of a product of these sizes; None if there is no such measurement."""
+    """Returns the measured choice for a product of these sizes; None if there is none."""
     return None if axis.measured is None else axis.measured.find(operation, sizes, dtype)
 
 
@@ -131,7 +132,7 @@ def scatter_in_kernel(
 
 
 def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns ``result`` in another shape, not marked as a view, which would refuse in-place writes."""
+    """Returns ``result`` reshaped without autograd's view mark, so that in-place writes are allowed."""
     found: Tensor = torch.ops.aten._unsafe_view(result, shape)
     return found
 
@@ -139,10 +140,10 @@ def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
 def fits(
     buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int, row: OverlapChoice | None = None
 ) -> bool:
-    """Returns True if the kernels can multiply these rows with ``matrix`` [K, N] and send ``size`` bytes to each rank,
-    in the tile of ``row``.
+    """Returns True if the kernels can multiply these rows by ``matrix`` [K, N] and send ``size`` bytes to each rank;
+    equal on all ranks.
 
-    A reason against the kernels is reported once; every rank gets the same result.
+    Logs the reason for a refusal once.
     """
     reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
@@ -166,7 +167,7 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """Returns the check that completes a call: on CPUs, where the kernel has ended, a check that all data arrived.
+    """Returns the function that completes a kernel call: on CPUs it checks that all data arrived.
 
     A GPU is checked once a step (:meth:`Comm.check_kernels`), because each check makes the host wait for the GPU.
     """
@@ -174,17 +175,16 @@ def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], No
 
 
 FUSED_MOVES = Moves(gather_in_kernel, scatter_in_kernel)
-"""Both products in kernels that communicate."""
+"""Implementation with kernels that communicate."""
 
 
 COPIED_BYTES = 4 << 20
-"""The fewest bytes of a copy, if a sequence has as many: smaller copies do not fill a link."""
+"""Minimum bytes of a copy, for sequences that are as long; smaller copies do not fill a link."""
 
 
 @contextmanager
 def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Iterator[None]:
-    """Sends ``part_BLK``, contiguous, to all tensor ranks in the call ``epoch``, with a signal for each ``tile_rows``
-    rows.
+    """Copies ``part_BLK``, contiguous, to all tensor ranks during the context, with a signal per ``tile_rows`` rows.
 
     A product launched inside the context waits for the rows (``launch_gather_product`` with half "multiply").
     """
@@ -201,17 +201,18 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
 
 
 def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
-    """Returns the signals of a sequence, int32 [tiles]; they must stay allocated until :func:`leave_rows` has copied
-    them."""
+    """Returns the signals of one sequence's tiles, int32 [tiles]; keep them allocated until :func:`leave_rows` has
+    copied them.
+    """
     tiles = -(-part_BLK.shape[1] // tile_rows)
     return torch.full((tiles,), epoch, dtype=torch.int32, device=buffer.mailbox.status.device)
 
 
 def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call: tuple[int, int, int]) -> None:
-    """Copies rows, and their signals, to one rank, on the current stream. The rows may be in pinned host memory.
+    """Copies rows and their signals to one rank on the current stream. The rows may be in pinned host memory.
 
     Args:
-        call: the destination rank, the epoch, and the rows of a tile.
+        call: (destination rank, epoch, rows of a tile).
     """
     owner, epoch, tile_rows = call
     (sequences, rows, _), tiles = part_BLK.shape, len(numbers)
@@ -226,6 +227,6 @@ def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call:
 
 
 def rows_of_a_copy(part_BLK: Tensor, tile_rows: int) -> int:
-    """Returns the fewest rows, a multiple of a tile's rows, that have ``COPIED_BYTES``."""
+    """Returns the smallest multiple of ``tile_rows`` rows with at least ``COPIED_BYTES`` bytes."""
     tile_bytes = tile_rows * part_BLK.shape[-1] * part_BLK.element_size()
     return tile_rows * -(-COPIED_BYTES // tile_bytes)

@@ -105,7 +105,9 @@ def _next_call(buffer: SymmetricBuffer, tile: "Tile") -> "KernelCall":
 def sum_in_turns(
     x_MP: Tensor, matrix_PO: Tensor, next_call: "Callable[[], KernelCall]"
 ) -> Generator[None, None, Tensor]:
-    """Sums ``x_MP`` times ``matrix_PO`` over the ranks, [M, O]; yields before a launch that waits for other ranks."""
+    """Computes the sum over ranks of ``x_MP @ matrix_PO``, [M, O]; yields before each launch that waits for other
+    ranks.
+    """
     from engine.kernels.gpu.overlap.launches import (
         launch_collect_slots,
         launch_forward_slots,
@@ -136,7 +138,7 @@ def sum_in_turns(
 
 
 def last_turn(turns: Generator[None, None, Tensor]) -> Tensor:
-    """Runs all launches of a rank, without pauses between them, and returns their result."""
+    """Runs all remaining launches of one rank; returns their result."""
     while True:
         try:
             next(turns)

@@ -1,4 +1,4 @@
-"""Products that send rows: interface, and implementation with collectives of the axis.
+"""Interface of matrix products that gather or scatter rows, and its implementation with collectives.
 
 Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs.
 """
@@ -18,7 +18,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Axis, label and number of chunks of a transfer."""
+    """Axis, label and number of chunks of a product's communication."""
 
     axis: TensorAxis
     label: str
@@ -26,7 +26,7 @@ class Route:
 
 
 class GatherProduct(Protocol):
-    """Product of gathered rows."""
+    """Interface: product of rows that are all-gathered along the sequence."""
 
     def __call__(self, part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
         """Returns (rows of all ranks times ``matrix`` [I, O] plus ``bias``, in the matrix's dtype; the gathered
@@ -34,7 +34,7 @@ class GatherProduct(Protocol):
 
 
 class ProductScatter(Protocol):
-    """Reduce-scattered product of rows."""
+    """Interface: product of rows that is reduce-scattered along the sequence."""
 
     def __call__(
         self, whole: Tensor, matrix: Tensor, plus: Tensor | None, dtype: torch.dtype, route: Route
@@ -95,11 +95,11 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) ->
 
 
 class Moves(NamedTuple):
-    """Implementation of the two products that send rows."""
+    """Pair of implementations: gather-product and product-scatter."""
 
     gather: GatherProduct
     scatter: ProductScatter
 
 
 PLAIN_MOVES = Moves(gather_product, product_scatter)
-"""Both products with collectives of the axis."""
+"""Implementation with collectives of the axis."""

@@ -1,4 +1,4 @@
-"""Products of experts on other ranks: the kernels that multiply rows also send them (``kernels/gpu/overlap``).
+"""Products of experts on other ranks, in kernels that also send the rows (``kernels/gpu/overlap``).
 
     dispatch_product   tokens -> the owners of their experts, a product each      gradient: a product there, rows return
     product_return     a product each -> back to the ranks of the tokens          gradient: rows are dispatched anew
@@ -28,17 +28,17 @@ _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ALIGNED = 16
 """Rows are a multiple of this number of bytes, so that a program loads whole lines."""
 AllToAll = Callable[[list[Tensor]], list[Tensor]]
-"""A function that sends each rank the rows in the list, and returns the rows that arrived from each rank."""
+"""Function that sends each rank the rows in a list, and returns the rows received from each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
-    """Destinations of a call's rows, and the symmetric memory through which kernels send them."""
+    """Destination rank of each row in a call, and the symmetric memory through which kernels send them."""
 
     rows: ExpertRows
     buffer: SymmetricBuffer
     kernels: Kernels
-    """The kernels for weight gradients, which are computed on this rank alone."""
+    """Kernels of the weight gradients, which are computed on this rank alone."""
 
 
 def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
@@ -57,8 +57,8 @@ def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tens
 
 
 def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    """Multiplies rows [R, K], sorted by expert, then by rank, with weight [X, K, N] and returns them to their ranks:
-    [T, N].
+    """Multiplies received rows [R, K], sorted by expert, then by source rank, with weight [X, K, N], and returns the
+    products to the source ranks: [T, N].
 
     Differentiable; errors as :func:`dispatch_product`.
     """
@@ -69,13 +69,13 @@ def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
 
 
 def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Computes :func:`dispatch_product` by an all-to-all, then a product for each expert."""
+    """Computes :func:`dispatch_product` by an all-to-all, then one product per expert."""
     received = rows.by_expert(exchange(rows.to_owners(tokens)))
     return grouped_product_reference(received, weight, rows.sizes.cumsum(0))
 
 
 def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
-    """Computes :func:`product_return` by a product for each expert, then an all-to-all."""
+    """Computes :func:`product_return` by one product per expert, then an all-to-all."""
     product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
     return torch.cat(exchange(rows.by_rank(product)))
 

@@ -20,32 +20,33 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class Divisibility:
-    """Number that must be divided among the tensor ranks."""
+    """Size that must divide among the tensor ranks, with the noun for messages."""
 
     owner: str
     noun: str
     count: int
     rule: str = "divide"
-    """ "divide": equal shares; "share": equal shares, or several ranks per unit; "rows": at least one row per rank.
+    """Rule: "divide": equal shares; "share": equal shares, or several ranks per unit; "rows": at least one row per
+    rank.
     """
 
     def allows(self, tp: int) -> bool:
-        """Returns True if ``tp`` ranks can divide this number among them."""
+        """Returns True if ``tp`` ranks can divide this size."""
         if self.rule == "rows":
             return self.count >= tp
         return self.count % tp == 0 or (self.rule == "share" and tp % self.count == 0)
 
     def complaint(self, tp: int) -> str:
-        """Returns the clause of the error that says why ``tp`` ranks cannot divide this number among them."""
+        """Returns the clause of an error that explains why ``tp`` ranks cannot divide this size."""
         verb = {"divide": "does not divide", "share": "neither divides nor is a multiple of", "rows": "is more than"}
         return f"tensor = {tp} {verb[self.rule]} the {self.count} {self.noun} of {self.owner}"
 
 
 def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
-    """Refuses a number of ranks that one of the numbers does not allow.
+    """Refuses a number of tensor ranks that one of the sizes does not allow.
 
     Raises:
-        PlanError: names the first number that does not fit, and every tensor size that all numbers allow.
+        PlanError: a size does not divide; the message names the first one, and every tensor size that all allow.
     """
     wrong = next((fit for fit in fits if not fit.allows(tp)), None)
     if wrong is None:
@@ -57,9 +58,10 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 
 
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
-    """Returns the ranges of ``size`` rows: ``parts`` equal parts, each sharded evenly in whole ``unit``s (heads).
+    """Returns the row ranges of each rank: ``size`` rows in ``parts`` equal parts, each sharded evenly in whole
+    ``unit``s (heads).
 
-    With fewer units than ranks, several consecutive ranks store each unit. The caller checks that the numbers divide.
+    With fewer units than ranks, several consecutive ranks store each unit. The caller checks divisibility.
     """
     width = size // parts
     units = width // unit
@@ -79,12 +81,12 @@ def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
 
 
 def held(ranges: tuple[Range, ...], index: int) -> int:
-    """Returns the number of rows on rank ``index``."""
+    """Returns the number of rows on tensor rank ``index``."""
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
 
 def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
-    """Returns the ranges of a dim; rank r stores the runs [start, stop) in ``runs[r]``, and every row has a holder."""
+    """Returns the ranges of a dim, given the runs [start, stop) of rows on each rank."""
     edges = [
         (row, rank, step)
         for rank, own in enumerate(runs)
@@ -102,7 +104,7 @@ def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ..
 
 
 def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
-    """Returns the runs [start, stop) on each rank, by rank; the inverse of :func:`ranges_of_runs`."""
+    """Returns the runs [start, stop) of rows on each rank; inverse of :func:`ranges_of_runs`."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(tp)]
     for part in sorted(ranges, key=lambda part: part.start):
         for holder in part.holders:

@@ -46,7 +46,7 @@ class _Target(NamedTuple):
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """Makes the plan of ``styles``, keyed by the first name of each module.
+    """Makes the plan of ``styles`` (by first name of each module) for ``tp`` tensor ranks.
 
     Raises:
         PlanError: a style does not suit its module, or the model does not fit ``tp``.
@@ -331,7 +331,7 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
 
 
 def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the region of each column and row layer, by name; layers of other kinds have none.
+    """Returns the name of the enclosing region of each column and row layer, by layer name; omits other layers.
 
     Raises:
         PlanError: a region without column layers or without a row layer.
@@ -369,7 +369,7 @@ def _alone(name: str, kind: str) -> PlanError:
 
 
 def check_embedding(module: nn.Embedding, name: str) -> None:
-    """Refuses the options that need all rows on one rank.
+    """Raises if the embedding has an option that needs all rows on one rank, such as ``max_norm``.
 
     Raises:
         PlanError: ``module`` has such an option.

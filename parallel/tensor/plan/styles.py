@@ -42,7 +42,7 @@ from engine.errors import ConfigError, PlanError
 
 CUTTING = ("column", "column+gather", "row", "cut")
 Rows = tuple[tuple[tuple[int, int], ...], ...]
-"""The runs [start, stop) of rows on each rank, ascending, by rank."""
+"""For each tensor rank, its runs [start, stop) of rows, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +51,26 @@ class Style:
 
     text: str
     kind: str = "attributes"
-    """"column", "column+gather", "row", "vocabulary", "experts", "cut", "partial", "replicate" or "attributes"."""
+    """Kind of the style: "column", "column+gather", "row", "vocabulary", "experts", "cut", "partial", "replicate" or
+    "attributes".
+    """
     dim: int | None = None
-    """The sharded dim of the style "cut"."""
+    """Sharded dim of a "cut" style."""
     parts: int = 1
     head: int | None = None
     rows: Rows | None = None
     view: bool = False
     divided: tuple[str, ...] = ()
     values: tuple[tuple[str, int], ...] = ()
-    """(attribute, new value) for each ``set``."""
+    """Pairs (attribute, new value), one for each ``set``."""
     ratios: tuple[tuple[str, str, str], ...] = ()
-    """(attribute, child above, child below) for each ``ratio``."""
+    """Triples (attribute, child above, child below), one for each ``ratio``."""
     counts: tuple[tuple[str, bool, str], ...] = ()
-    """(attribute, True if it may be absent, child) for each ``heads``."""
+    """Triples (attribute, True if it may be absent, child module), one for each ``heads``."""
 
     @property
     def changes_attributes(self) -> bool:
-        """True if the style changes numbers that a module computes with."""
+        """True if the style changes integer attributes that a module computes with."""
         return bool(self.divided or self.values or self.ratios or self.counts)
 
 
@@ -97,7 +99,7 @@ def parse_style(text: str) -> Style:
 
 
 def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """Writes exact rows as a word of the language."""
+    """Formats explicit rows of each rank as a ``rows:`` word of a style."""
     return "rows:" + "/".join("+".join(f"{start}-{stop}" for start, stop in runs) for runs in rows)
 
 
@@ -177,7 +179,7 @@ EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
 def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
-    """Returns (source of the plan, style by pattern).
+    """Returns (source of the plan for reports, styles by name pattern); reads the file if ``setting`` is a path.
 
     Raises:
         ConfigError: the file contains no such mapping.

@@ -15,45 +15,45 @@ LayerKind = Literal["column", "column+gather", "row", "embedding", "head", "expe
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """Sharding of one parameter over the tensor ranks; a shard concatenates the ranges of a rank in order."""
+    """Sharding of one parameter over the tensor ranks; a shard concatenates the rank's ranges in order."""
 
     dim: int
     ranges: tuple[Range, ...]
     """Ranges that cover the dim once; a range on several ranks has a partial gradient on each of them."""
 
     def widths(self, tp: int) -> tuple[int, ...]:
-        """Returns the number of rows on each rank."""
+        """Returns the number of rows on each of ``tp`` ranks."""
         return tuple(held(self.ranges, index) for index in range(tp))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """Kind and region of a sharded layer."""
+    """Kind of a sharded layer, with its parallel region."""
 
     name: str
     kind: LayerKind
     region: str
-    """The innermost module with the region's column layers and row layer; empty for embeddings and heads."""
+    """Innermost module with the region's column layers and row layer; empty for embeddings and heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttributeChange:
-    """Whole number that a module computes with, and the new value on every tensor rank."""
+    """Integer attribute of a module, such as its number of heads, with the value to set on every tensor rank."""
 
     module: str
     attribute: str
-    """The attribute's name; the prefix "config." names an attribute of the module's own copy of its config."""
+    """Name of the attribute; the prefix "config." refers to the module's own copy of its config."""
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Decision about a group of layers with its reason: a line of the plan's table."""
+    """Row of a plan's table: the decision about a group of layers, with its reason."""
 
     pattern: str
     style: str
     how: str
-    """Execution of the code on shards: local, local+ (with changed attributes), view, or replicate."""
+    """Strategy: local, local+ (with changed attributes), view, or replicate."""
     why: str
     bytes: int = 0
     """Bytes of shardable parameters that stay replicated, summed over all layers of the pattern."""
@@ -67,33 +67,36 @@ class TensorPlan:
     layers: Mapping[str, LayerCut]
     """Sharded layers by module name."""
     parameters: Mapping[str, ParameterCut]
-    """Sharded parameters by their first name in ``model.named_parameters()``; all others are replicated."""
+    """Sharding of each sharded parameter, by its first name in ``model.named_parameters()``; all others are
+    replicated.
+    """
     attributes: tuple[AttributeChange, ...]
     partial: frozenset[str]
     """Replicated parameters with a partial gradient on each tensor rank, which is summed over "tp"."""
     source: str
     """Source of the plan: the search, a file, or the configuration."""
     shown: frozenset[str] = frozenset()
-    """Parameters that code reads as global tensors, with the full shape."""
+    """Names of parameters that code reads as global tensors of the full shape."""
     patterns: Mapping[str, str] = field(default_factory=dict)
-    """The styles of the plan, in the form of ``parallel.tensor_plan``."""
+    """Styles of the plan by name pattern, as in ``parallel.tensor_plan``."""
     reasons: tuple[Reason, ...] = ()
-    """The table of a plan from the search."""
+    """Table of a plan that the search has found."""
     sequence: bool = False
     """True if activations between regions are sharded along the sequence (sequence parallelism)."""
     regather: bool = False
     """True if backward gathers the input of a region again, so that the gathered input is not stored."""
     equal: frozenset[str] = frozenset()
-    """Replicated parameters that meet sharded and full activations: each sharded use sums the gradient."""
+    """Replicated parameters used with both sharded and full activations; each sharded use all-reduces the gradient."""
 
     beside: frozenset[str] = frozenset()
-    """Parameters of ``partial`` that met sharded activations only; a use on full activations makes the gradient
-    wrong."""
+    """Parameters of ``partial`` that met sharded activations only; use on full activations would make the gradient
+    wrong.
+    """
     notes: tuple[str, ...] = ()
-    """One sentence for each limit that the search met."""
+    """One sentence for each limit of the search that applied."""
 
     def without(self, modules: Collection[str]) -> "TensorPlan":
-        """Returns the plan with the named modules, and everything inside them, on every rank in full."""
+        """Returns a plan in which ``modules`` and all of their submodules are replicated."""
 
         def outside(name: str) -> bool:
             return not any(is_inside(name, module) for module in modules)

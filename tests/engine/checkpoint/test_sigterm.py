@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 import engine
-from engine.checkpoint.coordinator import EXIT_CODE, ONE_REQUEST_SECONDS
+from engine.checkpoint.coordinator import EXIT_CODE
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_folders import committed
 from engine.checkpoint.format.step_reader import StepReader
@@ -25,6 +25,8 @@ from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[3]
 ENV = {"TRINE_TIMEOUT_SECONDS": "60"}
+ONE_REQUEST = 1.0
+"""Seconds for which the signals of these ranks are one request; a user has three."""
 
 
 # ------------------------------------------------------------------------------------------------ any moment
@@ -145,6 +147,7 @@ def saves_slowly(line: Line, folder: str, seconds: float) -> None:
     """Body of a rank: a save begins after update 2; then wait for the test before update 3."""
     with (
         patch("engine.checkpoint.coordinator.Files", lambda: SlowFiles(line, seconds)),
+        patch("engine.checkpoint.coordinator.ONE_REQUEST_SECONDS", ONE_REQUEST),
         course(settings("dp2", Path(folder))) as run,
     ):
         run.until(2)
@@ -154,7 +157,7 @@ def saves_slowly(line: Line, folder: str, seconds: float) -> None:
 
 
 def test_stopped_while_a_save_is_under_way(tmp_path: Path) -> None:
-    with Launch(saves_slowly, 2, str(tmp_path), 0.3, env=ENV) as launch:
+    with Launch(saves_slowly, 2, str(tmp_path), 0.1, env=ENV) as launch:
         launch.hear("saving")
         launch.send(signal.SIGTERM, 1)
         launch.tell("go on")
@@ -168,7 +171,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         launch.hear("saving")
         launch.send(signal.SIGTERM)
         launch.tell("go on")
-        time.sleep(ONE_REQUEST_SECONDS + 1.0)
+        time.sleep(ONE_REQUEST + 1.0)
         assert all(process.is_alive() for process in launch.processes), "they wait for the disk"
         began = time.monotonic()
         launch.send(signal.SIGTERM)

@@ -68,8 +68,8 @@ def cost(row: Row) -> float:
 
 FEW = ("decoder tied", "decoder dropout", "llama", "gpt2", "t5", "crossing")
 """Models of the pairs; decoder and nano are parts of others."""
-SEED = 5
-"""Of the array: the cheapest one of the first 25."""
+SEED = 128
+"""Of the array: the cheapest one of the first 900."""
 PAIRS = [
     row | {"accumulation": 4, "steps": (2, 1) if number % 2 else (1, 2)}
     for number, row in enumerate(covering_array({**FACTORS, "model": FEW}, partial(valid, most=4), 2, cost, SEED))

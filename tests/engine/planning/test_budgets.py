@@ -147,7 +147,7 @@ GRIDS = [{"data": 2}, {"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"pipeline"
          {"data": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"data": 2, "tensor": 2, "pipeline": 2}]  # fmt: skip
 
 
-SHORT = ({"tensor": 4}, {"pipeline": 4})
+SHORT = ({"pipeline": 4},)
 """Of the untied model; the tied one goes over all axes. ``test_covering_array`` compares every grid with its plan."""
 
 

@@ -25,6 +25,7 @@ from engine.reporting.banner import reasons_table
 from tests.engine.parity.architectures import ALL, REFUSED, find
 from tests.models import NanoBlock, batches_for, gpt2, llama, nano, take_rows
 from tests.parallel.tensor.plans import written_plan
+from tests.selection import wide
 
 
 def search(
@@ -199,7 +200,7 @@ def hows_of_nano(tp: int) -> list[str]:
     return hows(search(nano(), batches_for("nano", 2)[0], tp))
 
 
-@pytest.mark.parametrize("tp", [3, 5])
+@pytest.mark.parametrize("tp", [3, wide(5)])
 def test_a_size_that_does_not_fit_names_those_that_do(tp: int) -> None:
     with pytest.raises(PlanError) as caught:
         search(nano(), batches_for("nano", 2)[0], tp)

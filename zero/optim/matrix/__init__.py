@@ -1,1 +1,1 @@
-"""Optimizers that update a matrix as a whole: its owner makes the update, and the parts travel to it and back."""
+"""Optimizers that update whole matrices: an owner rank gathers the pieces, computes the update and scatters it."""

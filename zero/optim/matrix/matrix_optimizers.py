@@ -1,4 +1,4 @@
-"""Muon, SOAP and Shampoo over flat tensors: directions of parts of matrices here, whole matrices where they meet."""
+"""Muon, SOAP and Shampoo over flat tensors: directions computed on shards, updates on whole matrices."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,18 +13,18 @@ from engine.zero.optim.flat_optimizers import FlatOptimizer
 
 
 class FlatMatrixOptimizer(FlatOptimizer):
-    """Optimizer of whole matrices.
+    """Base class of optimizers that update whole matrices.
 
-    Over whole matrices it updates at once. Over parts of them (``apart``) a step leaves the directions of the update
-    in ``directions``, from which ``MatrixUpdates`` makes the update of all ranks.
+    With whole matrices, ``step`` updates them. With sharded ones (``apart``), ``step`` writes update directions to
+    ``directions``, from which ``MatrixUpdates`` computes the update across ranks.
     """
 
     apart = False
-    """Tensors are parts of matrices, or runs of several."""
+    """True if a tensor is a shard of a matrix, or contains several matrices."""
     reads_weights = False
-    """An update of a whole matrix needs its weights too."""
+    """True if the update of a matrix needs its weights too."""
     families = frozenset[str]()
-    """Names of the state that it may keep of full matrices."""
+    """Names of the state tensors of full matrices."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         """Takes ``options``: all params of the configuration."""
@@ -35,7 +35,7 @@ class FlatMatrixOptimizer(FlatOptimizer):
         """Whole matrix -> updates that it has had."""
 
     def rule(self, group: Mapping[str, Any]) -> MatrixRule:
-        """Returns the Shampoo hyperparameters of a parameter group."""
+        """Returns the hyperparameters of a parameter group."""
         raise NotImplementedError
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
@@ -61,15 +61,15 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
 
 class FlatMuon(FlatMatrixOptimizer):
-    """Muon; one momentum an element, with the direction of the update."""
+    """Muon; one momentum per element, and the update direction of each matrix."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """The momentum."""
+        """Name of the momentum tensor."""
         return ("momentum_buffer",)
 
     def rule(self, group: Mapping[str, Any]) -> MuonRule:
-        """Returns the rule of a group."""
+        """Returns Muon's hyperparameters in a parameter group."""
         return MuonRule.of(group)
 
     def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
@@ -86,20 +86,20 @@ class FlatMuon(FlatMatrixOptimizer):
 
 
 class FlatSOAP(FlatMatrixOptimizer):
-    """SOAP, of gradients; all that it keeps is of whole matrices."""
+    """SOAP over gradients; its whole state belongs to full matrices."""
 
     families = SOAP_STATE
 
     def rule(self, group: Mapping[str, Any]) -> SoapRule:
-        """Returns the rule of a group."""
+        """Returns SOAP's hyperparameters in a parameter group."""
         return SoapRule.of(group)
 
 
 class FlatShampoo(FlatMatrixOptimizer):
-    """Shampoo, of gradients; all that it keeps is of whole matrices."""
+    """Shampoo over gradients; its whole state belongs to full matrices."""
 
     families = SHAMPOO_STATE
 
     def rule(self, group: Mapping[str, Any]) -> ShampooRule:
-        """Returns the rule of a group."""
+        """Returns Shampoo's hyperparameters in a parameter group."""
         return ShampooRule.of(group)

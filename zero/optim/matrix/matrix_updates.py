@@ -1,28 +1,25 @@
 """Updates of full matrices that are sharded over data and tensor ranks (Muon, SOAP, Shampoo under ZeRO and tp).
 
-    directions of the own parts, made by the step of the optimizer
-        -> over the data ranks to the owner of each matrix: its part of a tensor rank, whole
-        -> over the tensor ranks, of matrices that these cut: the whole matrix
-        -> the update, from what the owner alone keeps of the matrix
-        -> the same two ways back, to the weights that each rank owns
+    the optimizer step computes directions of this rank's pieces of matrices
+        -> all-to-all over data ranks: each matrix's owner gets its whole tensor shard
+        -> all-to-all over tensor ranks, for matrices sharded over them: the owner gets the full matrix
+        -> the owner computes the update, with state that it alone stores
+        -> the same exchanges in reverse order, to the ranks that own the weights
 
-A matrix that tensor ranks hold in full is made by each of them, from equal bits, and not sent over that axis; its state
-is then on each of them too.
+A matrix that is replicated over tensor ranks is updated by each of them, from equal bits, with equal state.
 
-Matrices go in rounds, so that the messages of one overlap with the computation of another:
+Matrices are updated in rounds; communication of one round overlaps with computation of another:
 
     round 0   | gather | update, scatter | apply |
     round 1            | gather | update, scatter | apply |
     round 2                     | gather | update, scatter | apply |
 
-In every column the newest round begins first, so that its gather is under way while the one before it is computed, and
-the way back of that one while the next is. All ranks make all calls in this order, also without matrices of their own.
-With tensor ranks a round has two columns more, for the way over them and back.
+In every column the newest round starts first, so that its gather overlaps with the update of the round before. All
+ranks make all calls in this order, even if they own no matrix. Tensor ranks add two columns, for their exchanges.
 
-Updates do not ride on the gather of parameters that follows. That one brings every rank the weights of whole buckets,
-rounded, from the shards of the owners of fp32 masters, and a shard is an equal slice of a bucket, which cuts
-through matrices. The owner of a matrix has no master of the other shards' elements, so its update has to reach these
-before anything can be rounded and gathered. The gather of a bucket begins as soon as its last matrix is updated.
+The updates cannot be part of the following parameter gather, which sends rounded weights: fp32 masters are sharded in
+equal slices of buckets, which divide matrices, so a matrix's owner lacks the masters to round. The gather of a bucket
+starts when its last matrix is updated.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,32 +46,34 @@ _UNDER_WAY = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRound:
-    """Exchanges of matrices in the same messages."""
+    """One round of a step: matrices with shards in the same messages."""
 
     data: OwnerRoute
-    """Over the data ranks that share buckets: parts of a tensor rank."""
+    """Route over the data ranks that share buckets, for shards of one tensor rank."""
     tensor: OwnerRoute | None
-    """Over the tensor ranks, of the cut matrices that this place among the data ranks owns; None: there are none."""
+    """Route over the tensor ranks, for the tensor-parallel matrices that this data rank owns; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRoutes:
-    """Exchanges of the matrices of one pipeline and tensor coordinate, in one of its shard groups."""
+    """Routes of all matrices of one pipeline and tensor coordinate, within a shard group."""
 
     rows: Mapping[str, ShardRow]
-    """The matrices, by name."""
+    """Matrices by name, as rows of the shard table."""
     rounds: tuple[MatrixRound, ...]
     dtype: torch.dtype
-    """Dtype of messages: the widest of the updated weights."""
+    """Dtype of messages: the widest dtype of the updated weights."""
     place: int
-    """Index of this position among the data ranks that share buckets."""
+    """Index of this rank among the data ranks that share buckets."""
     tp: int
     crossed: bool
-    """Tensor ranks cut some matrix of the pipeline coordinate, so that every round has a way over them."""
+    """True if tensor ranks shard any matrix of this pipeline coordinate, so that each round communicates over tp
+    too.
+    """
 
     @cached_property
     def made(self) -> tuple[str, ...]:
-        """Matrices that this position updates, and whose state it has."""
+        """Names of the matrices that this rank updates and stores the state of."""
         found: list[str] = []
         for each in self.rounds:
             cut = each.tensor.owners if each.tensor is not None else {}
@@ -83,13 +82,13 @@ class MatrixRoutes:
 
 
 class MatrixUpdates:
-    """Makes the updates of all matrices of a rank, once a step.
+    """Updates of all matrices of a rank, once per step, with communication to the owners and back.
 
-    Momenta of shards are state of the optimizer; state of a full matrix is stored here, by its owner.
+    The optimizer stores momenta of shards; this object stores state of full matrices, on their owner.
 
     Args:
         places: the tensors of the optimizer.
-        inner: the optimizer; its parts that update whole matrices then leave directions.
+        inner: the optimizer; its matrix optimizers then compute update directions only.
     """
 
     by_owner = True
@@ -116,25 +115,25 @@ class MatrixUpdates:
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state that any of the optimizers may keep of full matrices."""
+        """Names of the state tensors of full matrices, over all optimizers."""
         return frozenset(family for maker in self._makers for family in maker.families)
 
     @property
     def on_all_data_ranks(self) -> bool:
-        """Every data rank updates all matrices, and so keeps all of their state."""
+        """True if every data rank updates all matrices and stores all of their state."""
         return all(len(each.data.members) == 1 for each in self._routes.rounds)
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._routes.rows)
 
     def forget(self) -> None:
-        """Begins anew at the next update."""
+        """Deletes the state of whole parameters; the next update creates new state."""
         self.state.clear()
         self._begun.clear()
 
     def prepare(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the state of the matrices that this rank owns; allocates zeros before the first update."""
+        """Returns the state of the matrices that this rank owns; zeros before the first update."""
         for name in self._routes.made if not self.state else ():
             if own := self.shapes[name]:
                 dtype, device = state_dtype(self._routes.rows[name]), self._blank.device
@@ -143,10 +142,10 @@ class MatrixUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates every matrix from the directions of the step, and yields the names of matrices with new weights.
+        """Updates all matrices from the directions of the step; yields the names of matrices with new weights.
 
-        Matrices without a gradient, ``unused``, do not change. ``missed``: updates without a gradient of the other
-        matrices.
+        Matrices without a gradient, ``unused``, do not change. ``missed``: number of updates without a gradient, by
+        matrix.
         """
         step = _Step(self._places, self._take_directions(), self._routes.dtype, unused, missed)
         self.prepare()
@@ -258,7 +257,7 @@ class _Step:
 
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
-    """Begins a round in every turn, then continues the rounds before it, the newest first; yields their results."""
+    """Pipelines rounds: starts one, then continues the earlier ones, newest first; yields their results."""
     waiting, begun = iter(rounds), list[Iterator[Made]]()
     while True:
         new = next(waiting, None)
@@ -274,7 +273,7 @@ def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
 
 
 def state_dtype(row: ShardRow) -> torch.dtype:
-    """Returns the dtype of a matrix's state and of its decompositions: fp32, or fp64 for a parameter in fp64."""
+    """Returns the dtype of a matrix's state and decompositions: fp32, or fp64 for an fp64 parameter."""
     return torch.float64 if row.dtype == torch.float64 else torch.float32
 
 

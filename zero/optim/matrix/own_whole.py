@@ -1,5 +1,4 @@
-"""An optimizer of the user's that needs whole parameters, at every stage: its owner updates each with an optimizer of
-that class, from the whole gradient and the whole weights.
+"""A user's optimizer that needs whole parameters: an owner rank updates each from its whole gradient and weights.
 
 The class declares ``whole_parameters = True``. An update of a parameter may then read all of it, its gradient and its
 state, and nothing of another parameter; what lasts is in ``self.state`` and in the groups.
@@ -23,7 +22,9 @@ Shape = tuple[int, ...]
 
 
 def declares_whole(given: object) -> bool:
-    """Returns True for a class with ``whole_parameters = True``, for its instance, and for a factory of either."""
+    """Returns True for an optimizer class with ``whole_parameters = True``, an instance of it, or a factory of
+    either.
+    """
     if getattr(given, "whole_parameters", False):
         return True
     if isinstance(given, torch.optim.Optimizer) or not callable(given):
@@ -37,15 +38,15 @@ def declares_whole(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnWholeRule:
-    """Rule of a group: a step of the user's optimizer over one whole parameter."""
+    """Update rule of a group: one step of the user's optimizer on a whole parameter."""
 
     make: OptimizerFactory
     options: Mapping[str, Any] = field(default_factory=dict)
     known: dict[Shape, dict[str, Any]] = field(default_factory=dict)
-    """State of a parameter of a shape after an update, by name: tensors without data, and numbers."""
+    """State after an update by parameter shape and name: meta tensors and numbers."""
 
     def cost(self, shape: Shape) -> int:
-        """Returns the elements of the parameter, because the operations of the update are not known."""
+        """Returns the number of elements as the estimated cost, because the user's operations are unknown."""
         return prod(shape)
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
@@ -53,7 +54,9 @@ class OwnWholeRule:
         return {name: tuple(getattr(value, "shape", ())) for name, value in self._state(shape).items()}
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
-        """Returns the weights after a step. ``direction_AB`` [2, ...]: the gradient, and the weights."""
+        """Returns the weights after a step of the user's optimizer on ``direction_AB`` [2, ...]: gradient and
+        weights.
+        """
         gradient, weights = direction_AB
         parameter = nn.Parameter(weights.clone())
         parameter.grad = gradient.clone()
@@ -66,7 +69,7 @@ class OwnWholeRule:
         return parameter.detach()
 
     def apply_(self, weights: Tensor, update: Tensor, shape: Shape, step: int) -> None:
-        """Copies the new weights into the parameter."""
+        """Copies ``update``, the new weights, to ``weights``."""
         weights.copy_(update.view(weights.shape))
 
     def _over(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
@@ -125,7 +128,9 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class FlatWhole(FlatMatrixOptimizer):
-    """User's optimizer over parts of parameters: its groups and options, and the updates of whole parameters."""
+    """Optimizer over shards of parameters with the groups and options of the user's optimizer, which updates whole
+    ones.
+    """
 
     reads_weights = True
 
@@ -139,15 +144,15 @@ class FlatWhole(FlatMatrixOptimizer):
 
     @property
     def kind(self) -> str:
-        """The name of the user's class."""
+        """Class name of the user's optimizer."""
         return self._kind
 
     @property
     def families(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of its state for the parameters of this run."""
+        """Names of the state tensors of this run's parameters."""
         return frozenset(name for state in self._known.values() for name in state)
 
     def rule(self, group: Mapping[str, Any]) -> OwnWholeRule:
-        """Returns the rule of a group."""
+        """Returns the update rule with the options of a parameter group."""
         options = {name: value for name, value in group.items() if name in self._options}
         return OwnWholeRule(self._make, options, self._known)

@@ -22,37 +22,35 @@ from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.parallel.grid import Axis
 
 LABEL = "matrices"
-"""Label of both ways."""
+"""Label of the exchanges in both directions."""
 ROUNDS = 4
-"""Rounds of a step, where owners have so many matrices: the first gather and the last scatter overlap with no
-computation."""
+"""Maximum number of rounds of a step; the first gather and the last scatter overlap with no computation."""
 SURPLUS = 1.25
-"""Limit of the messages of all rounds, as a factor of a single round's: each message has the size of the largest of its
-round."""
+"""Maximum bytes of all rounds' messages, relative to a single round; padding to equal sizes grows with rounds."""
 ROUND_ELEMENTS = 1 << 24
-"""Elements that an owner gathers in a round, which it stores together with the elements of the rounds around it."""
+"""Maximum elements that an owner gathers in one round; it also stores those of the neighbouring rounds."""
 Arrived = TypeVar("Arrived")
 
 
 @dataclass(frozen=True)
 class OwnerRoute:
-    """Owners of matrices, and the share of each rank; the same on all ranks of the axis."""
+    """Owners of matrices and elements of each rank, equal on all ranks of an axis."""
 
     axis: Axis
     members: tuple[int, ...]
-    """Indices of the axis that take part, in the order of the pieces of a matrix."""
+    """Participating indices on the axis, in the order of a matrix's pieces."""
     owners: Mapping[str, int]
-    """Matrix -> place of its owner among the members; in one order on all of them."""
+    """Position among the members of each matrix's owner; equal order on all ranks."""
     sizes: Mapping[str, tuple[int, ...]]
-    """Matrix -> elements that each member holds."""
+    """Number of elements of each matrix on every member."""
 
     def owned(self, place: int) -> list[str]:
-        """Returns the matrices of an owner, in order."""
+        """Returns the names of the matrices of the owner at position ``place``, in order."""
         return [name for name, owner in self.owners.items() if owner == place]
 
     @cached_property
     def message(self) -> int:
-        """Elements of the largest message between two members; 0: nothing is sent."""
+        """Elements of the largest message between two members; 0: no communication."""
         places = range(len(self.members))
         sums = [
             sum(self.sizes[name][source] for name in self.owned(owner))
@@ -63,8 +61,9 @@ class OwnerRoute:
         return max(sums, default=0)
 
     def traffic(self, counted: Axis, itemsize: int, ways: int = 2) -> tuple[Traffic, ...]:
-        """Returns the traffic of both directions of a step, over the axis as it is counted; of three, if owners need
-        weights too."""
+        """Returns the traffic of a step: ``ways`` all-to-alls, 2 or, if owners need weights too, 3; ``counted``: axis
+        of the tally.
+        """
         if not self.message:
             return ()
         ranks = len(self.members)
@@ -72,9 +71,9 @@ class OwnerRoute:
 
 
 def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Returns the owner of each matrix: the rank with most of it, among ranks with work below a fair share.
+    """Assigns each matrix to the rank with most of its elements, among ranks with less work than a fair share.
 
-    No owner has more than a fair share of the work and the largest matrix. ``held``: elements of each rank.
+    No owner exceeds a fair share by more than one matrix. ``held``: elements of each matrix on every rank.
     """
     ranks = len(next(iter(held.values()), ()))
     loads = [0] * ranks
@@ -95,15 +94,14 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
 def rounds_of(
     owners: Mapping[str, int], costs: Mapping[str, int], held: Mapping[str, Sequence[int]], order: Sequence[str]
 ) -> list[list[str]]:
-    """Returns the matrices in rounds with about equal shares of the updates of every owner.
+    """Divides the matrices into rounds with about equal work for every owner.
 
-    There are at most ``ROUNDS``, fewer where owners have fewer matrices, or where messages of one size would be more
-    than ``SURPLUS`` times the messages of a single round; more where an owner would gather over ``ROUND_ELEMENTS`` in
-    one.
+    There are at most ``ROUNDS``; fewer if owners have fewer matrices, or if padded messages exceed ``SURPLUS`` times a
+    single round's; more if an owner would gather over ``ROUND_ELEMENTS`` in a round.
 
     Args:
-        held: elements of each rank.
-        order: the matrices as buckets have them, so that early rounds complete the first buckets.
+        held: elements of each matrix on every rank.
+        order: matrices in bucket order, so that early rounds complete the first buckets.
     """
     of_owner: dict[int, list[str]] = {}
     for name in order:
@@ -144,31 +142,30 @@ def _message_elements(
 
 
 class Arriving(Generic[Arrived]):
-    """Result of an exchange under way."""
+    """Handle of an exchange in progress."""
 
     def __init__(self, pending: Pending | None, read: Callable[[], Arrived]) -> None:
         """Takes ``read``, which computes the result from the received messages. ``pending`` None: nothing is sent."""
         self._pending, self._read = pending, read
 
     def wait(self) -> Arrived:
-        """Waits for the messages, once, and returns the result."""
+        """Waits for the messages and returns the result."""
         if self._pending is not None:
             self._pending.wait()
         return self._read()
 
 
 class OwnerExchange:
-    """Gather and scatter of one route on this rank: an all-to-all each, label "matrices", that is started and waited
-    for."""
+    """Gather to owners and scatter from owners on this rank: one asynchronous all-to-all each, label "matrices"."""
 
     def __init__(self, route: OwnerRoute, comm: Comm) -> None:
         self._route, self._comm = route, comm
         self._here = route.members.index(comm.grid.index(route.axis))
 
     def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
-        """Starts the exchange that returns the pieces of all members, flat and in order, of each matrix of this rank.
+        """Starts the all-to-all that returns, for each matrix of this rank, the flat pieces of all members in order.
 
-        ``pieces``: pieces of this rank. ``blank``: no elements, in the dtype and on the device of the pieces.
+        ``pieces``: this rank's pieces. ``blank``: empty tensor with their dtype and device.
         """
         own = {name: pieces.get(name, blank).reshape(-1) for name in self._route.owners}
         places = range(len(self._route.members))
@@ -187,8 +184,9 @@ class OwnerExchange:
         return Arriving(pending, read)
 
     def scatter(self, results: Mapping[str, Sequence[Tensor]], blank: Tensor) -> Arriving[dict[str, Tensor]]:
-        """Starts the exchange that returns this rank's piece of each matrix, flat; ``results``: pieces of all members,
-        of matrices of this rank."""
+        """Starts the all-to-all that returns this rank's flat piece of each matrix; ``results``: pieces of the matrices
+        that this rank owns, for each member.
+        """
         places, mine = range(len(self._route.members)), self._route.owned(self._here)
         pending, received = self._swap([[results[name][place] for name in mine] for place in places], blank)
         kept = [results[name][self._here] for name in mine]

@@ -1,1 +1,1 @@
-"""Optimizers with more state than a number of the dtype of the weights for each element, and their state."""
+"""Optimizers whose state is not one number of the weight dtype per element, and that state."""

@@ -1,4 +1,4 @@
-"""Adafactor over flat shards of matrices: sums over rows and columns are exchanged, and no matrix.
+"""Adafactor over flat shards of matrices: only row and column sums are all-reduced.
 
     squares of own gradients, by row and column, and of own weights   -> summed over data, then tensor ranks
     means of all rows and columns, whole on every rank
@@ -39,7 +39,7 @@ from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SumRoutes,
 
 
 class FlatAdafactor(FlatOptimizer):
-    """Adafactor; a step notes which tensors are updated, and :class:`FactoredUpdates` makes the update of all ranks."""
+    """Adafactor; a step records the tensors to update, and :class:`FactoredUpdates` updates them across ranks."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         """Takes ``options``: all params of the configuration."""
@@ -53,15 +53,15 @@ class FlatAdafactor(FlatOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class FactorRoutes(SumRoutes):
-    """Parameters with summed statistics, and the axes of the sums."""
+    """Parameters with row and column statistics, and the axes of their sums."""
 
     @property
     def elements(self) -> int:
-        """Elements of the first all-reduce of a step: squares of gradients by row and column, and of weights."""
+        """Elements of a step's first all-reduce: squared gradients by row and column, and squared weights."""
         return sum(mean_elements(row.shape) + 1 for row in self.rows)
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Returns the all-reduces of a step: one of row means, one of column means."""
+        """Returns the traffic of a step: two all-reduces per axis, of row and column sums, then of squared updates."""
         sizes = [count * self.dtype.itemsize for count in (self.elements, len(self.rows))]
         return tuple(
             Traffic(axis, LABEL, 2, sum(sent_bytes("all_reduce", size, ranks) for size in sizes))
@@ -70,7 +70,7 @@ class FactorRoutes(SumRoutes):
 
 
 class FactoredUpdates:
-    """Makes the updates of all parameters of Adafactor on a rank, once a step.
+    """Adafactor's updates of all parameters on this rank, once per step.
 
     Args:
         places: the tensors of the optimizer.
@@ -94,26 +94,26 @@ class FactoredUpdates:
 
     @property
     def shapes(self) -> WholeShapes:
-        """The means of each parameter."""
+        """Shapes of the row and column means of each parameter."""
         return {row.name: mean_shapes(row.shape) for row in self._routes.rows}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
 
     def forget(self) -> None:
-        """Begins anew at the next update."""
+        """Deletes the running means; the next update starts new ones."""
         self.state.clear()
 
     def prepare(self) -> WholeState:
-        """Returns the means; zeros before the first update."""
+        """Returns the row and column means; zeros before the first update."""
         if not self.state:
             self.state.update(self._views(self._zeros(self._routes.elements - len(self._numbers))))
         return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates every parameter of the step at once; ``unused`` ones have no gradient, and keep their count."""
+        """Updates every parameter of the step; those in ``unused`` keep their values and step counts."""
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:
             maker.due.clear()

@@ -1,4 +1,4 @@
-"""The parts of parameters that a rank updates where sums over whole parameters are needed, and who adds which elements.
+"""Pieces of parameters on this rank for sums over whole parameters; each element is added by exactly one rank.
 
 Data ranks that shard a bucket have other elements each. Where tensor ranks hold the same elements, one of them adds
 them, so that all get the same bits.
@@ -17,49 +17,49 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 LABEL = "statistics"
-"""Label of the sums."""
+"""Label of the all-reduces of norms and sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class SumRoutes:
-    """Parameters with sums, and the axes of the sums."""
+    """Parameters with global sums, and the axes of the sums."""
 
     rows: tuple[ShardRow, ...]
-    """The parameters of a pipeline coordinate."""
+    """Parameters of one pipeline coordinate, as rows of the shard table."""
     axes: tuple[tuple[Axis, int], ...]
-    """The axes over which elements are divided, and their ranks: that of the shards, and "tp"."""
+    """(axis, number of ranks) pairs that shard the elements: the ZeRO shard axis, and "tp"."""
     copied: bool
-    """Several ranks of the first axis hold the same elements, and the first of them adds them."""
+    """True if ranks of the first axis store equal elements, which only the first of them adds to the sum."""
     dtype: torch.dtype
-    """That of the widest weights."""
+    """Widest dtype of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountedPart:
-    """Elements of a parameter in one tensor of the optimizer."""
+    """Elements of one parameter in one tensor of the optimizer."""
 
     row: ShardRow
     number: int
-    """Number of the row."""
+    """Number of the parameter's row."""
     piece: MatrixPiece
     place: OptimizerTensor
     part: slice
-    """Elements of the tensor."""
+    """Slice of the optimizer tensor."""
     counted: tuple[slice, ...] | None
-    """Elements that this rank adds to sums; None: all."""
+    """Slices of the elements that this rank adds to sums; None: all."""
 
     @property
     def weights(self) -> Tensor:
-        """Weights [n]."""
+        """Weights of these elements, [n]."""
         return self.place.parameter.detach().view(-1)[self.part]
 
     @property
     def grads(self) -> Tensor:
-        """Gradients [n]."""
+        """Gradients of these elements, [n]."""
         return self.place.grads.view(-1)[self.part]
 
     def own(self, squares_n: Tensor) -> Tensor:
-        """Returns squares of its elements, without squares that another tensor rank adds."""
+        """Returns ``squares_n`` with zeros for elements that another tensor rank adds."""
         if self.counted is None:
             return squares_n
         kept = torch.zeros_like(squares_n)
@@ -78,7 +78,7 @@ class CountedPart:
 def counted_parts(
     places: Sequence[OptimizerTensor], due: Collection[Tensor], routes: SumRoutes, grid: Grid
 ) -> Iterator[CountedPart]:
-    """Yields the parts of the tensors that are ``due``."""
+    """Yields the parameters' elements in the tensors ``due`` for an update."""
     rows, holder = routes.rows, grid.holder()
     numbers = {row.name: number for number, row in enumerate(rows)}
     for place in places:

@@ -21,7 +21,7 @@ _SCALE = "{}_scale"
 
 
 class FlatAdamW8bit(FlatOptimizer):
-    """AdamW; the state has codes in the shape of a tensor under "exp_avg", and scales under "exp_avg_scale"."""
+    """AdamW with 8-bit moments: codes under "exp_avg" in the tensor's shape, and scales under "exp_avg_scale"."""
 
     encodes = True
 
@@ -31,7 +31,7 @@ class FlatAdamW8bit(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Both averages."""
+        """Names of the two moments."""
         return tuple(_SIGNED)
 
     @property
@@ -62,7 +62,7 @@ class FlatAdamW8bit(FlatOptimizer):
         return [BlockCodes(state[name].view(-1), state[_SCALE.format(name)]) for name in _SIGNED]
 
     def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the decoded moments, in the shape and dtype of the tensor: copies."""
+        """Returns copies of the decoded moments, in the shape and dtype of the tensor."""
         if not self.state.get(weight):
             return {}
         block, found = self._block(weight), {}
@@ -76,7 +76,7 @@ class FlatAdamW8bit(FlatOptimizer):
         return found
 
     def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Encodes moments that were loaded or written."""
+        """Encodes and stores moments ``values``, loaded or written by the user."""
         self.state.pop(weight, None)
         if not values:
             return

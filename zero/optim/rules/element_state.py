@@ -11,11 +11,11 @@ from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 ElementState = dict[nn.Parameter, dict[str, Tensor]]
-"""By the flat parameter that the optimizer updates, then by name."""
+"""Per-element state by flat optimizer parameter, then by name."""
 
 
 def element_state(optimizer: ShardedOptimizer, device: torch.device | None = None) -> ElementState:
-    """Returns the state itself, or copies on ``device`` of state in another form; empty before the first update."""
+    """Returns the state tensors, or decoded copies on ``device`` of encoded state; empty before the first update."""
     inner = optimizer.inner
     known = [place for place in optimizer.places if place.parameter in inner.state]
     if isinstance(inner, FlatOptimizer):
@@ -31,12 +31,12 @@ def element_state(optimizer: ShardedOptimizer, device: torch.device | None = Non
 
 
 def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
-    """Returns True if the state of a tensor is stored in another form than ``element_state`` returns."""
+    """Returns True if the state of ``parameter`` is encoded, so that ``element_state`` returns copies."""
     return isinstance(optimizer.inner, FlatOptimizer) and optimizer.inner.encoded(parameter)
 
 
 def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Stores values that were loaded or written into copies; nothing if ``element_state`` returns the state itself."""
+    """Encodes and stores changed copies from ``element_state``; does nothing for state that is not encoded."""
     inner = optimizer.inner
     for parameter, values in state.items():
         if isinstance(inner, FlatOptimizer) and inner.encoded(parameter):
@@ -45,16 +45,16 @@ def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping
 
 @contextmanager
 def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
-    """Yields the state to read and to write in place; state in another form is encoded at the end."""
+    """Yields the state for in-place reads and writes; encoded state is encoded again at the end."""
     state = element_state(optimizer)
     yield state
     keep_state(optimizer, state)
 
 
 def state_names(optimizer: ShardedOptimizer) -> list[str]:
-    """Returns names of the states with a value for each element on this rank, such as "exp_avg", sorted.
+    """Returns the names of state tensors with one number per element on this rank, such as "exp_avg", sorted.
 
-    Several optimizers have the names of all of them, independent of this rank's elements.
+    For several optimizers: the names of all, independent of this rank's elements.
     """
     if optimizer.delayed is not None:
         optimizer.delayed.join()

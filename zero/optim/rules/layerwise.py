@@ -1,4 +1,4 @@
-"""LAMB and LARS over flat shards of parameters: norms are exchanged, and no parameter.
+"""LAMB and LARS over flat shards of parameters: only norms are all-reduced.
 
     squares of own weights and of own updates (LAMB) or gradients (LARS)    -> summed over data, then tensor ranks
     steps on own weights, by the norms of whole parameters
@@ -28,14 +28,14 @@ _SUM = torch.float64
 
 
 class FlatLayerwise(FlatOptimizer):
-    """Optimizer with steps that depend on norms of parameters.
+    """Base class of optimizers with steps that depend on norms of whole parameters.
 
-    Over full parameters it updates at once. Over shards of them (``apart``) a step notes which tensors are updated, and
-    :class:`LayerwiseUpdates` makes the update of all ranks.
+    With full parameters, ``step`` updates them. With shards (``apart``), ``step`` records the tensors, and
+    :class:`LayerwiseUpdates` updates them across ranks.
     """
 
     apart = False
-    """Tensors are parts of parameters, or runs of several."""
+    """True if tensors are shards of parameters, or contain several."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         """Takes ``options``: all params of the configuration."""
@@ -47,15 +47,15 @@ class FlatLayerwise(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Names of the moments of any group."""
+        """Names of the moments of all groups."""
         return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
 
     def rule(self, group: Mapping[str, Any]) -> LayerRule:
-        """Returns the rule of a group."""
+        """Returns the hyperparameters of a parameter group."""
         raise NotImplementedError
 
     def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
-        """Returns the moments of a tensor's elements, in its shape."""
+        """Returns the moments of ``weight``, in its shape."""
         return [self._moments([weight], name)[0] for name in self.rule(group).moment_names]
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
@@ -75,38 +75,37 @@ class FlatLayerwise(FlatOptimizer):
 
 
 class FlatLamb(FlatLayerwise):
-    """LAMB; both averages of Adam an element."""
+    """LAMB; both of Adam's averages per element."""
 
     def rule(self, group: Mapping[str, Any]) -> LambRule:
-        """Returns the rule of a group."""
+        """Returns LAMB's hyperparameters in a parameter group."""
         return LambRule.of(group)
 
 
 class FlatLARS(FlatLayerwise):
-    """LARS; one momentum an element, of steps."""
+    """LARS; one momentum of steps per element."""
 
     def rule(self, group: Mapping[str, Any]) -> LarsRule:
-        """Returns the rule of a group."""
+        """Returns the hyperparameters of LARS in a parameter group."""
         return LarsRule.of(group)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRoutes(SumRoutes):
-    """Parameters with summed norms, and the axes of the sums."""
+    """Parameters with global norms, and the axes of their sums."""
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Returns the all-reduce of a step."""
+        """Returns the traffic of a step: one all-reduce per axis."""
         size = 2 * len(self.rows) * _SUM.itemsize
         return tuple(Traffic(axis, LABEL, 1, sent_bytes("all_reduce", size, ranks)) for axis, ranks in self.axes)
 
 
 class LayerwiseUpdates:
-    """Makes the updates of all parameters of LAMB and LARS on a rank, once a step; all state belongs to single
-    elements.
+    """Updates by LAMB and LARS of all parameters on this rank, once per step; all state is per element.
 
     Args:
         places: the tensors of the optimizer.
-        inner: the optimizer; its layer-wise parts then leave their updates to this.
+        inner: the optimizer; its layer-wise optimizers then defer their updates to this object.
     """
 
     families = frozenset[str]()
@@ -127,19 +126,19 @@ class LayerwiseUpdates:
         self.shapes: WholeShapes = {}
 
     def names(self, flat: FlatBucket) -> frozenset[str]:
-        """Returns the parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        """Returns the names of the bucket's parameters that this object updates, in place of the optimizer's step."""
         return frozenset(slot.name for slot in flat.bucket.slots) & self._names
 
     def forget(self) -> None:
         """Does nothing: there is no state of full parameters."""
 
     def prepare(self) -> WholeState:
-        """Returns nothing."""
+        """Returns an empty mapping: there is no state of full parameters."""
         return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Updates every parameter of the step at once; ``unused`` ones have no gradient, and keep their count."""
+        """Updates every parameter of the step; those in ``unused`` keep their values and step counts."""
         due = {weight: maker for maker in self._makers for weight in maker.due}
         parts = counted_parts(self._places, due.keys(), self._routes, self._comm.grid)
         used = [(part, *self._of(part, due, missed)) for part in parts if part.row.name not in unused]

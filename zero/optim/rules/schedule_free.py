@@ -17,7 +17,7 @@ ITERATE, SQUARES = "z", "exp_avg_sq"
 
 
 class FlatScheduleFreeAdamW(FlatOptimizer):
-    """Schedule-free AdamW; the iterate and a mean square an element, and the weights are the point of gradients."""
+    """Schedule-free AdamW; per element an iterate and a mean square; the weights are where gradients are computed."""
 
     counted = ("step", "lr_max", "weight_sum")
 
@@ -27,11 +27,11 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """The mean square, and the iterate."""
+        """Names of the mean square and the iterate."""
         return (SQUARES, ITERATE)
 
     def count(self, group: dict[str, Any]) -> None:
-        """Counts an update, and its weight in the average."""
+        """Increments the step count of a group, with the update's weight in the average."""
         count(group)
 
     def _update_pieces(self, weight: Tensor, group: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
 
 @torch.no_grad()
 def take_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces full weights by the averages, in one process that has trained them."""
+    """Replaces unsharded weights of ``optimizer`` by their schedule-free averages, in place."""
     parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
     for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
         for group in part.param_groups:
@@ -62,7 +62,7 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ScheduleFreeAverage:
-    """Averages x of the weights that schedule-free optimizers update; of all others the weights themselves."""
+    """Evaluation weights of schedule-free optimizers: the averages x; weights of other optimizers are unchanged."""
 
     def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
         self._places, self._inner = places, inner

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe``."""
+"""Package of ``deepspeed.runtime.pipe``."""
 
 from engine.deepspeed.runtime.pipe import topology
 

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.module``: a plain chain of layers. The engine's pipeline partitions any module."""
+"""``deepspeed.runtime.pipe.module``: a sequence of layers. The engine's pipeline partitions any module."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,22 +15,22 @@ PipelineError = EngineError
 
 
 class LayerSpec:
-    """Layer that is built later: ``LayerSpec(nn.Linear, 4, 8)``."""
+    """Description of a layer that is built later: ``LayerSpec(nn.Linear, 4, 8)``."""
 
     def __init__(self, typename: Callable[..., Layer], *module_args: Any, **module_kwargs: Any) -> None:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> Layer:
-        """Returns the built layer."""
+        """Returns a new layer from the stored class and arguments."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """Layer that shares a weight with every other layer of its key.
+    """Description of a layer that shares a weight with all layers of equal key.
 
     Args:
         forward_fn: ``(layer, input) -> output`` in place of the layer's forward.
-        tied_weight_attr: name of the shared parameter, or several.
+        tied_weight_attr: name of the shared parameter, or a list of names.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Sequential):
-    """Chain of layers; the engine partitions it over the pipeline by measured cost.
+    """Sequence of layers, which the engine partitions into stages by measured cost.
 
     Args:
         layers: modules, functions or specs; each is called with the output of the layer before it.
@@ -52,8 +52,7 @@ class PipelineModule(nn.Sequential):
         loss_fn: (output, label) -> 0-dim loss.
         activation_checkpoint_interval: above 0, every block is recomputed.
 
-    ``partition_method`` has no effect, because the partition balances cost. Neither have the last three arguments:
-    torch's own function recomputes every block, and shapes may differ between batches.
+    ``partition_method`` and the last three arguments have no effect.
     """
 
     def __init__(

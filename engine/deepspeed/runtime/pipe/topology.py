@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.topology``: named axes over ranks, the last axis running fastest."""
+"""``deepspeed.runtime.pipe.topology``: named axes over ranks; ranks along the last axis are adjacent."""
 
 from itertools import product
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ class ProcessTopology:
     """Ranks on a grid of named axes.
 
     Args:
-        axes: names, the outermost first.
+        axes: names of axes, the outermost first.
         dims: the size of each axis.
     """
 
@@ -27,7 +27,7 @@ class ProcessTopology:
         return next(rank for place, rank in self.mapping.items() if place._asdict() == coord)
 
     def get_coord(self, rank: int) -> Any:
-        """Returns the coordinate of a rank, a namedtuple."""
+        """Returns the coordinate of a rank as a namedtuple."""
         return next(place for place, each in self.mapping.items() if each == rank)
 
     def get_axis_names(self) -> list[str]:
@@ -43,7 +43,7 @@ class ProcessTopology:
         return len(self.mapping)
 
     def filter_match(self, **coord: int) -> list[int]:
-        """Returns the ranks with these values in their coordinate."""
+        """Returns the ranks whose coordinate has these values."""
         return sorted(r for place, r in self.mapping.items() if all(getattr(place, a) == v for a, v in coord.items()))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
@@ -51,7 +51,7 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Returns the groups of ranks that differ in this axis alone."""
+        """Returns the groups of ranks that differ only in this axis."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -61,34 +61,34 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Returns the coordinate of a rank as text, without some axes: "model_00"."""
+        """Returns the coordinate of a rank as text, such as "model_00", without the axes ``omit_axes``."""
         place = self.get_coord(rank)
         named = [f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(named)
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Axes pipe and data."""
+    """Topology with the axes pipe and data."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Axes pipe, data and model (tensor parallel)."""
+    """Topology with the axes pipe, data and model (tensor parallel)."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 class PipelineParallelGrid:
-    """Position of this rank in the grid."""
+    """Grid of ranks with this rank's coordinates, under DeepSpeed's names."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def topology(self) -> ProcessTopology:
-        """Returns the axes, outermost first."""
+        """Returns the topology of the grid, outermost axis first."""
         grid = self._grid
         if grid.order == "tp-pp-dp":
             return ProcessTopology(["data", "pipe", "model"], [grid.row_ranks, grid.pp, grid.tp])
@@ -105,40 +105,40 @@ class PipelineParallelGrid:
         return self.get_stage_id() == self._grid.pp - 1
 
     def stage_to_global(self, stage_id: int, **coord: int) -> int:
-        """Returns the rank of a pipeline stage, at this rank's position or another one on the other axes."""
+        """Returns the rank of a pipeline stage; ``coord`` replaces this rank's coordinates on other axes."""
         axes = self.topology()
         return axes.get_rank(**(axes.get_coord(self._grid.rank)._asdict() | coord | {"pipe": stage_id}))
 
     def get_global_rank(self) -> int:
-        """Returns the rank in the world."""
+        """Returns this rank's number in the world."""
         return self._grid.rank
 
     def get_stage_id(self) -> int:
-        """Returns the rank on the pipeline axis."""
+        """Returns the index of this rank's pipeline stage."""
         return self._grid.coord().pp
 
     get_pipe_parallel_rank = get_stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Returns the ranks of the pipeline axis."""
+        """Returns the number of ranks on the pipeline axis."""
         return self._grid.pp
 
     def get_data_parallel_rank(self) -> int:
-        """Returns the rank on the data axis."""
+        """Returns this rank's index on the data axis."""
         return self._grid.row_rank
 
     get_data_parallel_id = get_data_parallel_rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Returns the ranks of the data axis."""
+        """Returns the number of ranks on the data axis."""
         return self._grid.row_ranks
 
     def get_model_parallel_rank(self) -> int:
-        """Returns the rank on the tensor axis."""
+        """Returns this rank's index on the tensor axis."""
         return self._grid.coord().tp
 
     def get_model_parallel_world_size(self) -> int:
-        """Returns the ranks of the tensor axis."""
+        """Returns the number of ranks on the tensor axis."""
         return self._grid.tp
 
     get_slice_parallel_rank, get_slice_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size

@@ -1,10 +1,10 @@
-"""``deepspeed.runtime.zero.offload_config``: names of devices, and of state that ``offload_states`` moves."""
+"""``deepspeed.runtime.zero.offload_config``: names of devices and of state for ``offload_states``."""
 
 from enum import StrEnum
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Places of state; ``offload_states`` accepts cpu."""
+    """Names of devices for state; ``offload_states`` accepts only cpu."""
 
     none = "none"
     cpu = "cpu"
@@ -12,7 +12,7 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """State that ``offload_states`` moves; DeepSpeed's contiguous gradient buffer means the gradients here."""
+    """Names of state that ``offload_states`` moves; DeepSpeed's contiguous gradient buffer means gradients."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

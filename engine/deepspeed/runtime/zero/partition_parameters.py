@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero.partition_parameters``: construction, full parameters, and states of a parameter."""
+"""``deepspeed.runtime.zero.partition_parameters``: ZeRO attributes of parameters, Init, GatheredParameters."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
 
 class ZeroParamStatus(Enum):
-    """States of a parameter at ZeRO 3."""
+    """States of a parameter under ZeRO 3: gathered, sharded or being gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -26,9 +26,10 @@ class ZeroParamStatus(Enum):
 
 
 def mark_sharded(model: nn.Module) -> Callable[[], None]:
-    """Sets the attributes on each parameter that scripts read at ZeRO 3; returns a function that removes them.
+    """Sets DeepSpeed's ZeRO 3 attributes (``ds_id``, ``ds_status``, ...) on each parameter; returns a function that
+    removes them.
 
-    ``ds_status`` stays NOT_AVAILABLE, so a script that gathers parameters by it always may; gathers can be nested.
+    ``ds_status`` is always NOT_AVAILABLE, so that scripts gather parameters; gathers can be nested.
     """
     marked = list(model.parameters())
     for number, parameter in enumerate(marked):

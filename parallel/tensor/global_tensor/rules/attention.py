@@ -26,7 +26,7 @@ _ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causa
 
 
 def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs ``F.scaled_dot_product_attention`` on shards.
+    """Runs ``F.scaled_dot_product_attention`` on shards of batch dims or heads.
 
     Raises:
         NoRuleError: positions or the head size are sharded.
@@ -87,7 +87,7 @@ _MULTI_HEAD = inspect.signature(functional.multi_head_attention_forward)
 
 
 def multi_head(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``F.multi_head_attention_forward`` as :func:`multi_head_in_steps`."""
+    """Runs ``F.multi_head_attention_forward`` on shards, by :func:`multi_head_in_steps`."""
     return multi_head_in_steps(*args, **kwargs)
 
 
@@ -169,7 +169,7 @@ def _with_weights(a: SimpleNamespace, tensors: tuple[Any, ...], dropout: float) 
 
 
 def rotary_rule(context: "GlobalTensorContext", func: Function, q: Tensor, k: Tensor, *angles_and_form: Any) -> Any:
-    """Rotates the heads of this rank; plain q or k stays plain.
+    """Applies rotary embeddings to this rank's heads; a plain q or k stays plain.
 
     q and k may be sharded differently along heads, but must be sharded equally along batch and positions, with plain
     angles that require no gradient. In other cases the reference implementation runs, step by step, under the rules of

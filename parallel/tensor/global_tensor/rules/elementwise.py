@@ -61,7 +61,7 @@ def dropout_(
 def drop(
     context: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
 ) -> Any:
-    """Runs ``func(input, *how)``; ``how`` is (probability, training).
+    """Runs dropout ``func(input, probability, training)``; ``how`` is (probability, training).
 
     Raises:
         NoRuleError: some elements are on several ranks but not on all, and the function does not multiply by a mask.
@@ -81,7 +81,7 @@ def drop(
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
-    """Returns True if a rank draws its own numbers for a shard; False if all ranks draw equal numbers, or none.
+    """Returns True if each rank draws its own numbers for its shard; False if all ranks draw equal numbers, or none.
 
     Raises:
         NoRuleError: some elements are on several ranks but not on all.
@@ -94,7 +94,7 @@ def draws_alone(sets: Sets, p: float) -> bool:
 
 
 def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Broadcasts the operands and runs ``func`` on shards; nothing is communicated in forward."""
+    """Broadcasts the operands and runs the elementwise ``func`` on shards; forward communicates nothing."""
     if not kwargs:
         first: Any = args[0]
         other: Any = args[1] if len(args) == 2 else None
@@ -151,7 +151,7 @@ def check_memory(target: GlobalTensor, name: str) -> None:
 
 
 def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Converts ``given`` to another dtype or device, given directly or as that of another tensor."""
+    """Converts ``given`` to a dtype or device, or to the dtype of another tensor."""
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
     if type(given) is GlobalTensor:
@@ -160,7 +160,9 @@ def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args:
 
 
 def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Applies ``torch.where`` with three arguments; with one, its positions depend on content and no rule applies."""
+    """Rule of ``torch.where`` with three arguments; the form with one has no rule, because its shape depends on
+    data.
+    """
     if len(args) + len(kwargs) == 1:
         raise NoRuleError("where with one argument returns positions, which depend on the content of all shards.")
     return elementwise(context, func, *args, **kwargs)

@@ -1,6 +1,6 @@
 """Matrix products on shards: linear, matmul, addmm, einsum, grouped products, embedding.
 
-Every dim of every operand gets a letter; a rank narrows operands to the indices that it has of all of them:
+Every dim of every operand has a letter; a rank computes with the indices that it stores of all operands:
 
     x_BSI  w_OI  ->  y_BSO     w sharded along O   y is sharded along O                                column
                                w sharded along I   each rank has a partial sum over I                  row
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from engine.kernels.ops.activations import ACTIVATIONS
 from engine.kernels.ops.linear import linear as fused
+from engine.parallel.tensor.global_tensor.context import PlainGradient
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets, common, covers, held_once
 from engine.parallel.tensor.global_tensor.layout import Layout, Shape
@@ -60,7 +61,7 @@ def multiply_parts(
     try:
         plan = context.find(("product", product, layouts), lambda: _plan(layouts, product))
     except NoRuleError:  # gather one operand and try again; a product of full activations always has a plan
-        return multiply_parts(context, _with_whole(context, tensors), product, run, bias)
+        return multiply_parts(context, _with_whole(context, tensors, product), product, run, bias)
     parts = [part(context, tensor, sets) for tensor, sets in zip(tensors, plan.operands, strict=True)]
     folded = tensors[0].folded if type(tensors[0]) is GlobalTensor else None
     if plan.summed:
@@ -85,18 +86,40 @@ def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor |
     return out.add_(bias)  # in place, which also preserves the dtype of out under autocast
 
 
-def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the operands after a gather of the first sharded operand that is not a parameter.
+def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor], product: EinsumSpec) -> list[Tensor]:
+    """Returns the operands after a gather of one sharded operand that is not a parameter.
+
+    Tensor ranks gather the first such operand. Context ranks gather the smallest operand that allows the product, and
+    the last one of equal size: queries stay sharded, keys are gathered.
 
     Raises:
         NoRuleError: there is no such operand.
     """
-    for place, tensor in enumerate(tensors):
-        if type(tensor) is GlobalTensor and any(tensor.sets) and not isinstance(tensor.local, nn.Parameter):
-            if not context.sequence:
-                context.note_gather("matrix product")
-            return [*tensors[:place], gather_global(tensor), *tensors[place + 1 :]]
+    places = [
+        place
+        for place, tensor in enumerate(tensors)
+        if type(tensor) is GlobalTensor and any(tensor.sets) and not isinstance(tensor.local, nn.Parameter)
+    ]
+    if context.plain is PlainGradient.PARTIAL:
+        places.sort(key=lambda place: (not _allows(tensors, place, product), tensors[place].numel(), -place))
+    for place in places:
+        chosen = tensors[place]
+        assert type(chosen) is GlobalTensor
+        if not context.sequence:
+            context.note_gather("matrix product")
+        return [*tensors[:place], gather_global(chosen), *tensors[place + 1 :]]
     raise NoRuleError("the parameters are sharded along dims that do not match, and are not gathered.")
+
+
+def _allows(tensors: Sequence[Tensor], place: int, product: EinsumSpec) -> bool:
+    """Returns True if the product has a plan once the operand at ``place`` is full."""
+    layouts = list(map(layout_of, tensors))
+    layouts[place] = Layout(layouts[place].shape, (None,) * len(layouts[place].shape))
+    try:
+        _plan(layouts, product)
+    except NoRuleError:
+        return False
+    return True
 
 
 def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
@@ -168,7 +191,7 @@ def matmul(context: "GlobalTensorContext", func: Function, input: Any, other: An
 
 
 def rmatmul(context: "GlobalTensorContext", func: Function, input: Any, other: Any) -> Any:
-    """Runs ``other @ input``."""
+    """Rule of ``Tensor.__rmatmul__``: ``other @ input``."""
     return matmul(context, func, other, input)
 
 

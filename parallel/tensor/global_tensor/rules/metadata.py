@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``func`` on the shards, for answers that are valid for the full tensors too: dtype, device."""
+    """Runs ``func`` on the shard, for properties that the full tensor shares: dtype, device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
@@ -30,7 +30,7 @@ def size_of(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
 
 
 def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
-    """Returns the strides of the full tensor after a gather."""
+    """Returns the strides of the full tensor, which is gathered for this."""
     steps = [1]
     for size in reversed(input.full[1:]):
         steps.insert(0, steps[0] * max(size, 1))
@@ -44,7 +44,7 @@ def gradient(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
 
 
 def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Runs ``detach`` and ``data``: the same elements outside the graph, in the same memory."""
+    """Runs ``detach`` and ``data``: returns a global tensor outside the graph that shares memory with the shard."""
     made = like(input, func(input.local, *args))
     made.copied = input.copied
     return made

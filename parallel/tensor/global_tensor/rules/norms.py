@@ -84,7 +84,9 @@ def _scaled(func: Function, x: GlobalTensor, normal: Any, weight: Tensor | None,
 
 
 def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine_and_form: Any) -> Any:
-    """Runs ``norm`` over the last dim; ``weight`` and ``bias`` may be full, or sharded as that dim."""
+    """Runs :func:`kernels.ops.norm.norm` over the last dim; ``weight`` and ``bias`` may be full, or sharded as that
+    dim.
+    """
     weight, bias, form, kernels = affine_and_form
     sets = layout_of(x).sets[-1:]
     weight, bias = _cut(context, weight, sets), None if bias is None else _cut(context, bias, sets)
@@ -96,7 +98,7 @@ def norm_rule(context: "GlobalTensorContext", func: Function, x: Tensor, *affine
 def add_norm_rule(
     context: "GlobalTensorContext", func: Function, x: Tensor, residual: Tensor, *affine_and_form: Any
 ) -> Any:
-    """Runs ``add_norm``: returns the norm of the sum, and the sum."""
+    """Runs :func:`kernels.ops.norm.add_norm`: returns the norm of ``x + residual``, and the sum."""
     (weight, bias), form, kernels = affine_and_form
     joined = broadcast_operands(context, (x, residual))
     if any(joined.sets[-1:]) or x.shape != residual.shape:

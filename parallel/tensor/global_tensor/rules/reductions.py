@@ -74,7 +74,7 @@ def corner(context: "GlobalTensorContext", func: Function, input: Any, *args: An
 def pad(
     context: "GlobalTensorContext", func: Function, input: Any, pad: Sequence[int], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs ``F.pad`` of full dims; ``pad`` lists pairs of amounts from the last dim on."""
+    """Runs ``F.pad`` along full dims; ``pad`` lists pairs of widths from the last dim backwards."""
     grown = list(input.full)
     for place in range(len(pad) // 2):
         dim = input.ndim - 1 - place

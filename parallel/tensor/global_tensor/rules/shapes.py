@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
-    """Returns a global tensor of the same elements as ``x``."""
+    """Returns a global tensor with the elements of ``x`` in another shape; ``local``: its shard."""
     made = GlobalTensor(local, full, sets, x.views)
     made.copied = x.copied or copied
     return made
 
 
 def given_sizes(sizes: tuple[Any, ...], **named: Any) -> tuple[int, ...]:
-    """Returns sizes given one by one, as one sequence, or by name."""
+    """Returns the sizes of a call as a tuple: passed one by one, as one sequence, or by name."""
     found: Any = next((value for value in named.values() if value is not None), sizes)
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         found = sizes[0]
@@ -78,7 +78,7 @@ def _reshape_plan(layout: Layout, shape: Shape, rank: int) -> tuple[Layout, Shap
 
 
 def permute(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``permute``."""
+    """Rule of ``permute``."""
     return ordered(input, tuple(positive_dim(dim, input.ndim) for dim in given_sizes(sizes, dims=dims)))
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``cat`` along ``dim``."""
+    """Rule of ``torch.cat`` along ``dim``."""
     tensors = [tensor for tensor in tensors if tensor.ndim > 1 or tensor.shape[0] > 0]  # torch skips empty ones
     dim = positive_dim(dim, tensors[0].ndim)
     layouts = [layout_of(tensor) for tensor in tensors]
@@ -45,7 +45,7 @@ def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int =
 
 
 def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``stack`` along a new dim."""
+    """Runs ``stack`` along a new dim, by ``cat``."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return cat(context, func, [tensor.unsqueeze(dim) for tensor in tensors], dim)
 
@@ -58,7 +58,7 @@ def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
 
 
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
-    """Returns a slice of one dim; a single element of a sharded dim is sent to all ranks and becomes plain."""
+    """Returns a slice of ``dim``; a single element of a sharded dim is broadcast and becomes a plain tensor."""
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
     if bounds[2] < 1:

@@ -1,0 +1,83 @@
+"""Program of a rank that computes a part of the positions of every sequence (context parallelism)."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from engine.errors import EngineError
+from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_owner
+from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.torch_function import map_leaves
+from engine.program.batch import Batch, tensors_by_path
+from engine.program.loss import WeightedLoss
+from engine.program.program import ForwardResult, Program
+
+
+@dataclass(frozen=True, slots=True)
+class ContextProgram(Program):
+    """Model and loss over sequences that are sharded over the axis "cp"."""
+
+    sequences: ContextOfSequences | None = field(default=None, compare=False)
+
+    def forward(self, microbatch: Batch) -> ForwardResult:
+        """Returns output and loss of one microbatch, equal on all context ranks; the first one starts the backward."""
+        done = Program.forward(self, microbatch)
+        total = _plain(done.loss.sum)
+        if total.requires_grad:
+            total = gradient_to_owner(total, self._sequences.axis)
+        metrics = tuple(_plain(each) for each in done.loss.metrics)
+        return ForwardResult(
+            done.output, done.loss._replace(sum=total, weight=_plain(done.loss.weight), metrics=metrics)
+        )
+
+    def planned_loss(self, microbatch: Batch) -> WeightedLoss:
+        """Returns the loss of an example as a plain tensor; see :meth:`Program.planned_loss`."""
+        loss = Program.planned_loss(self, microbatch)
+        return WeightedLoss(_plain(loss.sum), _plain(loss.weight))
+
+    def output(self, microbatch: Batch) -> Any:
+        """Returns the output of one microbatch, gathered over the axis "cp"."""
+        return gather_sequences(Program.output(self, microbatch))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line for the banner about functions without a rule, which gather sequences; empty without such ones."""
+        gathers = self._sequences.gathers
+        if not gathers:
+            return ()
+        shown = ", ".join(f"{name} ({times})" for name, times in sorted(gathers.items(), key=lambda one: -one[1])[:4])
+        return (f"parallel.context: sequences are gathered in each forward by {shown}",)
+
+    @property
+    def _sequences(self) -> ContextOfSequences:
+        assert self.sequences is not None, "set by with_context"
+        return self.sequences
+
+    def _run(self, moved: Batch) -> Any:
+        with SequenceEntry(self._sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
+            made = Program._run(self, moved)
+        self._sequences.clear()
+        if not entry.found:
+            raise EngineError(
+                "parallel.context shards token ids [B, S] that an embedding reads, or rows [B, S, H] that a linear "
+                "layer reads, but this model reads no batch tensor in such a layer; set parallel.context to 1."
+            )
+        return made
+
+
+def with_context(program: Program, axis: TensorAxis) -> Program:
+    """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank."""
+    if axis.size == 1:
+        return program
+    own = {each.name: getattr(program, each.name) for each in fields(Program)}
+    return ContextProgram(**own, sequences=ContextOfSequences(axis))
+
+
+def gather_sequences(output: Any) -> Any:
+    """Returns ``output`` with plain tensors in place of those that are sharded along positions."""
+    return map_leaves(_plain, output)
+
+
+def _plain(value: Any) -> Any:
+    return full(value, "output") if type(value) is GlobalTensor else value

@@ -1,0 +1,125 @@
+"""Rules of attention and cross-entropy over positions that context ranks share.
+
+Keys and values are gathered over the axis "cp" in one all-gather, and their gradients are reduce-scattered in backward
+(Llama 3, Dubey et al. 2024, section 3.3.2). Under a causal mask a run of neighbouring queries reads only the keys up to
+its end, so that a zig-zag sharding divides the work evenly.
+"""
+
+import inspect
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.parallel.context.cuts import position_runs
+from engine.parallel.tensor.collectives import LOSS, sum_parts
+from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
+from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError
+from engine.parallel.tensor.global_tensor.operands import fit, layout_of
+from engine.parallel.tensor.global_tensor.redistribute import gather_global
+from engine.parallel.tensor.global_tensor.rules.attention import attention_rule
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def context_attention(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
+    """Runs ``F.scaled_dot_product_attention`` [.., heads, S, D] with queries and keys sharded along S.
+
+    Raises:
+        NoRuleError: the head size is sharded, or keys and values are sharded differently.
+    """
+    options = dict(zip(_NAMES, args, strict=False)) | options
+    query, key, value, mask = (options.pop(name, None) for name in _NAMES[:4])
+    own, theirs = layout_of(query).sets, layout_of(key).sets
+    if own[-2] is None and theirs[-2] is None:
+        return attention_rule(context, func, query, key, value, mask, **options)
+    if any(own[:-2]) or any(theirs[:-2]) or own[-1] is not None or layout_of(value).sets != theirs:
+        raise NoRuleError("attention needs full heads, and keys and values that are sharded equally.")
+    keys, values = _gathered(key, value)
+    positions = own[-2]
+    if positions is None:  # a few queries that all ranks have, such as those of a pooled output
+        return GlobalTensor(func(query.local, keys, values, mask, **options), (*query.full[:-1], value.shape[-1]),
+                            query.sets, context)  # fmt: skip
+    causal = bool(options.pop("is_causal", False))
+    held = positions.ranks[context.axis.index]
+    with context.own_draws(query.device):
+        if causal:
+            out = _causal(func, query.local, keys, values, held, options)
+        else:
+            rows = None if mask is None else _rows(context, mask, positions)
+            out = func(query.local, keys, values, attn_mask=rows, **options)
+    return GlobalTensor(out, (*query.full[:-1], value.shape[-1]), query.sets, context)
+
+
+def _gathered(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Gathers keys and values over the axis "cp", together where their shapes are equal."""
+    if type(key) is not GlobalTensor or type(value) is not GlobalTensor:
+        return key, value
+    if key.full != value.full:
+        return gather_global(key).local, gather_global(value).local
+    both = GlobalTensor(torch.stack((key.local, value.local)), (2, *key.full), (None, *key.sets), key.views)
+    keys, values = gather_global(both).local.unbind(0)
+    return keys, values
+
+
+def _causal(
+    func: Function, query: Tensor, keys: Tensor, values: Tensor, held: Indices, options: dict[str, Any]
+) -> Tensor:
+    outs = []
+    for start, stop in position_runs(held):
+        last = int(held[stop - 1]) + 1
+        rows = torch.arange(int(held[start]), last, device=query.device)
+        seen = rows[:, None] >= torch.arange(last, device=query.device)
+        part = query[..., start:stop, :], keys[..., :last, :], values[..., :last, :]
+        outs.append(func(*part, attn_mask=seen, **options))
+    return torch.cat(outs, -2) if len(outs) > 1 else outs[0] if outs else query[..., :0, : values.shape[-1]]
+
+
+def _rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) -> Tensor:
+    """Returns the rows of a mask [.., S or 1, keys] for the queries of this rank, with all keys."""
+    wanted: list[Index | None] = [None] * mask.ndim
+    if mask.shape[-2] != 1:
+        wanted[-2] = positions
+    if type(mask) is GlobalTensor and mask.sets[-1] is not None:
+        mask = gather_global(mask)
+    return fit(context, mask, tuple(wanted))
+
+
+def context_cross_entropy(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Runs ``F.cross_entropy`` on logits [N, V] or [N, V, ..] that are sharded along rows.
+
+    Two numbers, the sum of losses and the number of rows, are all-reduced over "cp": a mean is that of all rows.
+
+    Raises:
+        NoRuleError: classes are sharded or weighted, or the target is a distribution.
+    """
+    bound = _CROSS_ENTROPY.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = SimpleNamespace(**bound.arguments)
+    logits, target, classes = a.input, a.target, 1 if a.input.ndim > 1 else 0
+    unweighted = a.weight is None and a.size_average is None and a.reduce is None
+    if type(logits) is not GlobalTensor or not unweighted or target.ndim != logits.ndim - classes:
+        raise NoRuleError("cross-entropy has a rule for indices of unweighted classes only.")
+    if logits.sets[classes] is not None:
+        raise NoRuleError("cross-entropy needs full classes.")
+    rows = (*logits.sets[:classes], *logits.sets[classes + 1 :])
+    own = fit(context, target, rows)
+    named = {"ignore_index": a.ignore_index, "label_smoothing": a.label_smoothing}
+    if a.reduction == "none" or not any(rows):
+        out = func(logits.local, own, reduction=a.reduction, **named)
+        shape, sets = (tuple(target.shape), rows) if a.reduction == "none" else ((), ())
+        return GlobalTensor(out, shape, sets, context)
+    total = func(logits.local, own, reduction="sum", **named)
+    if a.reduction == "sum":
+        return sum_parts(total, context.axis, LOSS)
+    count = (own != a.ignore_index).sum().to(total.dtype)
+    total, count = sum_parts(torch.stack((total, count)), context.axis, LOSS).unbind(0)
+    return total / count
+
+
+_CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
