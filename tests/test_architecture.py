@@ -31,8 +31,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "optim",
     ),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "model", "trace", "tensor", "context", "activation_checkpointing", "experts",
-        "kernel_injection", "pipeline",
+        "data_digits", "grid", "shard_table", "comm", "model", "trace", "tensor", "context", "activation_checkpointing",
+        "experts", "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (
         "tp_axis", "collectives", "deferred_linear", "global_tensor", "logits", "overlap", "plan", "layers",
@@ -270,7 +270,10 @@ def test_what_counts_as_a_name_of_a_device(code: str, named: bool) -> None:
     assert any(map(names_a_device, ast.walk(ast.parse(code)))) == named
 
 
-CHOOSES_GRIDS = ("parallel/grid.py", "engine/config/", "engine/planning/", "launch/planner/", "launch/verifier/")
+CHOOSES_GRIDS = (
+    "parallel/grid.py", "parallel/data_digits.py", "engine/config/", "engine/planning/", "launch/planner/",
+    "launch/verifier/",
+)  # fmt: skip
 """Code that gives the axes their sizes, and therefore names them."""
 
 

@@ -62,6 +62,7 @@ from engine.planning.budgets import (
     pipeline_format,
     ranks_with_secondary_shards,
     reduces_each_microbatch,
+    sequence_unit,
     tensor_format,
     wire_formats,
 )
@@ -224,7 +225,8 @@ def _within_gathers(
 
 def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:
     """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
-    return with_context(request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"))
+    program, axis = request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp")
+    return with_context(program, axis, staged=comm.grid.pp > 1, unit=sequence_unit(plan.config))
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

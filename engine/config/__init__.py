@@ -26,7 +26,7 @@ from engine.config.between import (
 from engine.config.config_file import overridden, read_config_file, remarks
 from engine.config.deepspeed.keys import KEYS
 from engine.config.deepspeed.translate import translate
-from engine.config.grid_rules import check_context, check_nodes, check_parallel, check_wire
+from engine.config.grid_rules import check_nodes, check_parallel, check_wire
 from engine.config.optim_sections import (
     COUNT,
     GLOBS,
@@ -359,7 +359,6 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)
     check_parallel(config.parallel, problems)
-    check_context(config.parallel, problems)
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)

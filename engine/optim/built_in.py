@@ -205,8 +205,8 @@ class MatrixOwners:
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
         """Groups of data ranks that exchange matrices with each other."""
-        count = self._shares
-        return tuple(tuple(range(first, first + count)) for first in range(0, self.config.row_ranks, count))
+        count, grid = self._shares, self.config.grid(0)
+        return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
         """Returns the exchanges of matrices at a grid position; None if it has no matrix."""

@@ -39,14 +39,13 @@ from engine.parallel.tensor.layers.planned_traffic import (
     find_logit_use,
     loss_traffic,
     traffic_by_call,
-    traffic_over,
 )
 from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
-from engine.planning.budgets import shards_parameters, tensor_format
+from engine.planning.budgets import sequence_unit, shards_parameters, tensor_format
 from engine.planning.example_trace import trace_example
 from engine.planning.expert_plan import ExpertPlan
 from engine.planning.found_styles import FoundStyles, kept_or_found
@@ -133,58 +132,48 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     """
     if not needs_example(config):
         return _order_of_calls(config, request)
-    if config.cp > 1:
-        return _of_sequences(config, request)
     # The tensor plan comes first, because the trace below runs with sharded layers: its values must have the
     # shapes that a tensor rank sends. Without tensor parallelism the trace sees the full layers.
     tensor = _tensor_plan(config, request)
     if tensor is not None:
         _check_hooks(request.program.model, tensor)
-    watch = _watch(config, request, tensor) if tensor else None
+    axes = (DryAxis(config.cp, name="cp"),) if config.cp > 1 else ()
+    program = with_context(request.program, axes[0], unit=sequence_unit(config)) if axes else request.program
+    watch = _watch(config, request, tensor, axes) if tensor or axes else None
     try:
-        trace = _trace(config, request, stages, tensor, watch)
+        trace = _trace(config, request, program, stages, tensor, watch)
         # Only a trace shows which replicated parameters meet sharded and full activations. Their gradient is summed at
         # each sharded use, which changes the traffic over tp, so the model is traced again with them in the plan.
-        if tensor and watch and watch.used_both_ways:
+        if tensor and isinstance(watch, TrafficRecorder) and watch.used_both_ways:
             tensor = replace(tensor, equal=watch.used_both_ways)
-            watch = _watch(config, request, tensor)
-            trace = trace_example(request.program, request.example, stages, watch, split=config.parallel.split)
+            watch = _watch(config, request, tensor, axes)
+            trace = trace_example(program, request.example, stages, watch, split=config.parallel.split)
     except _WrongPlanError:
         raise
     except PlanError as problem:
         _refuse_unfollowed(config, tensor, problem)
         _check_reads(watch)
-        unknown = f"bytes over tp are not known before they are sent: {_on_one_stage(problem)}"
+        names = " and ".join(axis for axis, ranks in (("tp", config.tp), ("cp", config.cp)) if ranks > 1)
+        unknown = f"bytes over {names} are not known before they are sent: {_on_one_stage(problem)}"
         return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
-    notes = _ran_on_zeros(trace)
-    if tensor is not None and watch is not None:
+    notes = (*(program.notes if isinstance(program, ContextProgram) else ()), *_ran_on_zeros(trace))
+    if tensor is not None and isinstance(watch, TrafficRecorder):
         notes = (*notes, *tensor.notes, *_prove(config, request, tensor))
         _check_partial(request.program.model, tensor, trace, watch)
     partition, decision, costs = _cut(config, trace, request.costs, stages)
     notes = (*notes, *costs)
     measured = _measured(partition, request.costs) if decision is None else None
     found = Analysis(trace=trace, partition=partition, notes=notes, decision=decision, measured=measured)
-    if tensor is None or watch is None:
+    if watch is None:
         return found
+    calls = traffic_by_call(watch.sent, trace)
+    if tensor is None or not isinstance(watch, TrafficRecorder):
+        return replace(found, traffic=_by_stage(trace, partition, calls))
     tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
     use = find_logit_use(tensor, trace, config.tp)
-    traffic = _by_stage(trace, partition, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
+    traffic = _by_stage(trace, partition, calls, loss_traffic(use, config.tp))
     return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
-
-
-def _of_sequences(config: Config, request: PlanRequest) -> Analysis:
-    """Traces the example as a context rank runs it, and counts the bytes that the rank sends over cp."""
-    axis, model = DryAxis(config.cp), request.program.model
-    watch = CollectiveRecorder(model, recomputed_blocks(model, config.activation_checkpointing), axis)
-    program = with_context(request.program, axis)
-    try:
-        trace = trace_example(program, request.example, 1, watch)
-    except PlanError as problem:
-        return Analysis(notes=(f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}",))
-    assert isinstance(program, ContextProgram)
-    notes = (*program.notes, *_ran_on_zeros(trace))
-    return Analysis(trace=trace, traffic={0: traffic_over("cp", watch.sent, config.cp)}, notes=notes)
 
 
 def _on_one_stage(error: Exception) -> str:
@@ -206,10 +195,15 @@ def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanE
 
 
 def _trace(
-    config: Config, request: PlanRequest, stages: int, tensor: TensorPlan | None, watch: TrafficRecorder | None
+    config: Config,
+    request: PlanRequest,
+    program: Program,
+    stages: int,
+    tensor: TensorPlan | None,
+    watch: CollectiveRecorder | None,
 ) -> ModelTrace:
     try:
-        return trace_example(request.program, request.example, stages, watch, split=config.parallel.split)
+        return trace_example(program, request.example, stages, watch, split=config.parallel.split)
     except PlanError:
         raise
     except Exception as error:
@@ -240,7 +234,7 @@ def _failure(config: Config, request: PlanRequest, tensor: TensorPlan) -> Except
     """Returns the error of the forward with this plan, on shapes; None if tracing refuses the forward."""
     failure = None
     try:
-        trace_example(request.program, request.example, 1, _watch(config, request, tensor))
+        trace_example(request.program, request.example, 1, _watch(config, request, tensor, ()))
     except PlanError:
         pass
     except Exception as error:
@@ -288,20 +282,26 @@ def _notes_on_logits(use: LogitUse) -> tuple[str, ...]:
     return (*gathers, *unknown)
 
 
-def _watch(config: Config, request: PlanRequest, tensor: TensorPlan) -> TrafficRecorder:
+def _watch(
+    config: Config, request: PlanRequest, tensor: TensorPlan | None, axes: tuple[DryAxis, ...]
+) -> CollectiveRecorder:
     model = request.program.model
     recomputed = recomputed_blocks(model, config.activation_checkpointing)
-    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config))
+    if tensor is None:
+        return CollectiveRecorder(model, recomputed, *axes)
+    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config), *axes)
 
 
-def _by_stage(trace: ModelTrace, cut: Partition | None, calls: Mapping[int, Tally], loss: Tally) -> dict[int, Tally]:
-    """Returns the traffic of a tensor rank over tp for one microbatch, by stage; the last stage adds the loss."""
+def _by_stage(
+    trace: ModelTrace, cut: Partition | None, calls: Mapping[int, Tally], loss: Tally | None = None
+) -> dict[int, Tally]:
+    """Returns the traffic of a rank over tp and cp for one microbatch, by stage; the last stage adds the loss."""
     stage_of_call = cut.stage_of_call if cut else (0,) * len(trace.calls)
     traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
     for call, tally in calls.items():
         traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
     last = max(traffic)
-    traffic[last] = Tally((*traffic[last].rows(), *loss.rows()))
+    traffic[last] = Tally((*traffic[last].rows(), *(loss.rows() if loss is not None else ())))
     return traffic
 
 
@@ -346,9 +346,9 @@ def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
     return Analysis(trace=trace, notes=_ran_on_zeros(trace))
 
 
-def _check_reads(watch: TrafficRecorder | None) -> None:
+def _check_reads(watch: CollectiveRecorder | None) -> None:
     """Refuses sharded parameters that code outside their module reads, because that code needs the full parameter."""
-    for name in watch.read_outside if watch else ():
+    for name in watch.read_outside if isinstance(watch, TrafficRecorder) else ():
         raise PlanError(
             f"parameter {name!r} is sharded over the tensor ranks, but code outside its module reads it too; give "
             f'its module the style "replicate" in parallel.tensor_plan.'

@@ -259,6 +259,11 @@ def tensor_format(config: Config) -> ActivationFormat | None:
     return ActivationFormat(wire, ACTIVATIONS) if wire is not None and config.tp > 1 else None
 
 
+def sequence_unit(config: Config) -> int:
+    """Returns the divisor of the positions of a context rank, which tensor ranks shard under sequence parallelism."""
+    return config.tp if config.parallel.sequence_parallel else 1
+
+
 def _number_format(name: str, block: int) -> NumberFormat | None:
     formats: dict[str, NumberFormat] = {
         "bf16": CastFormat(torch.bfloat16),
@@ -270,9 +275,10 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data ranks on a node; all of them without ``parallel.gpus_per_node``."""
-    node = config.parallel.gpus_per_node
-    return config.dp if node is None else min(config.dp, max(1, node // config.grid(0).stride("dp")))
+    """Returns the number of data and context ranks on a node; all of them without ``parallel.gpus_per_node``."""
+    node, grid = config.parallel.gpus_per_node, config.grid(0)
+    ranks = grid.size(grid.sums)
+    return ranks if node is None else min(ranks, max(1, node // grid.stride(grid.sums)))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:

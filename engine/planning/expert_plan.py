@@ -8,6 +8,7 @@ from torch import nn
 
 from engine.config import Config
 from engine.errors import PlanError
+from engine.parallel.data_digits import expert_sizes
 from engine.parallel.experts.forms import (
     ExpertCut,
     ListedExperts,
@@ -23,7 +24,6 @@ from engine.parallel.experts.forms import (
 )
 from engine.parallel.experts.proof import Unproven, prove_adapted, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
-from engine.parallel.grid import expert_sizes
 from engine.parallel.model.parametrized_weights import adapter_chain, outermost_adapters
 from engine.parallel.model.rng_streams import HostState
 from engine.program.expert_load import find_experts
@@ -95,7 +95,7 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     shared: tuple[RoutedExperts | ListedExperts, ...] = (*routed, *listed)
     fewest = min(shared, key=lambda each: each.experts)
     if fewest.experts < ranks:
-        fitting = expert_sizes(config.dp, config.zero_optimization.shard_size)
+        fitting = expert_sizes(config.dp, config.cp, config.zero_optimization.shard_size)
         raise PlanError(
             f"parallel.expert is {ranks}, but {fewest.name} has {fewest.experts} experts, and every rank needs at "
             f"least one; give one of {', '.join(str(size) for size in fitting if size <= fewest.experts)}."

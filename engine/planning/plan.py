@@ -372,7 +372,7 @@ def _settled(plan: Plan) -> Plan:
         return plan
     if plan.moments is None:
         raise refuse_unknown()
-    positions = [plan.grid(0).rank_at(pp=at.pp, tp=at.tp, dp=at.ep) for at in plan.layouts]
+    positions = [plan.grid(0).rank_at(pp=at.pp, tp=at.tp, ep=at.ep) for at in plan.layouts]
 
     def at(ratio: float) -> Plan:
         return replace(plan, config=with_ratio(plan.config, ratio))

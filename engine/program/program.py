@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -104,6 +104,10 @@ class Program:
         if len(args) == 1 and not kwargs:
             return call_model(self.model, self.cast(self.move(args[0])))
         return self.model(*self.cast(self.move(args)), **self.cast(self.move(kwargs)))
+
+    def on_shapes(self) -> AbstractContextManager[None]:
+        """Returns a context in which forwards communicate nothing."""
+        return nullcontext()
 
     def on(self, device: torch.device) -> "Program":
         """Returns the same program on another device."""

@@ -160,7 +160,7 @@ def _kept_words(precision: Precision) -> str:
 
 def _zero_line(plan: Plan) -> str:
     stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
-    if plan.config.row_ranks == 1 and not hosts_parameters(plan.config):
+    if plan.config.row_ranks * plan.config.cp == 1 and not hosts_parameters(plan.config):
         return f"stage {stage}: one data rank, so nothing is sharded or sent"
     if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
         return _gathers_line(plan, gathers) + _groups_words(plan.config)
@@ -171,8 +171,9 @@ def _zero_line(plan: Plan) -> str:
 
 def _groups_words(config: Config) -> str:
     """Returns words about shard groups, if there are several."""
-    groups = config.row_ranks // config.shards
-    words = f"; {groups} shard groups of {config.shards} data ranks, which sum their shards once a step"
+    groups = config.row_ranks * config.cp // config.shards
+    ranks = f"{config.shards} data{' and context' * (config.cp > 1)} ranks"
+    words = f"; {groups} shard groups of {ranks}, which sum their shards once a step"
     return words if groups > 1 else ""
 
 

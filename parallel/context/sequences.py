@@ -19,6 +19,7 @@ from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, Pl
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
+from engine.parallel.tensor.layers.position_layer import layer_input
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 CONTEXT_RULES = Rules(
@@ -36,8 +37,10 @@ class ContextOfSequences(GlobalTensorContext):
 
     plain = PlainGradient.PARTIAL
 
-    def __init__(self, axis: TensorAxis) -> None:
+    def __init__(self, axis: TensorAxis, unit: int = 1) -> None:
         super().__init__(axis, CONTEXT_RULES)
+        self.unit = unit
+        """Divisor of the number of positions of each rank: tensor ranks shard them under sequence parallelism."""
 
 
 class SequenceEntry(TorchFunctionMode):
@@ -53,28 +56,36 @@ class SequenceEntry(TorchFunctionMode):
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in batch if tensor.numel()}
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READERS and args and self._is_given(args[0], least := _READERS[func]):
-            args = (self._sharded(args[0], args[0].ndim - 1 if least == 1 else args[0].ndim - 2), *args[1:])
+        if func in _READERS and args and self._is_given(args[0]):
+            ids = not args[0].is_floating_point()
+            if args[0].ndim >= (1 if ids else 3):
+                args = (self._sharded(args[0], args[0].ndim - (1 if ids else 2)), *args[1:])
         return func(*args, **(kwargs or {}))
 
-    def _is_given(self, tensor: Any, least: int) -> bool:
-        if type(tensor) is not Tensor or tensor.ndim < least or tensor.requires_grad:
+    def _is_given(self, tensor: Any) -> bool:
+        if type(tensor) is not Tensor or tensor.requires_grad:
             return False
         return tensor.untyped_storage().data_ptr() in self._memory
 
     def _sharded(self, tensor: Tensor, dim: int) -> GlobalTensor:
-        ranks, length = self._context.axis.size, tensor.shape[dim]
-        if length < 2 * ranks:
+        ranks, unit, length = self._context.axis.size, self._context.unit, tensor.shape[dim]
+        given = f"a sequence of {length} positions (dim {dim} of a batch tensor of shape {list(tensor.shape)})"
+        if length < 2 * ranks * unit:
             raise EngineError(
-                f"a sequence of {length} positions (dim {dim} of a batch tensor of shape {list(tensor.shape)}) with "
-                f"parallel.context {ranks}: every context rank computes two runs of a sequence; pass at least "
-                f"{2 * ranks} positions, or set parallel.context to at most {max(1, length // 2)}."
+                f"{given} with parallel.context {ranks}: every context rank computes two runs of at least {unit} "
+                f"position{'s' * (unit > 1)}; pass at least {2 * ranks * unit} positions, or set parallel.context to "
+                f"at most {max(1, length // (2 * unit))}."
             )
-        index = self._context.find(("positions", length), lambda: zigzag(length, ranks))
+        if length % unit:
+            raise EngineError(
+                f"{given} does not divide among {unit} tensor ranks, as sequence_parallel requires; pad it to a "
+                f"multiple of {unit}, or set parallel.sequence_parallel to false."
+            )
+        index = self._context.find(("positions", length), lambda: zigzag(length, ranks, unit))
         sets = tuple(index if place == dim else None for place in range(tensor.ndim))
         self.found += 1
         return GlobalTensor(cut_operand_as(self._context, tensor, sets), tuple(tensor.shape), sets, self._context)
 
 
-_READERS = {functional.embedding: 1, torch.embedding: 1, functional.linear: 3, torch.matmul: 3}
-"""Functions that read a sequence, with the least number of dims of their input."""
+_READERS = frozenset((functional.embedding, torch.embedding, functional.linear, torch.matmul, layer_input))
+"""Functions that read token ids [.., S] or rows [.., S, H] of a sequence."""
