@@ -40,8 +40,19 @@ class ExpertStack(NamedTuple):
     experts: int
 
 
-def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
-    """Finds every module of ``model`` that owns experts, in order. Reads only shapes.
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "num_selected_experts")
+"""Names of the number of experts of a token in configurations of models."""
+
+
+def chosen_experts(model: nn.Module, experts: int) -> int:
+    """Returns the number of experts of a token, of ``experts``, by the model's configuration; 2 without one."""
+    config = getattr(model, "config", None)
+    given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
+    return min(given, experts)
+
+
+def find_experts(model: nn.Module, key: str = "monitor.expert_load") -> tuple[ExpertStack, ...]:
+    """Finds every module of ``model`` that owns experts, in order, for ``key`` of the configuration. Reads only shapes.
 
     Raises:
         ConfigError: there is none.
@@ -54,8 +65,8 @@ def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
     )
     if not found:
         raise ConfigError(
-            "monitor.expert_load = true, but the model has no experts: neither a module with matrices [experts, ., .] "
-            "that is called with numbers of experts, nor a ModuleList named experts; leave monitor.expert_load out."
+            f"{key} is set, but the model has no experts: neither a module with matrices [experts, ., .] that is "
+            f"called with numbers of experts, nor a ModuleList named experts; leave {key} out."
         )
     return found
 

@@ -106,6 +106,7 @@ def test_encoded_gradients_of_experts_are_sent_to_the_ranks_that_hold_them_as_pl
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo asks for it
 @pytest.mark.parametrize(("grid", "stage"), [("ep2", 0), ("dp4-ep2", 3)])
 def test_compiled_blocks_leave_shared_experts_out(grid: str, stage: int) -> None:
     found = run(GRIDS[grid], {"compile": True, "zero_optimization": {"stage": stage}})
@@ -268,6 +269,16 @@ def test_adapters_of_stacks_are_shared_with_their_experts(grid: str, stage: int)
     assert any(".experts.lora_A." in name for name in found.weights)
 
 
+@pytest.mark.long
+def test_stacks_with_adapters_are_whole_on_tensor_ranks_and_refused_as_cut() -> None:
+    make = partial(adapted, **STACKS)
+    form = run(GRIDS["ep2-tp2"], make=make, steps=0, after=lambda eng: eng.plan.shared_experts).extra[0].form
+    assert form == "whole on 2 tensor ranks (auto: they have adapters)"
+    said = r'"cut", but the experts of \S*layers.0.mlp.experts cannot be cut along their width: they have adapters; set'
+    with pytest.raises(PlanError, match=said):
+        run({**GRIDS["ep2-tp2"], "expert_tensor": "cut"}, make=make, steps=0)
+
+
 def quantized(eng: Engine) -> tuple[int, int]:
     """Number of layers that read codes, and bytes of frozen parameters on this rank."""
     return len(quantized_layers(eng.module)), eng.plan.rank(eng.grid.rank).state_bytes["frozen parameters"]
@@ -318,14 +329,14 @@ def named_state(eng: Engine) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("grid", "stage"),
+    ("grid", "stage", "form"),
     [
-        ("dp4-ep2", 3), pytest.param("dp4-ep2", 1, marks=pytest.mark.long),
-        pytest.param("ep2-tp2", 0, marks=pytest.mark.long), pytest.param("ep2-tp2", 3, marks=pytest.mark.long),
+        ("dp4-ep2", 3, "auto"), pytest.param("dp4-ep2", 1, "auto", marks=pytest.mark.long),
+        *(pytest.param("ep2-tp2", z, form, marks=pytest.mark.long) for z in (0, 3) for form in ("whole", "cut")),
     ],
 )  # fmt: skip
-def test_state_by_name_is_that_of_the_experts_of_a_rank(grid: str, stage: int) -> None:
-    parallel = GRIDS[grid]
+def test_state_by_name_is_that_of_the_experts_of_a_rank(grid: str, stage: int, form: str) -> None:
+    parallel = {**GRIDS[grid], "expert_tensor": form}
     found = run(parallel, {"zero_optimization": {"stage": stage}}, after=named_state).extra
     (wanted,) = run({"data": 1}, after=named_state).extra
     ranks = parallel.get("tensor", 1)
@@ -333,5 +344,8 @@ def test_state_by_name_is_that_of_the_experts_of_a_rank(grid: str, stage: int) -
         assert own["norms"] == pytest.approx(wanted["norms"], rel=1e-4, abs=1e-8)
         assert own["after"] == pytest.approx(wanted["after"], rel=1e-6)
         cut = slice(4) if place // ranks % 2 == 0 else slice(4, 8)
+        width = slice(8 * (place % ranks), 8 * (place % ranks) + 8) if form == "cut" else slice(None)
         for kind in {*own} - {"norms", "after"}:
-            torch.testing.assert_close(own[kind], wanted[kind][cut], rtol=1e-3, atol=1e-6, msg=f"{place} {kind}")
+            torch.testing.assert_close(
+                own[kind], wanted[kind][cut, :, width], rtol=1e-3, atol=1e-6, msg=f"{place} {kind}"
+            )

@@ -153,7 +153,7 @@ def test_experts_that_cannot_be_shared_stay_on_every_rank_and_are_noted_beside_o
     model = nn.ModuleDict({"first": Routed(4), "second": Routed(6, Capacity), "third": Stack(), "fourth": Listed(5)})
     plan = find_expert_plan(model, load_config(config(4), 4))
     assert plan is not None
-    assert plan.modules == ("first.moe", *(f"fourth.experts.{number}" for number in range(5)))
+    assert plan.uncut == ("first.moe", *(f"fourth.experts.{number}" for number in range(5)))
     assert plan.blocks == ("first.moe", "fourth")
     assert plan.notes == (
         "parallel.expert: every rank holds all experts of second.moe: a row's result depends on other rows",
@@ -164,7 +164,7 @@ def test_experts_that_cannot_be_shared_stay_on_every_rank_and_are_noted_beside_o
         f"fourth.experts.{number}.{name}.{kind}"
         for number in range(5) for name in ("up", "down") for kind in ("weight", "bias")
     }  # fmt: skip
-    assert plan.cuts["fourth.experts.3.up.weight"] == owner_cut(5, 1) and plan.cuts["first.moe.up"].dim == 0
+    assert plan.cuts["fourth.experts.3.up.weight"] == owner_cut(5, 1) and len(plan.cuts["first.moe.up"]) == 2
 
 
 def test_a_proof_leaves_the_random_numbers_of_the_user_alone() -> None:

@@ -9,7 +9,10 @@ from torch.nn import functional
 
 from engine.parallel.experts.forms import ExpertPacking, RoutedExperts
 from engine.parallel.experts.proof import Unproven, prove_adapted
+from engine.parallel.experts.width import prove_width
 from engine.parallel.model.parametrized_weights import adapter_chain, outermost_adapters
+from engine.parallel.tensor.plan.ranges import cut_parts
+from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 from tests.parallel.experts.moe import Stacked
 
 RANK = 3
@@ -64,6 +67,14 @@ def test_pairs_of_both_matrices_are_divided_as_their_experts(experts: int) -> No
     }  # fmt: skip
     assert set(found.counts) >= {"num_experts", "base_layer.num_experts", "base_layer.base_layer.num_experts"}
     assert (found.experts, found.common) == (experts, ())
+
+
+def test_adapters_are_the_reason_why_tensor_ranks_do_not_cut_their_experts() -> None:
+    module: Any = adapted(Stacked(4), "up", "down")
+    found = prove_adapted("moe", module, 2)
+    assert isinstance(found, RoutedExperts), found
+    cut = ParameterCut(1, cut_parts(module.base_layer.base_layer.up.shape[1], 2))
+    assert prove_width(module, found, {"base_layer.base_layer.up": cut}, (), 2) == "they have adapters"
 
 
 def test_matrices_of_the_other_order_need_two_experts_on_a_rank() -> None:
