@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from engine.errors import ConfigError
 from engine.parallel.grid import Axis
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.parametrized_weights import outermost_adapters
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 
 logger = logging.getLogger("trine")
@@ -58,8 +59,11 @@ def find_experts(model: nn.Module, key: str = "monitor.expert_load") -> tuple[Ex
     Raises:
         ConfigError: there is none.
     """
+    adapters = outermost_adapters(model)
     found = tuple(
-        ExpertStack(name, count) for name, module in model.named_modules() if (count := _held_by(name, module))
+        ExpertStack(adapters.get(module, name), count)
+        for name, module in model.named_modules()
+        if (count := _held_by(name, module))
     )
     if not found:
         raise ConfigError(

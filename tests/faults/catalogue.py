@@ -1,5 +1,6 @@
 """All seeded faults, by area."""
 
+from tests.faults.adapted_experts import ADAPTED_EXPERTS
 from tests.faults.adapters import ADAPTERS
 from tests.faults.adapters_in_the_loop import ADAPTERS_IN_THE_LOOP
 from tests.faults.answers_to_deepspeed import ANSWERS_TO_DEEPSPEED
@@ -37,6 +38,7 @@ from tests.faults.pipeline import PIPELINE
 from tests.faults.plain_torch import PLAIN_TORCH
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
+from tests.faults.recomputed_units import RECOMPUTED_UNITS
 from tests.faults.reliability import RELIABILITY
 from tests.faults.replica_copies import REPLICA_COPIES
 from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
@@ -62,12 +64,13 @@ AREAS = {
         *EXPERTS,
         *SHARED_EXPERTS,
         *CUT_EXPERTS,
+        *ADAPTED_EXPERTS,
         *EXPERT_PLANS,
         *ROUTER_REPLAY,
         *AWAITED_EXPERTS,
     ),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
-    "pipeline": (*PIPELINE, *COUNTED_PATHS),
+    "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,
