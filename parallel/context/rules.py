@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.parallel.context.cuts import position_runs
 from engine.parallel.tensor.collectives import LOSS, sum_parts
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError
+from engine.parallel.tensor.global_tensor.index_runs import Runs
+from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
 from engine.parallel.tensor.global_tensor.operands import fit, layout_of
 from engine.parallel.tensor.global_tensor.redistribute import gather_global
 from engine.parallel.tensor.global_tensor.rules.attention import attention_rule
@@ -46,7 +46,7 @@ def context_attention(context: "GlobalTensorContext", func: Function, *args: Any
         return GlobalTensor(func(query.local, keys, values, mask, **options), (*query.full[:-1], value.shape[-1]),
                             query.sets, context)  # fmt: skip
     causal = bool(options.pop("is_causal", False))
-    held = positions.ranks[context.axis.index]
+    held = positions.runs[context.axis.index]
     with context.own_draws(query.device):
         if causal:
             out = _causal(func, query.local, keys, values, held, options)
@@ -68,15 +68,17 @@ def _gathered(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _causal(
-    func: Function, query: Tensor, keys: Tensor, values: Tensor, held: Indices, options: dict[str, Any]
+    func: Function, query: Tensor, keys: Tensor, values: Tensor, held: Runs, options: dict[str, Any]
 ) -> Tensor:
     outs = []
-    for start, stop in position_runs(held):
-        last = int(held[stop - 1]) + 1
-        rows = torch.arange(int(held[start]), last, device=query.device)
+    start = 0
+    for first, last in held.tolist():
+        stop = start + last - first
+        rows = torch.arange(first, last, device=query.device)
         seen = rows[:, None] >= torch.arange(last, device=query.device)
         part = query[..., start:stop, :], keys[..., :last, :], values[..., :last, :]
         outs.append(func(*part, attn_mask=seen, **options))
+        start = stop
     return torch.cat(outs, -2) if len(outs) > 1 else outs[0] if outs else query[..., :0, : values.shape[-1]]
 
 

@@ -116,7 +116,7 @@ def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _regroup(group: Layout, shape: Sequence[int]) -> list[Index | None]:
-    ranks = range(next(len(index.ranks) for index in group.sets if index is not None))
+    ranks = range(next(len(index.runs) for index in group.sets if index is not None))
     held = [_unravel(_flat(group, rank), shape) for rank in ranks]
     return [index_of([sets[dim] for sets in held], size) for dim, size in enumerate(shape)]
 
