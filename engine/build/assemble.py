@@ -224,7 +224,8 @@ def _within_gathers(
 
 def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:
     """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
-    return with_context(request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"))
+    program = request.program(model, plan.precision, device, comm)
+    return with_context(program, TensorAxis(comm, "cp"), plan.config.parallel.context_method)
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

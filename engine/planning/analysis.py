@@ -177,7 +177,7 @@ def _of_sequences(config: Config, request: PlanRequest) -> Analysis:
     """Traces the example as a context rank runs it, and counts the bytes that the rank sends over cp."""
     axis, model = DryAxis(config.cp), request.program.model
     watch = CollectiveRecorder(model, recomputed_blocks(model, config.activation_checkpointing), axis)
-    program = with_context(request.program, axis)
+    program = with_context(request.program, axis, config.parallel.context_method)
     try:
         trace = trace_example(program, request.example, 1, watch)
     except PlanError as problem:

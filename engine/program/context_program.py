@@ -1,9 +1,10 @@
 """Program of a rank that computes a part of the positions of every sequence (context parallelism)."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import EngineError
+from engine.parallel.context.choose import Method
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_owner
@@ -42,12 +43,12 @@ class ContextProgram(Program):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line for the banner about functions without a rule, which gather sequences; empty without such ones."""
-        gathers = self._sequences.gathers
+        """Lines for the banner: methods of attention, and functions without a rule, which gather sequences."""
+        gathers, attention = self._sequences.gathers, self._sequences.attention.notes
         if not gathers:
-            return ()
+            return attention
         shown = ", ".join(f"{name} ({times})" for name, times in sorted(gathers.items(), key=lambda one: -one[1])[:4])
-        return (f"parallel.context: sequences are gathered in each forward by {shown}",)
+        return (*attention, f"parallel.context: sequences are gathered in each forward by {shown}")
 
     @property
     def _sequences(self) -> ContextOfSequences:
@@ -66,12 +67,15 @@ class ContextProgram(Program):
         return made
 
 
-def with_context(program: Program, axis: TensorAxis) -> Program:
-    """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank."""
+def with_context(program: Program, axis: TensorAxis, method: Method | Literal["auto"]) -> Program:
+    """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank.
+
+    ``method``: the way in which queries meet the keys of other ranks.
+    """
     if axis.size == 1:
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
-    return ContextProgram(**own, sequences=ContextOfSequences(axis))
+    return ContextProgram(**own, sequences=ContextOfSequences(axis, method))
 
 
 def gather_sequences(output: Any) -> Any:

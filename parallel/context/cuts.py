@@ -4,9 +4,11 @@ zigzag        0 0 1 1 2 2 | 2 2 1 1 0 0    chunks r and 2n-1-r of 2n: equal work
 contiguous    0 0 0 1 1 1 2 2 2            blocks in rank order
 """
 
+from itertools import pairwise
+
 import numpy as np
 
-from engine.parallel.tensor.global_tensor.index_runs import joined, one_run
+from engine.parallel.tensor.global_tensor.index_runs import join_runs, one_run
 from engine.parallel.tensor.global_tensor.index_sets import Index
 
 
@@ -14,7 +16,7 @@ def zigzag(length: int, ranks: int) -> Index:
     """Returns the zig-zag sharding of ``length`` positions; chunks differ by at most one position."""
     chunks = [one_run(*ends) for ends in _evenly(length, 2 * ranks)]
     pairs = ((chunks[rank], chunks[2 * ranks - 1 - rank]) for rank in range(ranks))
-    return Index.of_runs((joined(np.concatenate(pair)) for pair in pairs), length)
+    return Index.of_runs((join_runs(np.concatenate(pair)) for pair in pairs), length)
 
 
 def contiguous(length: int, ranks: int) -> Index:
@@ -26,4 +28,4 @@ def _evenly(length: int, parts: int) -> list[tuple[int, int]]:
     """Returns first and last + 1 of ``parts`` runs; longer ones first."""
     size, more = divmod(length, parts)
     starts = [size * part + min(part, more) for part in range(parts + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.parallel.comm.comm import Pending
+from engine.parallel.comm.backend import Wait
 from engine.parallel.tensor.collectives import refuse_second_derivatives
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
-from engine.parallel.tensor.global_tensor.index_runs import Runs, as_slices, count, indices_of, meet, places_in
-from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets, held_once
+from engine.parallel.tensor.global_tensor.index_runs import Runs, as_slices, indices_of, meet, places_in, run_length
+from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets, held_once
 from engine.parallel.tensor.global_tensor.operands import FEW_RUNS
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -72,13 +72,11 @@ def sent_elements(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks
 
 
 def _sizes(shape: Sequence[int], sets: Sets, rank: int) -> tuple[int, ...]:
-    return tuple(
-        size if index is None else index.counts[rank] for size, index in zip(shape, sets, strict=True)
-    )
+    return tuple(size if index is None else index.counts[rank] for size, index in zip(shape, sets, strict=True))
 
 
 def _counted(met: Sequence[Runs | None], shape: Sequence[int]) -> list[int]:
-    return [size if runs is None else count(runs) for size, runs in zip(shape, met, strict=True)]
+    return [size if runs is None else run_length(runs) for size, runs in zip(shape, met, strict=True)]
 
 
 def _box(own: Sets, theirs: Sets, rank: int, other: int) -> tuple[Places, list[Runs | None]]:
@@ -94,7 +92,7 @@ def _box(own: Sets, theirs: Sets, rank: int, other: int) -> tuple[Places, list[R
         else:
             inside = both if mine is None else places_in(mine.runs[rank], both)
             assert inside is not None, "an intersection is a part of both sets"
-            places.append(inside if mine is None or count(inside) < mine.counts[rank] else None)
+            places.append(inside if mine is None or run_length(inside) < mine.counts[rank] else None)
     return tuple(places), met
 
 
@@ -136,8 +134,8 @@ def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
         start += length
 
 
-def start_send(x: Tensor, boxes: Boxes, axis: TensorAxis, label: str, add: bool = False) -> tuple[Tensor, Pending]:
-    """Sends the boxes of ``x``; the result is complete after ``wait``.
+def start_send(x: Tensor, boxes: Boxes, axis: TensorAxis, label: str, add: bool = False) -> tuple[Tensor, Wait]:
+    """Sends the boxes of ``x``; returns the result, and a function that waits until it is complete.
 
     ``add``: an element may come from several ranks, and its values are summed; otherwise from one.
     """
@@ -151,15 +149,13 @@ def start_send(x: Tensor, boxes: Boxes, axis: TensorAxis, label: str, add: bool 
     put(made, boxes.gets[own], take(x, boxes.gives[own]), add)
 
     def place() -> None:
-        parts = received.split(gets)
+        pending.wait()
+        parts = torch.split(received, gets)
         for rank in others:  # in the order of ranks, so that sums do not depend on arrival
             if gets[rank]:
                 put(made, boxes.gets[rank], parts[rank].view(boxes.get_sizes[rank]), add)
 
-    if pending.under_way:
-        return made, pending.then(place)
-    place()
-    return made, pending
+    return made, place
 
 
 def recut(x: GlobalTensor, sets: Sets, label: str) -> GlobalTensor:
@@ -191,13 +187,13 @@ class _Recut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, boxes: Boxes, axis: TensorAxis, label: str) -> Tensor:
         ctx.boxes, ctx.axis, ctx.label = boxes, axis, label
-        made, pending = start_send(x, boxes, axis, label)
-        pending.wait()
+        made, wait = start_send(x, boxes, axis, label)
+        wait()
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_derivatives()
-        made, pending = start_send(grad, ctx.boxes.back, ctx.axis, ctx.label, add=True)
-        pending.wait()
+        made, wait = start_send(grad, ctx.boxes.back, ctx.axis, ctx.label, add=True)
+        wait()
         return made, None, None, None

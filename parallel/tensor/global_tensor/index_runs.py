@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Runs = NDArray[np.int64]
 
 
-def runs_of(indices: NDArray[np.int64]) -> Runs:
+def runs_from(indices: NDArray[np.int64]) -> Runs:
     """Returns the runs of sorted, distinct indices."""
     if not len(indices):
         return np.empty((0, 2), np.int64)
@@ -34,7 +34,7 @@ def indices_of(runs: Runs) -> NDArray[np.int64]:
     return first + np.arange(len(first))
 
 
-def count(runs: Runs) -> int:
+def run_length(runs: Runs) -> int:
     """Returns the number of indices."""
     return int((runs[:, 1] - runs[:, 0]).sum())
 
@@ -61,10 +61,10 @@ def meet(a: Runs, b: Runs) -> Runs:
         return a[:0]
     borders, depths = depth([a, b], [1, 1])
     inside = np.flatnonzero(depths == 2)
-    return joined(np.stack((borders[inside], borders[inside + 1]), 1))
+    return join_runs(np.stack((borders[inside], borders[inside + 1]), 1))
 
 
-def joined(runs: Runs) -> Runs:
+def join_runs(runs: Runs) -> Runs:
     """Returns sorted runs with those joined that touch each other."""
     if len(runs) < 2:
         return runs
@@ -84,7 +84,7 @@ def places_in(held: Runs, wanted: Runs) -> Runs | None:
     run = np.searchsorted(held[:, 0], wanted[:, 0], side="right") - 1
     if run[0] < 0 or bool((wanted[:, 1] > held[run, 1]).any()):
         return None
-    return joined(wanted + (before[run] - held[run, 0])[:, None])
+    return join_runs(wanted + (before[run] - held[run, 0])[:, None])
 
 
 def as_slices(runs: Runs) -> list[slice]:

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.global_tensor.index_runs import (
     Runs,
-    count,
     depth,
     indices_of,
-    joined,
+    join_runs,
     one_run,
     places_in,
-    runs_of,
+    run_length,
+    runs_from,
 )
 
 Indices = NDArray[np.int64]
@@ -47,7 +47,7 @@ class Index:
 
     def __init__(self, ranks: Iterable[Indices], size: int) -> None:
         self.ranks = tuple(np.ascontiguousarray(held, dtype=np.int64) for held in ranks)
-        self._describe(map(runs_of, self.ranks), size)
+        self._describe(map(runs_from, self.ranks), size)
 
     def _describe(self, runs: Iterable[Runs], size: int) -> None:
         self.runs, self.size = tuple(np.ascontiguousarray(held) for held in runs), size
@@ -83,7 +83,7 @@ class Index:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Number of indices on each rank."""
-        return tuple(map(count, self.runs))
+        return tuple(map(run_length, self.runs))
 
     @cached_property
     def holders(self) -> Indices:
@@ -117,7 +117,7 @@ class Index:
     @cached_property
     def blocks(self) -> bool:
         """True if the Index is even and the concatenation of all ranks' shards is in order."""
-        return self.even and len(joined(np.concatenate(self.runs))) == 1
+        return self.even and len(join_runs(np.concatenate(self.runs))) == 1
 
     @cached_property
     def owned(self) -> "Index":

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.parallel.context.cuts import contiguous, zigzag
-from engine.parallel.tensor.global_tensor.index_runs import indices_of, meet, places_in, runs_of
+from engine.parallel.tensor.global_tensor.index_runs import indices_of, meet, places_in, runs_from
 
 
 @pytest.mark.parametrize("length", [4, 8, 13, 37, 64])
@@ -29,7 +29,7 @@ def test_runs_are_sets_of_indices() -> None:
     draw = np.random.default_rng(0)
     for size in [*range(1, 9)] * 20:
         a, b = _drawn(draw, size), _drawn(draw, size)
-        runs = [runs_of(each) for each in (a, b)]
+        runs = [runs_from(each) for each in (a, b)]
         assert [indices_of(each).tolist() for each in runs] == [a.tolist(), b.tolist()]
         assert indices_of(meet(*runs)).tolist() == np.intersect1d(a, b).tolist()
         places = places_in(*runs)

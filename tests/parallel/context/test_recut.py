@@ -48,13 +48,15 @@ def test_elements_travel_to_those_who_want_them_and_gradients_back(wanted: str) 
         local = _part(full, have, axis.index).clone().requires_grad_()
         x = GlobalTensor(local, SHAPE, have, ContextOfSequences(axis))
         made = recut(x, want, "test").local
-        (made * weights[axis.index]).sum().backward()
+        torch.autograd.backward(made, weights[axis.index])
         assert local.grad is not None
         return made.detach(), local.grad
 
     expected = torch.zeros(SHAPE, dtype=torch.float64)
     for rank, weight in enumerate(weights):
-        places = [torch.arange(n) if i is None else torch.as_tensor(i.ranks[rank]) for n, i in zip(SHAPE, want, strict=True)]
+        places = [
+            torch.arange(n) if i is None else torch.as_tensor(i.ranks[rank]) for n, i in zip(SHAPE, want, strict=True)
+        ]
         expected.index_put_(tuple(torch.meshgrid(*places, indexing="ij")), weight, accumulate=True)
     for rank, (made, grad) in enumerate(run_tensor_ranks(3, body)):
         assert torch.equal(made, _part(full, want, rank))
