@@ -48,7 +48,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Te
             q, keys, values, bias, True, 0.0, rule.causal, scale=rule.scale
         )
         lse = made[1][..., : q.shape[-2]]
-        return made[0], torch.where(lse.isfinite(), lse, -math.inf)
+        sees = lse.isfinite()
+        return torch.where(sees[..., None], made[0], 0.0), torch.where(sees, lse, -math.inf)
     return _reference(q, k, v, rule)
 
 
@@ -60,7 +61,7 @@ def attend_backward(
     ``grad``: gradient of the merged output; ``merged``: output and log-sum-exp over the keys of all blocks.
     """
     (q, k, v), (out, lse) = inputs, merged
-    lse = lse.masked_fill(lse == -math.inf, math.inf)  # a query without keys has weights of zero
+    lse = lse.masked_fill(lse == -math.inf, math.inf).contiguous()  # a query without keys has weights of zero
     if _flash(q, k, v, rule):
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         made: Any = _aten()._scaled_dot_product_flash_attention_backward(
