@@ -236,3 +236,16 @@ def test_dropout_draws_other_masks_on_each_rank() -> None:
 
     first, second = run_thread_ranks(2, masks)
     assert torch.equal(first, second) and bool(first.isfinite().all())
+
+
+def _losses(method: str, world: Any = None) -> list[float]:
+    asked = {"data": 1, "context": {"size": 2, "method": method}}
+    with engine.initialize(_llama(), config_of(asked), world=world) as eng:
+        return [eng.train_batch(batch).loss for batch in _batches("packed", 37)]
+
+
+@pytest.mark.parametrize("method", [wide(method) for method in get_args(Method)])
+def test_processes_train_as_threads(method: Method, run_ranks: Callable[..., list[Any]]) -> None:
+    threads = run_thread_ranks(2, lambda world: _losses(method, world))
+    for found, wished in zip(run_ranks(_losses, 2, method), threads, strict=True):
+        assert found == pytest.approx(wished, rel=1e-6)
