@@ -42,13 +42,18 @@ def attend_keys(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, attention:
 
     Communicates over the axis of the flow; ``rows`` is a mask without a gradient.
     """
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+    if casts_for_autocast(q):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if x.dtype is not torch.float64 else x for x in (q, k, v))
     out: Tensor = _Attention.apply(q, k, v, rows, attention)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() and out.requires_grad:
         attention.flow.expect_backward(k, out)
     return out
+
+
+def casts_for_autocast(x: Tensor) -> bool:
+    """Returns True if autocast casts the inputs of attention on the device of ``x``."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 class _Merged:

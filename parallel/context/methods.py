@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.device import total_memory
-from engine.parallel.context.attention import KeyAttention, attend_keys
+from engine.parallel.context.attention import KeyAttention, attend_keys, casts_for_autocast
 from engine.parallel.context.choose import AttentionSizes, Method, choose_method
 from engine.parallel.context.cuts import contiguous
 from engine.parallel.context.key_flow import KeyFlow, gathered_keys, needed_flow, own_keys, ring_of_keys
@@ -47,15 +47,25 @@ class AttentionMethods:
     def __init__(self, asked: Method | Literal["auto"] = "auto") -> None:
         self.asked = asked
         self.used: Counter[tuple[Method, str]] = Counter()
-        """Number of calls by method and reason."""
+        """Number of calls by method and reason, without the figures of each call."""
+        self.figures: dict[Method, str] = {}
+        """Figures by which a method was first chosen."""
         self.seen: dict[Any, tuple[Tensor | None, Index | None]] = {}
         """Keys that each rank needs under a mask, in one forward."""
+        self.rows: dict[Any, tuple[Tensor, Tensor]] = {}
+        """Rows of a mask for the queries of this rank, one copy for all layers of a forward."""
+
+    def clear(self) -> None:
+        """Drops what belongs to one forward."""
+        self.seen.clear()
+        self.rows.clear()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the banner: the method, its reason, and calls that fall back to gather."""
         return tuple(
-            f"parallel.context: {times} attention{'s' if times > 1 else ''} by {method} ({reason})"
+            f"parallel.context: {times} attention{'s' if times > 1 else ''} by {method} "
+            f"({f'auto: {self.figures[method]}' if reason == 'auto' else reason})"
             for (method, reason), times in sorted(self.used.items(), key=lambda item: -item[1])
         )
 
@@ -70,7 +80,7 @@ class AttendingContext(GlobalTensorContext):
     def clear(self) -> None:
         """Drops what belongs to one forward: cached copies of entered tensors, and keys that masks show."""
         super().clear()
-        self.attention.seen.clear()
+        self.attention.clear()
 
 
 class _Call(NamedTuple):
@@ -117,6 +127,8 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
     own, theirs = layout_of(query).sets, layout_of(key).sets
     if own[-2] is None and theirs[-2] is None:
         return attention_rule(context, func, query, key, value, mask, **options)
+    if type(query) is not GlobalTensor:
+        raise NoRuleError("queries that no rank shards have no rule over sharded keys.")
     if any(own[:-2]) or any(theirs[:-2]) or own[-1] is not None or layout_of(value).sets != theirs:
         raise NoRuleError("attention needs full heads, and keys and values that are sharded equally.")
     causal = bool(options.pop("is_causal", False))
@@ -142,7 +154,7 @@ def _only_gathered(given: GivenAttention) -> str:
         return "attention dropout"
     if given.mask is not None and given.mask.requires_grad:
         return "a mask with a gradient"
-    one = len({query.dtype, key.dtype, value.dtype}) == 1
+    one = len({query.dtype, key.dtype, value.dtype}) == 1 or casts_for_autocast(query.local)
     leading = query.ndim > 2 and query.shape[:-3] == key.shape[:-3] and key.shape[:-2] == value.shape[:-2]
     if not leading or not one or (query.shape[-3] != key.shape[-3] and not given.options.get("enable_gqa")):
         return "operands that broadcast"
@@ -153,8 +165,13 @@ def _method(call: _Call) -> tuple[Method, str]:
     """Returns the method of a call and the reason."""
     asked = call.context.attention.asked
     if asked == "auto":
-        method, reason = choose_method(_form(call), _memory(call.key.device))
-        return method, f"auto: {reason}"
+        form = _form(call)
+        method, reason = choose_method(form, _memory(call.key.device))
+        unknown = "" if form.sent is not None else "; need where a mask hides enough keys"
+        call.context.attention.figures.setdefault(method, f"{reason}{unknown}")
+        return method, "auto"
+    if asked == "need" and call.needed is None and type(call.given.mask) is not GlobalTensor:
+        return "gather", "at most: training sends the keys that its masks show"  # a run on shapes
     problem = _PROBLEMS.get(asked, _nothing)(call)
     return ("gather", f"not {asked}: {problem}") if problem else (asked, "configured")
 
@@ -185,7 +202,7 @@ def _nothing(call: _Call) -> str:
 
 
 def _no_need(call: _Call) -> str:
-    return "" if call.needed is not None else "the mask has no values on all ranks"
+    return "" if call.needed is not None else "the rows of the mask are sharded"
 
 
 def _no_heads(call: _Call) -> str:
@@ -205,10 +222,20 @@ def _over(call: _Call, flow: KeyFlow) -> GlobalTensor:
     """Returns attention of this rank's queries over the keys of ``flow``."""
     context, given, own = call.context, call.given, call.given.query.sets[-2]
     assert own is not None, "the caller has checked it"
-    rows = None if given.mask is None else mask_rows(context, given.mask, own)
     attention = KeyAttention(own.runs[call.axis.index], flow, given.causal, _scale(given))
-    out = attend_keys(given.query.local, call.key.local, call.value.local, rows, attention)
+    out = attend_keys(given.query.local, call.key.local, call.value.local, _rows(call, own), attention)
     return GlobalTensor(out, (*given.query.full[:-1], call.value.full[-1]), given.query.sets, context)
+
+
+def _rows(call: _Call, own: Index) -> Tensor | None:
+    """Returns the rows of the mask for the queries of this rank."""
+    mask, rows = call.given.mask, call.context.attention.rows
+    if mask is None:
+        return None
+    key = (id(mask), own)
+    if key not in rows:
+        rows[key] = mask, mask_rows(call.context, mask, own)
+    return rows[key][1]
 
 
 def _scale(given: GivenAttention) -> float:

@@ -39,8 +39,8 @@ CONTEXT_ATTENTION = (
         name="mask-is-thrown-away",
         about="Attention over the keys of other ranks drops the model's mask.",
         file=_METHODS,
-        old="    rows = None if given.mask is None else mask_rows(context, given.mask, own)\n",
-        new="    rows = None\n",
+        old="    if mask is None:\n        return None\n    key =",
+        new="    if mask is None or mask.ndim:\n        return None\n    key =",
         tests=(f"{_EQUAL}[documents-need]",),
     ),
     Fault(

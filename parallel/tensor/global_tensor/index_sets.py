@@ -22,6 +22,7 @@ from engine.parallel.tensor.global_tensor.index_runs import (
     depth,
     indices_of,
     join_runs,
+    meet,
     one_run,
     places_in,
     run_length,
@@ -149,11 +150,16 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
     Raises:
         NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
     """
-    if all(len(held) == size for held in ranks):
+    return index_of_runs([runs_from(held) for held in ranks], size)
+
+
+def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
+    """Returns the index set of the runs of these ranks, as :func:`index_of`."""
+    if all(run_length(held) == size for held in ranks):
         return None
     if size == 1:
         raise NoRuleError("a dim of one element cannot be sharded, because it broadcasts.")
-    return Index(ranks, size)
+    return Index.of_runs(ranks, size)
 
 
 def common(a: Index | None, b: Index | None) -> Index | None:
@@ -166,8 +172,7 @@ def common(a: Index | None, b: Index | None) -> Index | None:
         return a
     if a is None or a == b:
         return b
-    both = [np.intersect1d(x, y, assume_unique=True) for x, y in zip(a.ranks, b.ranks, strict=True)]
-    found = index_of(both, a.size)
+    found = index_of_runs([meet(x, y) for x, y in zip(a.runs, b.runs, strict=True)], a.size)
     if found is not None and 0 in found.kinds:
         raise NoRuleError("the operands are sharded differently: no rank stores some index of both.")
     return found

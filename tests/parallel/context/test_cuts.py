@@ -5,6 +5,7 @@ import pytest
 
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.tensor.global_tensor.index_runs import indices_of, meet, places_in, runs_from
+from engine.parallel.tensor.global_tensor.layout import Layout, reshaped
 
 
 @pytest.mark.parametrize("length", [4, 8, 13, 37, 64])
@@ -42,4 +43,6 @@ def test_runs_are_sets_of_indices() -> None:
 def test_ten_million_positions_cost_nothing_to_describe() -> None:
     index = zigzag(10_000_000, 8)
     assert all(runs.shape == (2, 2) for runs in index.runs[:-1]) and index.even and index.kinds[0] == 1
+    flat = reshaped(Layout((4, index.size, 64), (None, index, None)), (4 * index.size, 64))
+    assert reshaped(flat, (4, index.size, 64)).sets == (None, index, None)
     assert "ranks" not in vars(index)  # no array of positions exists
