@@ -5,7 +5,7 @@ A batch tensor is sharded at the first table or product that reads it, so masks,
 
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from engine.errors import EngineError
+from engine.parallel.context.choose import Method
 from engine.parallel.context.cuts import zigzag
-from engine.parallel.context.rules import context_attention, context_cross_entropy
-from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, PlainGradient, Rules
+from engine.parallel.context.methods import AttendingContext, context_attention
+from engine.parallel.context.repeated_heads import noted_expand, noted_repeat, noted_reshape
+from engine.parallel.context.rules import context_cross_entropy
+from engine.parallel.tensor.global_tensor.context import PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
@@ -28,18 +31,23 @@ CONTEXT_RULES = Rules(
         **TENSOR_RULES.by_function,
         functional.scaled_dot_product_attention: context_attention,
         functional.cross_entropy: context_cross_entropy,
+        Tensor.expand: noted_expand,
+        Tensor.reshape: noted_reshape,
+        torch.reshape: noted_reshape,
+        Tensor.repeat_interleave: noted_repeat,
+        torch.repeat_interleave: noted_repeat,
     }),
     fallback=TENSOR_RULES.fallback,
 )  # fmt: skip
 
 
-class ContextOfSequences(GlobalTensorContext):
+class ContextOfSequences(AttendingContext):
     """Context of the global tensors that are sharded along positions over the axis "cp"."""
 
     plain = PlainGradient.PARTIAL
 
-    def __init__(self, axis: TensorAxis, unit: int = 1) -> None:
-        super().__init__(axis, CONTEXT_RULES)
+    def __init__(self, axis: TensorAxis, method: Method | Literal["auto"] = "auto", unit: int = 1) -> None:
+        super().__init__(axis, CONTEXT_RULES, method)
         self.unit = unit
         """Divisor of the number of positions of each rank: tensor ranks shard them under sequence parallelism."""
 

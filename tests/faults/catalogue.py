@@ -10,6 +10,7 @@ from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
+from tests.faults.context_attention import CONTEXT_ATTENTION
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.cut_experts import CUT_EXPERTS
 from tests.faults.data import DATA
@@ -69,6 +70,7 @@ AREAS = {
         *ROUTER_REPLAY,
         *AWAITED_EXPERTS,
     ),
+    "attention over context ranks": CONTEXT_ATTENTION,
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
