@@ -105,6 +105,7 @@ def context_pairs() -> tuple[Row, ...]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(6))
 def test_every_pair_with_context_ranks(run_ranks: RunRanks, tmp_path: Path, part: int) -> None:
     for number, row in enumerate(context_pairs()[part::6]):
