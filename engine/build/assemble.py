@@ -65,6 +65,7 @@ from engine.planning.budgets import (
     tensor_format,
     wire_formats,
 )
+from engine.planning.expert_plan import find_expert_plan
 from engine.planning.found_styles import FoundStyles
 from engine.planning.fused_layers import measured_overlap
 from engine.planning.plan import Plan, build_plan, stages_wanted
@@ -123,7 +124,8 @@ def search_model(model: nn.Module, config: Config, request: Request, example: Ba
     """Returns the tensor-parallel styles found for this run; see
     :class:`engine.planning.tensor_plan_search.SearchedProgram`.
     """
-    return search_styles(config, _plan_request(model, config, request, example))
+    wish = _plan_request(model, config, request, example)
+    return search_styles(config, replace(wish, shared_experts=find_expert_plan(model, config)))
 
 
 def _plan_request(model: nn.Module, config: Config, request: Request, example: Batch) -> PlanRequest:
@@ -182,7 +184,7 @@ def assemble_rank(
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts, replay=replay)  # fmt: skip
-    traces = TraceCache(plan, program, axis, example, holder) if plan.partition is not None else None
+    traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
     return RankRuntime(
         plan=plan,
         comm=comm,

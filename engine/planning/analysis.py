@@ -102,10 +102,11 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
     parallel = config.parallel
     searched = request.searched or SearchedProgram(request.program, request.example)
     low_rank = parallel.tensor_proof == "auto"
-    settings = {"tensor": config.tp, "sequence": parallel.sequence_parallel, "low rank": low_rank}
+    whole = request.shared_experts.uncut if request.shared_experts is not None else ()
+    settings = {"tensor": config.tp, "sequence": parallel.sequence_parallel, "low rank": low_rank, "whole": whole}
     return kept_or_found(
         lambda: searched.digest.of(settings),
-        lambda: searched.find_styles(config.tp, parallel.sequence_parallel, low_rank),
+        lambda: searched.find_styles(config.tp, parallel.sequence_parallel, low_rank, whole),
     )
 
 
