@@ -126,6 +126,14 @@ def test_every_method_trains_as_one_process(method: Method, form: str, layout: s
     assert result is not None and result.holds(), str(result)
 
 
+@pytest.mark.parametrize("method", [wide(method) for method in get_args(Method)])
+@pytest.mark.parametrize("more", [{"sequence_parallel": True}, {}], ids=str)
+def test_every_method_trains_with_tensor_ranks(method: Method, more: dict[str, Any]) -> None:
+    asked = {"data": 1, "tensor": 2, "context": {"size": 2, "method": method}, **more}
+    result = verify(llama, config_of(asked), batches_of("packed", 36), None, threads=4)
+    assert result is not None and result.holds(), str(result)
+
+
 @pytest.mark.parametrize("length", [37, wide(8), wide(64)])
 def test_any_length_trains(length: int) -> None:
     check_parity(llama, batches_of("plain", length), "cp3")
