@@ -42,6 +42,7 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
+from engine.parallel.context.rowwise import run_rowwise
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.grid import Grid, ShardHolder
@@ -217,6 +218,8 @@ def _within_gathers(
             leave_out_of_compilation(model, shared.blocks, patches)
     if counter is not None:
         counter.install(model, patches)
+    if comm.grid.cp > 1:
+        run_rowwise(model, plan.rowwise, patches)
     streams = RandomStreams(model, device, patches)
     policy = plan.config.activation_checkpointing
     return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams

@@ -17,7 +17,9 @@ from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.param_groups import GivenOptimizer
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
+from engine.parallel.context.rowwise import RowwiseModule, find_rowwise, run_rowwise
 from engine.parallel.kernel_injection.inject import Replacement
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.auto_schedule import (
@@ -47,13 +49,13 @@ from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import shards_parameters, tensor_format
-from engine.planning.example_trace import trace_example
+from engine.planning.example_trace import record_calls, trace_example
 from engine.planning.expert_plan import ExpertPlan
 from engine.planning.found_styles import FoundStyles, kept_or_found
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import SearchedProgram
-from engine.program.batch import Batch
+from engine.program.batch import Batch, named_tensors
 from engine.program.context_program import ContextProgram, with_context
 from engine.program.program import Program
 
@@ -123,6 +125,8 @@ class Analysis:
     """Tensor-parallel plan of layers; None for one tensor rank."""
     measured: Cost | None = None
     """Measured costs of the stages for a schedule named in the configuration; None if none were measured."""
+    rowwise: tuple[RowwiseModule, ...] = ()
+    """Modules that are proven to treat positions one by one."""
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
@@ -177,14 +181,28 @@ def _of_sequences(config: Config, request: PlanRequest) -> Analysis:
     """Traces the example as a context rank runs it, and counts the bytes that the rank sends over cp."""
     axis, model = DryAxis(config.cp), request.program.model
     watch = CollectiveRecorder(model, recomputed_blocks(model, config.activation_checkpointing), axis)
-    program = with_context(request.program, axis)
+    program, rowwise, patches = with_context(request.program, axis), _rowwise(request), ForwardPatches()
+    run_rowwise(model, rowwise, patches)
     try:
         trace = trace_example(program, request.example, 1, watch)
     except PlanError as problem:
-        return Analysis(notes=(f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}",))
+        unknown = f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}"
+        return Analysis(notes=(unknown,), rowwise=rowwise)
+    finally:
+        patches.remove()
     assert isinstance(program, ContextProgram)
     notes = (*program.notes, *_ran_on_zeros(trace))
-    return Analysis(trace=trace, traffic={0: traffic_over("cp", watch.sent, config.cp)}, notes=notes)
+    traffic = {0: traffic_over("cp", watch.sent, config.cp)}
+    return Analysis(trace=trace, traffic=traffic, notes=notes, rowwise=rowwise)
+
+
+def _rowwise(request: PlanRequest) -> tuple[RowwiseModule, ...]:
+    """Finds the modules that treat positions one by one; none if the forward cannot be followed."""
+    try:
+        calls = record_calls(request.program, request.example)
+    except PlanError:
+        return ()
+    return find_rowwise(request.program.model, (tensor for _, tensor in named_tensors(request.example)), calls)
 
 
 def _on_one_stage(error: Exception) -> str:

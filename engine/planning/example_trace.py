@@ -4,13 +4,14 @@ It records the tensors that cross stages and the bytes that sharded layers send.
 with autograd, before its parameters are sharded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.parallel.context.call_forms import CallRecorder, SeenCall
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import placeholder
 from engine.parallel.pipeline.partition.partition import Split, units_for_split
@@ -53,6 +54,16 @@ def trace_example(
     with torch.enable_grad(), watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision):
         units = units_for_split(program.model, split, stages)
         return trace_model(program.model, run, units, stages=stages, material=material)
+
+
+def record_calls(program: Program, example: Batch) -> Mapping[str, Sequence[SeenCall]]:
+    """Returns the calls of all modules in the forward of one microbatch on shapes, by name; see :func:`trace_example`
+    for its errors.
+    """
+    recorder = CallRecorder(program.model)
+    with recorder.watching():
+        trace_example(program, example, 1)
+    return recorder.calls
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
+from engine.parallel.context.rowwise import RowwiseModule
 from engine.parallel.experts.router_bias import RouterBias
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.kernel_injection.inject import Replacement
@@ -105,6 +106,8 @@ class Plan:
     """Bias buffers of routers that each step adjusts towards an even load."""
     shared_experts: ExpertPlan | None = None
     """Experts divided among data ranks; None: every data rank has all experts."""
+    rowwise: tuple[RowwiseModule, ...] = ()
+    """Modules that treat positions one by one; () without context ranks and tiles."""
 
     def grid(self, rank: int) -> Grid:
         """Returns the grid of ranks with the coordinates of ``rank``."""
@@ -336,6 +339,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         shared_experts=request.shared_experts,
         experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
         router_biases=find_router_biases(model, config),
+        rowwise=analysis.rowwise,
     )
     return _settled(plan)
 
