@@ -38,6 +38,7 @@ from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.optim.param_groups import show_inner
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
+from engine.parallel.activation_checkpointing.tiles import run_in_tiles
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
@@ -218,9 +219,11 @@ def _within_gathers(
             leave_out_of_compilation(model, shared.blocks, patches)
     if counter is not None:
         counter.install(model, patches)
+    streams = RandomStreams(model, device, patches)
+    if plan.tiles is not None:
+        run_in_tiles(model, plan.tiles, patches, streams.draw_again)
     if comm.grid.cp > 1:
         run_rowwise(model, plan.rowwise, patches)
-    streams = RandomStreams(model, device, patches)
     policy = plan.config.activation_checkpointing
     return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams
 

@@ -16,6 +16,7 @@ from engine.errors import PlanError, first_line
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.param_groups import GivenOptimizer
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
+from engine.parallel.activation_checkpointing.tiles import TilePlan, plan_tiles
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.context.rowwise import RowwiseModule, find_rowwise, run_rowwise
 from engine.parallel.kernel_injection.inject import Replacement
@@ -87,7 +88,11 @@ class PlanRequest:
 
 
 def needs_example(config: Config) -> bool:
-    """Returns True if planning needs a microbatch: for tensor, pipeline and context parallelism."""
+    """Returns True if planning needs a microbatch: for tensor, pipeline and context parallelism, and for tiles."""
+    return _needs_trace(config) or config.activation_checkpointing.tile_tokens is not None
+
+
+def _needs_trace(config: Config) -> bool:
     return config.tp > 1 or config.pp > 1 or config.cp > 1
 
 
@@ -126,7 +131,9 @@ class Analysis:
     measured: Cost | None = None
     """Measured costs of the stages for a schedule named in the configuration; None if none were measured."""
     rowwise: tuple[RowwiseModule, ...] = ()
-    """Modules that are proven to treat positions one by one."""
+    """Modules that are proven to treat positions one by one, with context ranks."""
+    tiles: TilePlan | None = None
+    """Modules that run in tiles of tokens; None: not configured."""
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
@@ -135,7 +142,16 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     Raises:
         PlanError: the model cannot be traced, or cannot be sharded or partitioned as configured.
     """
-    if not needs_example(config):
+    analysis = _analysis(config, request, stages)
+    if (tokens := config.activation_checkpointing.tile_tokens) is None:
+        return analysis
+    communicating = request.shared_experts.blocks if request.shared_experts is not None else ()
+    tiles = plan_tiles(analysis.rowwise or _rowwise(request), tokens, config.cp, communicating)
+    return replace(analysis, tiles=tiles, notes=(*analysis.notes, *tiles.notes))
+
+
+def _analysis(config: Config, request: PlanRequest, stages: int) -> Analysis:
+    if not _needs_trace(config):
         return _order_of_calls(config, request)
     if config.cp > 1:
         return _of_sequences(config, request)

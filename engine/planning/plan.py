@@ -15,6 +15,7 @@ from engine.kernels.codecs.weight_format import WeightFormat
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_state, layer_routes, refuse_experts
 from engine.optim.param_groups import assign_groups
+from engine.parallel.activation_checkpointing.tiles import TilePlan
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
 from engine.parallel.context.rowwise import RowwiseModule
@@ -107,7 +108,9 @@ class Plan:
     shared_experts: ExpertPlan | None = None
     """Experts divided among data ranks; None: every data rank has all experts."""
     rowwise: tuple[RowwiseModule, ...] = ()
-    """Modules that treat positions one by one; () without context ranks and tiles."""
+    """Modules that treat positions one by one; () without context ranks."""
+    tiles: TilePlan | None = None
+    """Modules that run in tiles of tokens; None: not configured."""
 
     def grid(self, rank: int) -> Grid:
         """Returns the grid of ranks with the coordinates of ``rank``."""
@@ -340,6 +343,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
         router_biases=find_router_biases(model, config),
         rowwise=analysis.rowwise,
+        tiles=analysis.tiles,
     )
     return _settled(plan)
 

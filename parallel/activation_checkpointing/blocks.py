@@ -155,7 +155,7 @@ def recomputed_in_part(
             return inner(*args, **kwargs)
         kept, given = SavedActivations(), _GivenTensors(args, kwargs)
         out = checkpoint(
-            state.keeping(_as_in_forward(inner, draw_again)),
+            state.keeping(as_in_forward(inner, draw_again)),
             *args,
             use_reentrant=False,
             context_fn=lambda: selective.contexts(kept),
@@ -201,7 +201,7 @@ def _recomputed(block: nn.Module, draw_again: Callable[[], None] | None) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        run, given = state.keeping(_as_in_forward(inner, draw_again)), _GivenTensors(args, kwargs)
+        run, given = state.keeping(as_in_forward(inner, draw_again)), _GivenTensors(args, kwargs)
         out = checkpoint(run, *args, use_reentrant=False, **kwargs)
         given.refuse_written(block)
         return out
@@ -209,8 +209,8 @@ def _recomputed(block: nn.Module, draw_again: Callable[[], None] | None) -> Any:
     return forward
 
 
-def _as_in_forward(inner: Callable[..., Any], draw_again: Callable[[], None] | None) -> Callable[..., Any]:
-    """``inner``, which runs the second time as the first: in its function mode, and with its draws on the host."""
+def as_in_forward(inner: Callable[..., Any], draw_again: Callable[[], None] | None) -> Callable[..., Any]:
+    """Returns ``inner``, with a second run like the first: in its function mode, and with its draws on the host."""
     calls, run = 0, _in_mode_of_forward(inner)
     if draw_again is None:
         return run

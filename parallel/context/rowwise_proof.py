@@ -29,7 +29,9 @@ from engine.parallel.model.side_effects import restoring_state
 
 _POSITIONS = 12
 _SETS = ((1, 2, 11, 7, 5), (10, 9, 8, 7, 6))
-_PRECISIONS = ((torch.float64, 1e-6), (torch.float32, 1e-4))
+_Precision = tuple[torch.dtype, float]
+"""Dtype of a trial, and its relative tolerance."""
+_PRECISIONS: tuple[_Precision, ...] = ((torch.float64, 1e-6), (torch.float32, 1e-4))
 _LARGE = 1 << 22
 """Elements of a matrix from which on the rows of the twin's matrix are equal and share memory."""
 _DROPOUT = (functional.dropout, torch.dropout, functional.alpha_dropout)
@@ -47,7 +49,9 @@ class ProvenForm(NamedTuple):
     """Elements of the arguments and results of one position."""
     saved: int
     """Elements of one position that backward needs beside arguments and results."""
-    draws: bool
+    tokens: int
+    """Positions of all rows in the call that was seen."""
+    draws: bool = False
     """True if training draws random numbers."""
 
 
@@ -62,10 +66,10 @@ def prove_rowwise(module: nn.Module, call: SeenCall, size: SequenceSize) -> Prov
 
 
 def _tried(
-    module: nn.Module, form: CallForm, call: SeenCall, size: SequenceSize, precision: tuple[torch.dtype, float]
+    module: nn.Module, form: CallForm, call: SeenCall, size: SequenceSize, precision: _Precision
 ) -> ProvenForm | None:
     try:
-        return _Trial(module, form, call, min(size.rows, 2), precision).proven()
+        return _Trial(module, form, call, size, precision).proven()
     except Exception:  # any: it is code of the user with arguments that it may not be made for
         return None
 
@@ -83,9 +87,15 @@ class _Trial:
     """Calls of a twin with random content in one precision."""
 
     def __init__(
-        self, module: nn.Module, form: CallForm, call: SeenCall, rows: int, precision: tuple[torch.dtype, float]
+        self,
+        module: nn.Module,
+        form: CallForm,
+        call: SeenCall,
+        size: SequenceSize,
+        precision: _Precision,
     ) -> None:
-        self._form, self._size = form, SequenceSize(rows, _POSITIONS)
+        self._form, self._tokens = form, size.rows * size.length
+        self._size = SequenceSize(min(size.rows, 2), _POSITIONS)
         self._dtype, self._tolerance = precision
         self._draw = torch.Generator().manual_seed(0)
         self._twin, self._parameters = random_twin(module, self._dtype, self._draw)
@@ -137,7 +147,7 @@ class _Trial:
         kept = saved.elements(
             (*whole.inputs, *made, *self._parameters, *self._twin.parameters(), *self._twin.buffers())
         )
-        return ProvenForm(self._form, spec, tuple(dims), stream, kept // rows, False)
+        return ProvenForm(self._form, spec, tuple(dims), stream, kept // rows, self._tokens)
 
     def _run(self, leaves: Sequence[Any]) -> _Run:
         own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
