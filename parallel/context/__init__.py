@@ -14,4 +14,5 @@ The files:
     sequences    the table of rules, and the place where a batch tensor becomes a global tensor
     call_forms   arguments of module calls, and their dim of positions
     rowwise_proof, rowwise    modules that treat positions one by one: found by trial, run on plain tensors
+    recipe       masks that are functions of short tensors, made in parts where they are read
 """

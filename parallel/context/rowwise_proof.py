@@ -11,7 +11,7 @@ Modules that other code listens to from inside (hooks) are not tried, since the 
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -211,7 +211,7 @@ class _Trial:
         if not other.numel():
             return True
         most = self._tolerance * float(other.detach().abs().max().clamp(min=1e-6))
-        return bool(float((one - other).detach().abs().max()) <= most)
+        return float((one - other).detach().abs().max()) <= most
 
     def _draws(self) -> bool:
         with _no_draws() as drawn:
@@ -256,7 +256,7 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 @contextmanager
-def _no_draws() -> Iterator[Any]:
+def _no_draws() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns True if a random number has been drawn inside the context."""
     torch_state, host = torch.get_rng_state(), HostState.take()
     found: list[bool] = []

@@ -1,9 +1,10 @@
-"""Faults of modules of positions: their proof, their run on context ranks, and their tiles."""
+"""Faults of modules of positions (proof, run on context ranks, tiles) and of masks by recipe."""
 
 from tests.faults.fault import Fault
 
 _PROOF, _RUN = "parallel/context/rowwise_proof.py", "parallel/context/rowwise.py"
-_TILES, _SELECTIVE = "parallel/activation_checkpointing/tiles.py", "parallel/activation_checkpointing/selective.py"
+_RECIPE = "parallel/context/recipe.py"
+_TILES = "parallel/activation_checkpointing/tiles.py"
 _TRAPS = "tests/parallel/context/test_rowwise.py::test_a_module_that_mixes_positions_or_has_state_is_refused"
 _ROWS = "tests/parallel/context/test_rowwise.py"
 _TILED = "tests/parallel/activation_checkpointing/test_tiles.py"
@@ -24,14 +25,6 @@ CONTEXT_ROWS = (
         old="        if drawn() or not _same_state(before, _state(self._twin)):",
         new="        if drawn():",
         tests=(f"{_TRAPS}[counter]",),
-    ),
-    Fault(
-        name="positions-proven-with-own-draws",
-        about="A module that adds noise is taken for one of positions, so that ranks draw other noise.",
-        file=_PROOF,
-        old="        if drawn() or not _same_state(before, _state(self._twin)):",
-        new="        if not _same_state(before, _state(self._twin)):",
-        tests=(f"{_TRAPS}[dropout of channels]",),
     ),
     Fault(
         name="positions-run-behind-a-hook",
@@ -56,5 +49,21 @@ CONTEXT_ROWS = (
         old="            if torch.is_grad_enabled():",
         new="            if not torch.is_grad_enabled():",
         tests=(f"{_TILED}::test_tiles_alone_halve_the_peak_of_a_long_step",),
+    ),
+    Fault(
+        name="recipes-lose-the-last-key",
+        about="Queries do not see the last of the keys that their mask allows.",
+        file=_RECIPE,
+        old="slice(int(found[0]), int(found[-1]) + 1)",
+        new="slice(int(found[0]), max(int(found[-1]), 1))",
+        tests=("tests/parallel/context/test_recipe.py::test_packed_and_padded_batches_train_as_one_process",),
+    ),
+    Fault(
+        name="recipes-make-the-whole-mask",
+        about="Attention makes the mask of all queries and keys before it reads some rows.",
+        file=_RECIPE,
+        old="        return _box(self.made, wanted) if self.made is not None else self.part(wanted)",
+        new="        return _box(self.whole(), wanted)",
+        tests=("tests/parallel/context/test_recipe.py::test_no_mask_is_made_whole",),
     ),
 )

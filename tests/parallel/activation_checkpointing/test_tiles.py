@@ -80,7 +80,8 @@ def _peak(tokens: Any, length: int = 512, **more: Any) -> int:
     with engine.initialize(_llama(layers=3, inside=192), settings) as eng:
         batches = _batches(1, length, 2)
         eng.train_batch(batches[0])
-        with LiveStorages() as live:
+        live = LiveStorages()
+        with live:
             eng.train_batch(batches[1])
         return live.peak
 
