@@ -4,14 +4,16 @@ It records the tensors that cross stages and the bytes that sharded layers send.
 with autograd, before its parameters are sharded.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.context.call_forms import CallRecorder, SeenCall
+from engine.errors import PlanError
+from engine.parallel.context.call_forms import CallRecorder
+from engine.parallel.context.rowwise import RowwiseModule, find_rowwise
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import placeholder
 from engine.parallel.pipeline.partition.partition import Split, units_for_split
@@ -20,7 +22,7 @@ from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.precision.dtypes import Precision
 from engine.precision.fp32_modules import put_casts
-from engine.program.batch import Batch, map_tensors
+from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
 
 
@@ -56,14 +58,17 @@ def trace_example(
         return trace_model(program.model, run, units, stages=stages, material=material)
 
 
-def record_calls(program: Program, example: Batch) -> Mapping[str, Sequence[SeenCall]]:
-    """Returns the calls of all modules in the forward of one microbatch on shapes, by name; see :func:`trace_example`
-    for its errors.
+def trace_rowwise(program: Program, example: Batch) -> tuple[RowwiseModule, ...]:
+    """Finds the modules that treat positions one by one, in the calls of a forward on shapes; none if the forward
+    cannot be traced.
     """
     recorder = CallRecorder(program.model)
-    with recorder.watching():
-        trace_example(program, example, 1)
-    return recorder.calls
+    try:
+        with recorder.watching():
+            trace_example(program, example, 1)
+    except PlanError:
+        return ()
+    return find_rowwise(program.model, (tensor for _, tensor in named_tensors(example)), recorder.calls)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -54,7 +54,13 @@ from engine.planning.budgets import (
     stored_bytes,
     wire_formats,
 )
-from engine.planning.expert_plan import ExpertPlan, find_expert_plan, find_router_biases
+from engine.planning.expert_plan import (
+    ExpertPlan,
+    ReplayPlan,
+    find_expert_plan,
+    find_replay_plan,
+    find_router_biases,
+)
 from engine.planning.flat_layouts import FlatLayouts, Users
 from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
@@ -105,6 +111,8 @@ class Plan:
     """True if the script passes a learning-rate schedule; None: unknown, in a plan without a run."""
     router_biases: tuple[RouterBias, ...] = ()
     """Bias buffers of routers that each step adjusts towards an even load."""
+    replay: ReplayPlan | None = None
+    """Routers that take the experts of each row from a batch; None: routers choose."""
     shared_experts: ExpertPlan | None = None
     """Experts divided among data ranks; None: every data rank has all experts."""
     rowwise: tuple[RowwiseModule, ...] = ()
@@ -180,7 +188,7 @@ class Plan:
         """Returns the planned state bytes and traffic of ``rank``."""
         coord = self.grid(rank).coord()
         holder = self.grid(0).holder(coord)
-        held = sum(row.local_elements(row.part(holder)) for row in self.table.held_by(holder))
+        held = sum(row.local_elements(holder) for row in self.table.held_by(holder))
         state = self.state(coord)
         return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 
@@ -302,8 +310,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no parameter is trainable, a dtype cannot be trained, sizes are not divisible, or no partition into
-            stages exists.
+        PlanError: nothing is trainable, a dtype cannot be trained, sizes do not divide, or no partition exists.
         ScheduleError: the schedule is unknown, or does not suit the number of ranks or microbatches.
     """
     model, given = request.program.model, request.given
@@ -313,6 +320,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
     request = replace(request, shared_experts=find_expert_plan(model, config))
     analysis = analyze(config, request, requested.stages if requested else config.pp)
+    request = replace(request, shared_experts=analysis.shared_experts or request.shared_experts)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
@@ -344,6 +352,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         router_biases=find_router_biases(model, config),
         rowwise=analysis.rowwise,
         tiles=analysis.tiles,
+        replay=find_replay_plan(model, config),
     )
     return _settled(plan)
 
@@ -380,7 +389,7 @@ def _settled(plan: Plan) -> Plan:
         return plan
     if plan.moments is None:
         raise refuse_unknown()
-    positions = [plan.grid(0).rank_at(pp=at.pp, tp=at.tp, dp=at.ep) for at in plan.layouts]
+    positions = [plan.grid(0).rank_at(pp=at.pp, tp=at.tp, ep=at.ep) for at in plan.layouts]
 
     def at(ratio: float) -> Plan:
         return replace(plan, config=with_ratio(plan.config, ratio))

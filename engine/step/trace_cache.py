@@ -88,9 +88,8 @@ class TraceCache:
         self._agreed: State | None = None
         """The state in which all ranks of the replica have last taken one path."""
         self._hooks = UserHooks()
-        views = (
-            plan.tensor is not None and plan.tensor.follows_activations
-        )  # the trace of the plan has other views than the run
+        # global tensors in the trace of the plan are those of rank 0
+        views = plan.config.cp > 1 or (plan.tensor is not None and plan.tensor.follows_activations)
         if plan.trace is not None and plan.partition is not None and not views:
             self.refresh()
             with torch.enable_grad():
@@ -171,7 +170,8 @@ class TraceCache:
 
     def _trace(self, run: ForwardCall) -> ModelTrace:
         """Traces a forward, with the dtypes that it has when it runs."""
-        with self._axis.dry_run(), self._program.precision.forward(self._program.device):
+        program = self._program
+        with self._axis.dry_run(), program.on_shapes(), program.precision.forward(program.device):
             stages = self._plan.schedule.stages
             units = units_for_split(self._program.model, self._plan.config.parallel.split, stages)
             return trace_model(self._program.model, run, units, stages)

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from engine.parallel.activation_checkpointing.blocks import as_in_forward
+from engine.parallel.activation_checkpointing.blocks import Again, as_in_forward
 from engine.parallel.activation_checkpointing.selective import outside_of_saving
 from engine.parallel.context.call_forms import flatten_leaves
 from engine.parallel.context.rowwise import RowwiseModule
 from engine.parallel.context.rowwise_proof import ProvenForm
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
-from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 
 _MULTIPLE = 64
@@ -40,17 +39,15 @@ class TilePlan:
     """Line for the banner."""
 
 
-def plan_tiles(
-    found: Iterable[RowwiseModule], setting: int | Literal["auto"], ranks: int, communicating: Sequence[str] = ()
-) -> TilePlan:
-    """Returns the tiles of the modules ``found`` that treat positions one by one.
+def plan_tiles(found: Iterable[RowwiseModule], setting: int | Literal["auto"] | None, ranks: int) -> TilePlan | None:
+    """Returns the tiles of the modules ``found`` that treat positions one by one; None without a setting.
 
     "auto": the largest tile whose intermediate tensors, with their gradients, need no more memory than inputs and
-    outputs of the module. ``ranks``: context ranks, which divide the positions. ``communicating``: modules that send
-    rows; modules around these have no tiles, since ranks would send different numbers of messages.
+    outputs of the module. ``ranks``: context ranks, which divide the positions.
     """
-    local = (each for each in found if not any(is_inside(other, each.name) for other in communicating))
-    gaining = (RowwiseModule(each.name, tuple(filter(_gains, each.forms))) for each in local)
+    if setting is None:
+        return None
+    gaining = (RowwiseModule(each.name, tuple(filter(_gains, each.forms))) for each in found)
     modules = tuple(each for each in gaining if each.forms)
     if not modules:
         note = "no module is proven to treat positions one by one with large intermediate tensors, so none has tiles"
@@ -72,28 +69,24 @@ def _gains(form: ProvenForm) -> bool:
     return 2 * form.saved > form.stream
 
 
-def run_in_tiles(
-    model: nn.Module, plan: TilePlan, patches: ForwardPatches, draw_again: Callable[[], None] | None = None
-) -> None:
-    """Patches the modules of ``plan``. ``draw_again``: see
+def run_in_tiles(model: nn.Module, plan: TilePlan, patches: ForwardPatches, again: Again | None = None) -> None:
+    """Patches the modules of ``plan``. ``again``: see
     :func:`~engine.parallel.activation_checkpointing.blocks.recompute_blocks`.
     """
     for each in plan.modules:
         module = model.get_submodule(each.name)
-        forward = _tiled(module, each.forms, plan.tokens, draw_again)
+        forward = _tiled(module, each.forms, plan.tokens, again)
         patches.wrap_forward(module, PatchLayer.ROWS, forward, f"runs in tiles of {plan.tokens} tokens")
 
 
-def _tiled(
-    module: nn.Module, forms: Sequence[ProvenForm], tokens: int, draw_again: Callable[[], None] | None
-) -> Callable[..., Any]:
+def _tiled(module: nn.Module, forms: Sequence[ProvenForm], tokens: int, again: Again | None) -> Callable[..., Any]:
     inner: Callable[..., Any] = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for form in forms:
             leaves = form.call.match(args, kwargs)
             if leaves is not None and (sizes := _tile_sizes(form, leaves, tokens)) is not None:
-                return _run(inner, form, _split(form, leaves, sizes), form.draws and module.training, draw_again)
+                return _run(inner, form, _split(form, leaves, sizes), form.draws and module.training, again)
         return inner(*args, **kwargs)
 
     return forward
@@ -122,7 +115,7 @@ def _split(form: ProvenForm, leaves: Sequence[Any], sizes: list[int]) -> list[li
 
 def _run(
     inner: Callable[..., Any], form: ProvenForm, tiles: list[list[Any]], draws: bool,
-    draw_again: Callable[[], None] | None,
+    again: Again | None,
 ) -> Any:  # fmt: skip
     def whole(*leaves: Any) -> Any:
         # a tile of several sequences has gaps, which code that views its input as rows does not take
@@ -132,7 +125,7 @@ def _run(
     with outside_of_saving():
         for leaves in tiles:
             if torch.is_grad_enabled():
-                run = as_in_forward(whole, draw_again)
+                run = as_in_forward(whole, again)
                 out = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=draws)
             else:
                 out = whole(*leaves)

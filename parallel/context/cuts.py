@@ -9,9 +9,12 @@ import numpy as np
 from engine.parallel.tensor.global_tensor.index_sets import Index
 
 
-def zigzag(length: int, ranks: int) -> Index:
-    """Returns the zig-zag sharding of ``length`` positions; chunks differ by at most one position."""
-    chunks = np.array_split(np.arange(length), 2 * ranks)
+def zigzag(length: int, ranks: int, unit: int = 1) -> Index:
+    """Returns the zig-zag sharding of ``length`` positions; chunks are multiples of ``unit``, and differ by at most
+    one unit.
+    """
+    borders = [unit * (length // unit * chunk // (2 * ranks)) for chunk in range(2 * ranks)]
+    chunks = np.split(np.arange(length), borders[1:])
     return Index([np.concatenate([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)], length)
 
 

@@ -6,7 +6,8 @@ So code that global tensors cannot enter (autograd functions, kernels, compiled 
 unchanged, and without the overhead of global tensors. The outermost modules that are proven are taken.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -125,6 +126,17 @@ def run_rowwise(model: nn.Module, found: Iterable[RowwiseModule], patches: Forwa
     interception = Interception(handler=handle, layer=PatchLayer.ROWS, patches=patches)
     for name, module in modules.items():
         interception.install(name, module, _NOTE)
+
+
+@contextmanager
+def running_rowwise(model: nn.Module, found: Iterable[RowwiseModule]) -> Iterator[None]:
+    """Patches the modules ``found`` inside the context, for a trace."""
+    patches = ForwardPatches()
+    run_rowwise(model, found, patches)
+    try:
+        yield
+    finally:
+        patches.remove()
 
 
 class LocalCall(NamedTuple):

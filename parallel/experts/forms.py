@@ -27,6 +27,9 @@ class RoutedExperts:
     """Names in the module of vectors that all experts use, such as those of a norm, which every rank holds."""
     counts: tuple[str, ...] = ()
     """Attributes that are the number of its experts."""
+    added: tuple[str, ...] | None = None
+    """Names in the module of parameters that only the first tensor rank adds to its result, if tensor ranks cut experts
+    along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
         """Returns the same for another module of the same kind."""
@@ -65,6 +68,8 @@ class ListedExperts:
     """Width of their results."""
     own: tuple[str, ...]
     """Names of the parameters of one expert, in the expert."""
+    cut: bool = False
+    """Tensor ranks cut each expert along its width; False: they hold and compute whole experts."""
 
     @property
     def name(self) -> str:
@@ -81,18 +86,9 @@ class ListedExperts:
         return replace(self, block=block, names=names)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertCut:
-    """Division of a parameter of experts over the expert axis."""
-
-    dim: int | None
-    """Dim of the experts; None: the parameter belongs to one expert, and one rank holds it."""
-    ranges: tuple[Range, ...]
-
-
-def owner_cut(rows: int, rank: int) -> ExpertCut:
+def owner_cut(rows: int, rank: int) -> tuple[Range, ...]:
     """Returns the division of a parameter with ``rows`` along its first dim that ``rank`` holds alone."""
-    return ExpertCut(None, (Range(0, rows, (rank,)),))
+    return (Range(0, rows, (rank,)),)
 
 
 def list_members(members: nn.Module) -> dict[str, nn.Module]:
@@ -121,10 +117,10 @@ def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
 
 
-def expert_cut(experts: int, ranks: int, rows: int = 1) -> ExpertCut:
+def expert_cut(experts: int, ranks: int, rows: int = 1) -> tuple[Range, ...]:
     """Returns the sharding of parameters [experts * rows, ..] over ``ranks``."""
     bounds = [rows * bound for bound in expert_bounds(experts, ranks)]
-    return ExpertCut(0, tuple(Range(bounds[rank], bounds[rank + 1], (rank,)) for rank in range(ranks)))
+    return tuple(Range(bounds[rank], bounds[rank + 1], (rank,)) for rank in range(ranks))
 
 
 def stacked_experts(module: nn.Module) -> int:

@@ -17,7 +17,7 @@ results are not random then, in training.
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -34,11 +34,12 @@ from engine.parallel.experts.forms import (
     possible_stacks,
     possible_widths,
 )
+from engine.parallel.experts.thin_products import ThinProducts
 from engine.parallel.model.placeholders import is_expanded
 
-_ROWS, _MOST = 12, 4
+_ROWS, MOST = 12, 4
 """Rows of a trial, and the most experts of a twin."""
-_LARGE = 1 << 24
+LARGE = 1 << 24
 """Elements of a parameter from which on a trial first draws thin matrices."""
 
 
@@ -61,14 +62,16 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     if not _can_copy(module):
         return Unproven(name, _UNCOPIED)
     reasons = list[str]()
-    thin_first = (True, False) if any(each.numel() > _LARGE for each in module.parameters()) else (False,)
+    thin_first = (True, False) if any(each.numel() > LARGE for each in module.parameters()) else (False,)
     for thin, stack in product(thin_first, possible_stacks(module)):
+        if not thin and set(reasons) - {_REFUSED}:
+            break  # a rule that fails for thin matrices holds for no others: the large trial is for what refuses them
         for counts in possible_counts(module, stack.experts):
             counted = replace(stack, counts=counts)
-            experts = min(stack.experts, 2 if thin else _MOST)
-            twin = _twin(module, counted, experts, thin)
+            experts = min(stack.experts, 2 if thin else MOST)
+            twin = make_twin(module, counted, experts, thin)
             for call, width in product(possible_calls(module), possible_widths(module)):
-                reason = _Trial(twin, counted, call, width, experts).failure()
+                reason = Trial(twin, counted, call, width, experts).failure()
                 if reason is None:
                     return RoutedExperts(name, stack.experts, width, call, stack.own, stack.common, counts)
                 reasons.append(reason)
@@ -84,7 +87,7 @@ _UNKNOWN = (
 )
 
 
-class _Trial:
+class Trial:
     """Calls of a twin with random content."""
 
     def __init__(self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int) -> None:
@@ -99,7 +102,23 @@ class _Trial:
     @torch.no_grad()
     def failure(self) -> str | None:
         """Returns the rule that does not hold; None if all hold."""
-        return self._failure_in(False) or self._failure_in(True)
+        thin = any(map(is_expanded, self._twin.parameters()))
+        with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
+            return self._failure_in(False) or self._failure_in(True)
+
+    @torch.no_grad()
+    def is_sum_of(self, parts: Sequence[nn.Module]) -> bool:
+        """Returns True if the results of ``parts`` add up to that of the twin, in evaluation and in training."""
+        return self._adds_up(parts, False) and self._adds_up(parts, True)
+
+    def _adds_up(self, parts: Sequence[nn.Module], training: bool) -> bool:
+        given = self._rows, self._numbers, self._weights
+        whole = self._call(self._twin.train(training), *given)
+        if whole is None or (training and not are_close(self._call(self._twin, *given), whole)):
+            return whole is not None  # a forward that draws random numbers is tried in evaluation
+        results = [self._call(part.train(training), *given) for part in parts]
+        found = [each for each in results if each is not None]
+        return len(found) == len(parts) and are_close(sum(found), whole)
 
     def _failure_in(self, training: bool) -> str | None:
         self._twin.train(training)
@@ -107,13 +126,13 @@ class _Trial:
         whole = self._call(self._twin, x, n, w)
         if whole is None or whole.dim() != 2 or len(whole) != len(x) or not whole.isfinite().all():
             return _REFUSED
-        if training and not _close(self._call(self._twin, x, n, w), whole):
+        if training and not are_close(self._call(self._twin, x, n, w), whole):
             return None
         some = torch.arange(0, _ROWS, 2).flip(0)
-        if not _close(self._call(self._twin, x[some], n[some], w[some]), whole[some]):
+        if not are_close(self._call(self._twin, x[some], n[some], w[some]), whole[some]):
             return "a row's result depends on other rows"
         slots = [self._call(self._twin, x, n[:, j : j + 1], w[:, j : j + 1]) for j in range(n.shape[1])]
-        if any(slot is None for slot in slots) or not _close(sum(slot for slot in slots if slot is not None), whole):
+        if any(slot is None for slot in slots) or not are_close(sum(slot for slot in slots if slot is not None), whole):
             return "the results of a row's experts are not added"
         half = self._experts // 2
         for chosen in dict.fromkeys((range(1), range(half), range(half, self._experts))):
@@ -130,10 +149,10 @@ class _Trial:
         if wanted is None or asked is None or not asked.isnan().any(-1).all():
             return _REFUSED  # numbers that choose nothing may be weights
         others = [index for index in range(self._experts) if index not in chosen]
-        if not _close(self._call(self._without(others), x, n, w), wanted):
+        if not are_close(self._call(self._without(others), x, n, w), wanted):
             return "a row's result depends on experts that it does not ask for"
         alone = self._with_only(chosen)
-        if not _close(self._call(alone, x, n - chosen[0], w, len(chosen)), wanted):
+        if not are_close(self._call(alone, x, n - chosen[0], w, len(chosen)), wanted):
             return "its forward needs the number of all experts"
         empty = self._call(alone, x[:0], n[:0], w[:0], len(chosen))
         return None if empty is not None and empty.shape == wanted[:0].shape else "it cannot be called without rows"
@@ -179,11 +198,12 @@ def _can_copy(module: nn.Module) -> bool:
     return True
 
 
-def _close(a: Tensor | int | None, b: Tensor) -> bool:
+def are_close(a: Tensor | int | None, b: Tensor) -> bool:
+    """Returns True if two results differ by rounding alone."""
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
-def _twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Module:
+def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Module:
     """Returns a copy of ``module`` with random fp32 parameters of its first ``experts`` experts.
 
     ``thin``: the rows of each matrix [rows, width] of an expert are equal and share memory, since a trial of experts of
@@ -279,7 +299,7 @@ class _ListTrial:
             return _REFUSED
         if training:
             again, _ = self._run()
-            if again is None or not all(_close(a, b) for a, b in zip(again, whole, strict=True)):
+            if again is None or not all(are_close(a, b) for a, b in zip(again, whole, strict=True)):
                 return None  # it draws random numbers, so two runs differ anyway
         _, first = self._run(zeros=True)
         same = [number for number, _ in first] == [number for number, _ in asked]
@@ -291,7 +311,7 @@ class _ListTrial:
         answers = [self._shared(rows) * (1 + number / 8) for number, rows in asked]
         with _without_values(self._shared):
             again, _ = self._run(answers=answers)
-        if again is None or not all(_close(a, b) for a, b in zip(again, whole, strict=True)):
+        if again is None or not all(are_close(a, b) for a, b in zip(again, whole, strict=True)):
             return "its block does more with its experts than to call them"
         return None
 
@@ -301,7 +321,7 @@ class _ListTrial:
         whole, empty = self._shared(given), self._shared(given[:0])
         some = torch.tensor([4, 1])
         fits = isinstance(whole, Tensor) and whole.dim() == 2 and empty.shape == whole[:0].shape
-        return fits and _close(self._shared(given[some]), whole[some])
+        return fits and are_close(self._shared(given[some]), whole[some])
 
     def _run(
         self, zeros: bool = False, answers: list[Tensor] | None = None

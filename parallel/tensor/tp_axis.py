@@ -75,11 +75,14 @@ class TensorAxis:
     shapes.
     """
 
+    nested = False
+    """True if activations are global tensors over "cp", and their shards are the activations of this axis."""
     name: Axis = "tp"
     """Axis of the grid over which the collectives run."""
 
     def __init__(self, comm: Comm, name: Axis = "tp") -> None:
         self.name, self.index, self.size = name, comm.grid.index(name), comm.grid.size(name)
+        self.nested = name == "tp" and comm.grid.cp > 1
         self.dry = False
         self.listener: Listener | None = None
         self._comm = comm
@@ -206,5 +209,5 @@ class TensorAxis:
 class DryAxis(TensorAxis):
     """Tensor axis without processes, as rank 0 of ``size``; always dry."""
 
-    def __init__(self, size: int, listener: Listener | None = None) -> None:
-        self.index, self.size, self.dry, self.listener = 0, size, True, listener
+    def __init__(self, size: int, listener: Listener | None = None, name: Axis = "tp") -> None:
+        self.name, self.index, self.size, self.dry, self.listener = name, 0, size, True, listener

@@ -20,7 +20,7 @@ from torch.utils._pytree import register_pytree_node
 
 from engine.errors import EngineError
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
-from engine.parallel.trace.torch_function import WrapperTensor
+from engine.parallel.trace.torch_function import WrapperTensor, map_leaves
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -66,6 +66,8 @@ class GlobalTensor(WrapperTensor):
         kwargs = _torch_names(kwargs) if kwargs else {}
         first = args[0] if args else None
         context = (first if type(first) is GlobalTensor else next(global_tensors_in(args, kwargs))).views
+        if context.axis.nested:
+            context, args, kwargs = outermost(context, args, kwargs)
         if context.reached_below is not None:
             refuse_below(context)
         rule = context.rules.by_function.get(func)
@@ -181,6 +183,22 @@ def has_views(args: Any, kwargs: Any) -> bool:
     return next(global_tensors_in(args, kwargs), None) is not None
 
 
+def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
+    """Returns the context over "cp" among global tensors over "tp" and "cp", and the arguments as its global tensors.
+
+    Arguments over "tp" are equal on all context ranks, as plain tensors are. Without one over "cp" nothing changes.
+    """
+    outer = next((x.views for x in global_tensors_in(args, kwargs) if x.views is not context), None)
+    if outer is None:
+        return context, args, kwargs
+
+    def lift(x: Any) -> Any:
+        inner = type(x) is GlobalTensor and x.views is not outer
+        return GlobalTensor(x, tuple(x.full), (None,) * x.ndim, outer) if inner else x
+
+    return (outer, *map_leaves(lift, (args, kwargs)))
+
+
 def show_parameter(
     parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, context: "GlobalTensorContext"
 ) -> GlobalTensor:
@@ -225,7 +243,17 @@ def refuse_below(context: "GlobalTensorContext") -> None:
     Raises:
         EngineError: always; the text names the code.
     """
-    caller, context.reached_below = context.reached_below, None
+    caller, context.reached_below = context.reached_below or "code below torch functions", None
+    if "CheckpointFunction" in caller:
+        raise EngineError(
+            f"{caller} recomputes activations in a way that accepts plain tensors only; pass use_reentrant=False to "
+            "torch.utils.checkpoint, or set activation_checkpointing.mode in its place."
+        )
+    if context.axis.name == "cp":
+        raise EngineError(
+            f"{caller} got a tensor with this rank's positions of a sequence, but accepts plain tensors only; compute "
+            "it with functions of torch, or set parallel.context to 1."
+        )
     raise EngineError(
         f"{caller} got a tensor that is sharded over tensor ranks, but accepts plain tensors only; set the style "
         '"replicate" for the module that calls it in parallel.tensor_plan.'

@@ -19,7 +19,10 @@ RunRanks = Callable[..., list[Any]]
 Legs = Sequence[tuple[str, int]]
 """Grid and ZeRO stage of each step; a checkpoint lies between two of them."""
 UNEVEN = {"data": 3, "expert": 3}
-WIDE = {**GRIDS, "dp2": {"data": 2}, "ep3": UNEVEN}
+WIDE: Mapping[str, Mapping[str, Any]] = {
+    **GRIDS, "dp2": {"data": 2}, "ep3": UNEVEN, "alone": {"data": 1},
+    **{form: {**GRIDS["ep2-tp2"], "expert_tensor": form} for form in ("cut", "whole")},
+}  # fmt: skip
 
 
 def leg(
@@ -58,6 +61,9 @@ def exported(folder: str) -> dict[str, Tensor]:
                 ((("ep4", 3), ("dp4-ep2", 1), ("ep2-tp2", 0)), {"optimizer": {"type": "Lamb"}}),
                 ((("ep4", 3), ("dp4-ep2", 1), ("ep2-tp2", 0)), {"ema": {"decay": 0.9}}),
                 ((("ep3", 3), ("dp2", 1), ("ep3", 0)), {"train_batch_size": 6}),
+                *(((("cut", z), ("whole", 1), ("cut", 3), ("alone", 0)), {}) for z in range(4)),
+                ((("whole", 3), ("cut", 1), ("alone", 0)), {"optimizer": {"type": "Adafactor"}}),
+                ((("cut", 1), ("whole", 3), ("alone", 0)), {"optimizer": {"type": "Lamb"}}),
             )
         ),
     ],

@@ -64,10 +64,12 @@ def plan_of(kind: ModelType) -> ExpertPlan | str:
     return found
 
 
-def parity(kind: ModelType, ranks: int, implementation: str | None = None) -> Parity:
+def parity(
+    kind: ModelType, ranks: int, implementation: str | None = None, changes: Mapping[str, Any] | None = None
+) -> Parity:
     """Three clipped steps over thread ranks, and in one process."""
     build = partial(small_mixture, kind, implementation)
-    found = verify(build, settings(ranks), text(8), threads=ranks)
+    found = verify(build, {**settings(ranks), **(changes or {})}, text(8), threads=ranks)
     assert found is not None
     assert min(found.reference.norms) > CONFIG["gradient_clipping"], "every step is clipped"
     return found
@@ -118,6 +120,27 @@ def test_family_over_two_expert_ranks_is_equal_to_one_process(name: str) -> None
 def test_implementation_of_experts_is_equal_to_one_process(name: str, implementation: str) -> None:
     found = parity(named(name), 2, implementation)
     assert found.holds(), str(found)
+
+
+BESIDE: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "recomputation": (2, {"activation_checkpointing": {"mode": "full"}}),
+    "pipeline": (4, {"parallel": {"data": 2, "expert": 2, "pipeline": 2}, "train_micro_batch_size_per_gpu": 1}),
+    "tensor": (4, {"parallel": {"data": 2, "expert": 2, "tensor": 2}}),
+    "compile": (2, {"compile": True}),
+    "stage 3": (2, {"zero_optimization": {"stage": 3}}),
+    "bf16": (2, {"bf16": {"enabled": True}}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.compile reads it
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("case", BESIDE)
+def test_shared_experts_beside_the_exchange_are_equal_to_one_process(case: str, implementation: str) -> None:
+    ranks, changes = BESIDE[case]
+    found = parity(named("deepseek_v3"), ranks, implementation, changes)
+    bounds = (1e-3, 2e-2, 1e-2) if case == "bf16" else BOUNDS
+    assert found.holds(*bounds), str(found)
 
 
 @pytest.mark.long

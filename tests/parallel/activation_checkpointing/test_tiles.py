@@ -105,7 +105,7 @@ def test_auto_chooses_by_bytes_and_the_banner_has_one_line() -> None:
         form = next(form for each in tiles.modules if each.name == "model.layers.1.mlp" for form in each.forms)
         assert 2 * tiles.tokens * form.saved <= LENGTH * form.stream
         halved = plan_tiles(tiles.modules, "auto", 2)
-        assert halved.tokens == tiles.tokens // 2
+        assert halved is not None and halved.tokens == tiles.tokens // 2
         assert "runs in tiles" in eng.explain("model.layers.1.mlp")
 
 

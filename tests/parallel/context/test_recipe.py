@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 import engine
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.context import recipe as recipes
 from engine.parallel.context.recipe import RecipeMode, TensorRecipe
 from engine.planning.activation_memory import LiveStorages
 from engine.verify import verify
-from tests.parallel.context.test_context_training import _batches, _llama, config_of
+from tests.parallel.context.test_context_training import batches_of, config_of, llama
 from tests.selection import wide
 
 S = 48
@@ -69,21 +70,31 @@ def test_a_tensor_with_a_gradient_or_no_growth_stays_a_tensor() -> None:
 @pytest.mark.parametrize("form", ["packed", wide("left"), wide("right")])
 def test_packed_and_padded_batches_train_as_one_process(form: str, layout: str) -> None:
     parallel = {"data": 1} | ({"context": 2} if layout == "cp2" else {})
-    result = verify(_llama, config_of(parallel, 2), _batches(form), threads=2 if layout == "cp2" else 1)
+    result = verify(llama, config_of(parallel, 2), batches_of(form), threads=2 if layout == "cp2" else 1)
     assert result is not None and result.holds(), str(result)
 
 
-def test_no_mask_is_made_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, make = list[Any](), TensorRecipe.whole
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_mask_is_made_whole(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, seen = list[Any](), list[Any]()
+    make, read = TensorRecipe.whole, TensorRecipe.box
 
-    def noted(recipe: TensorRecipe) -> Tensor:
+    def made(recipe: TensorRecipe) -> Tensor:
         whole.append(recipe.shape)
         return make(recipe)
 
-    monkeypatch.setattr(TensorRecipe, "whole", noted)
-    with engine.initialize(_llama(), config_of({"data": 1}, 0)) as eng:
-        assert eng.train_batch(_batches("packed")[0]).loss > 0
-    assert whole and all(shape[-2:] != (36, 36) for shape in whole)  # rotary tables alone
+    def boxed(recipe: TensorRecipe, wanted: Any) -> Tensor:
+        seen.append(recipe.shape)
+        return read(recipe, wanted)
+
+    def train(world: Any) -> float:
+        with engine.initialize(llama(), config_of({"data": 1, "context": ranks}, 0), world=world) as eng:
+            return eng.train_batch(batches_of("packed")[0]).loss
+
+    monkeypatch.setattr(TensorRecipe, "whole", made)
+    monkeypatch.setattr(TensorRecipe, "box", boxed)
+    assert all(run_thread_ranks(ranks, train))
+    assert any(shape[-2:] == (36, 36) for shape in seen) and all(shape[-2:] != (36, 36) for shape in whole)
 
 
 @pytest.mark.long
@@ -96,7 +107,7 @@ def test_live_storage_of_packed_sequences_grows_as_their_length(monkeypatch: pyt
 
 def _peak(length: int) -> int:
     settings = config_of({"data": 1}, 0) | {"train_batch_size": 1}
-    with engine.initialize(_llama(), settings) as eng:
+    with engine.initialize(llama(), settings) as eng:
         place = torch.arange(length)
         ids = place[None] % 61
         batch = {"input_ids": ids, "labels": ids, "position_ids": (place % 700)[None]}

@@ -163,7 +163,9 @@ class FactoredUpdates:
         """Returns factors of the mean squares of this rank's part of a parameter."""
         whole = scales_of(self.state[row.name], AdafactorRule.of(self._group(row)).least(self._routes.dtype))
         views = {kind: self._held(values, row, kind) for kind, values in whole.items()}
-        return {kind: own[0] if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()}
+        return {
+            kind: own[0].contiguous() if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()
+        }
 
     def _add(self, whole: Tensor, local: Tensor, row: ShardRow, kind: str) -> None:
         """Adds sums in the shape of this rank's shard to the sums of the full parameter."""
@@ -176,9 +178,12 @@ class FactoredUpdates:
     def _held(self, whole: Tensor, row: ShardRow, kind: str) -> list[Tensor]:
         """Returns views of the ranges of means, or of sums, that this rank's part of a parameter has."""
         over = {ROWS: len(row.shape) - 1, COLUMNS: len(row.shape) - 2}.get(kind)
+        if len(row.experts) > 1 and over != 0:
+            (experts,) = row.expert_ranges(self._holder)
+            whole = whole[experts.start : experts.stop]
         if row.dim is None or row.dim == over:
             return [whole]
-        own = [each for each in row.ranges if row.part(self._holder) in each.holders]
+        own = row.tensor_ranges(self._holder)
         return [whole.narrow(row.dim, each.start, each.stop - each.start) for each in own]
 
     def _group(self, row: ShardRow) -> dict[str, Any]:
@@ -188,7 +193,7 @@ class FactoredUpdates:
         return torch.zeros(elements, dtype=self._routes.dtype, device=self._device)
 
     def _local_zeros(self, row: ShardRow) -> dict[str, Tensor]:
-        shapes = mean_shapes(row.local_shape(row.part(self._holder)))
+        shapes = mean_shapes(row.local_shape(self._holder))
         return {kind: self._zeros(prod(shape)).view(shape) for kind, shape in shapes.items()}
 
     def _views(self, flat: Tensor) -> dict[str, dict[str, Tensor]]:
