@@ -20,7 +20,7 @@ from tests.engine.parity.tensor_models import FOUR, UNSEEN
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 
-FIRST = ("Llama", "nanoGPT-like", "T5")
+FIRST = ("Llama", "nanoGPT-like", "T5", "BLOOM")
 """Families of the default suite: eager products, torch's attention, an encoder with a decoder."""
 NO_SEQUENCE = ("ViT", "convolutions", "Whisper", "XLNet", "Swin", "ConvNeXt")
 """Models whose first operation reads no token ids or rows of the batch."""
@@ -58,7 +58,7 @@ def check_parity(build: Any, batches: Any, layout: str, loss_fn: Any = None, **m
     [
         (name, layout) if name in FIRST and layout == "cp2" else wide(name, layout)
         for name in FAMILIES
-        if name not in (*NO_SEQUENCE, "BLOOM")
+        if name not in NO_SEQUENCE
         for layout in LAYOUTS
     ],
 )
