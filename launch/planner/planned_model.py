@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +337,7 @@ class SampledBlocks:
         """Runs of lists that a forward does not call, such as a vision tower on rows of text."""
         self._run = longest_run(planned.model, called)
         self._samples: dict[Hashable, BlockSample | None] = {}
+        self._shortened: dict[int, nn.Module] = {}
 
     def of(self, layout: TrainingLayout, fresh: bool = True, length: int | None = None) -> BlockSample | None:
         """Returns the sample of ``layout`` for rows of ``length`` tokens, by default of the model's row.
@@ -351,15 +352,16 @@ class SampledBlocks:
         return self._samples.get(key)
 
     def _sample(self, layout: TrainingLayout, length: int | None) -> BlockSample | None:
-        if self._run is None or self._short is None:
+        run, periods = self._run, self._periods(layout)
+        short = self._short(periods)
+        if run is None or short is None:
             return None
-        run, periods = self._run, self._periods
         alone = replace(
             layout, dp=1, pp=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
         )
         try:
             config = self._config_of(alone)
-            rank = self._rank(self._short, config, length)
+            rank = self._rank(short, config, length)
             last = run.start + periods * run.period - 1
             levels = rank.watch([f"{run.blocks}.{index}" for index in (last - run.period, last)])
             peak = forecast_of(rank.plan, 0, rank.step()).peak.bytes
@@ -372,20 +374,24 @@ class SampledBlocks:
             return None
         return BlockSample(kept=period / run.period, around=max(0.0, peak - periods * period))
 
-    @property
-    def _periods(self) -> int:
-        """Number of periods of the short model: one is enough if other blocks precede the run."""
-        return 1 if self._run is not None and self._run.start else 2
+    def _periods(self, layout: TrainingLayout) -> int:
+        """Returns the number of periods of the short model: one is enough if other blocks precede the run.
 
-    @cached_property
-    def _short(self) -> nn.Module | None:
-        """Short model, which plans and dry runs leave unchanged; None if no run is longer."""
-        if self._run is None or self._run.periods <= self._periods:
+        A block that moves its inputs to the host still has them when it returns; its first input stays with the model.
+        """
+        first = 1 if self._run is not None and self._run.start else 2
+        return first + (layout.inputs == "host")
+
+    def _short(self, periods: int) -> nn.Module | None:
+        """Returns a short model, which plans and dry runs leave unchanged; None if no run is longer."""
+        if self._run is None or self._run.periods <= periods:
             return None
-        model = self._planned.model
-        for run in self._idle:
-            model = shorten(model, run, 1)
-        return shorten(model, self._run, self._periods)
+        if periods not in self._shortened:
+            model = self._planned.model
+            for run in self._idle:
+                model = shorten(model, run, 1)
+            self._shortened[periods] = shorten(model, self._run, periods)
+        return self._shortened[periods]
 
     def _rank(self, model: nn.Module, config: Config, length: int | None) -> DryRunRank:
         """Returns the only rank of a short model."""

@@ -7,12 +7,13 @@ Bytes of sampled blocks are polynomials of the length: linear with attention in 
 Three samples determine them.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import lcm, prod
 from operator import mul
+from typing import NamedTuple
 
 from engine.planning.cost_model.estimate import (
     CONTEXT_BYTES,
@@ -119,20 +120,21 @@ def _blocks_of(layout: TrainingLayout) -> Hashable:
     return layout.tp, layout.cp, layout.sequence, layout.recomputation, layout.inputs
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockCurves:
-    """Bytes of sampled blocks as polynomials of the length."""
+def bytes_at(length: int, lengths: Sequence[int], counted: Sequence[float]) -> float:
+    """Returns the bytes at a length, on the polynomial through those ``counted`` at ``lengths`` (Lagrange)."""
+    weights = (prod((length - other) / (own - other) for other in lengths if other != own) for own in lengths)
+    return max(0.0, sum(map(mul, weights, counted)))
+
+
+class _BlockCurves(NamedTuple):
+    """Bytes of sampled blocks at some lengths."""
 
     lengths: tuple[int, ...]
     samples: tuple[BlockSample, ...]
 
     def at(self, length: int) -> BlockSample:
-        """Returns the interpolated bytes at a length (Lagrange)."""
-        weights = [
-            prod((length - other) / (own - other) for other in self.lengths if other != own) for own in self.lengths
-        ]
-        kept, around = (sum(map(mul, weights, column)) for column in zip(*self.samples, strict=True))
-        return BlockSample(kept=max(0.0, kept), around=max(0.0, around))
+        """Returns the interpolated bytes at a length."""
+        return BlockSample(*(bytes_at(length, self.lengths, column) for column in zip(*self.samples, strict=True)))
 
 
 def _sampled(sample: LengthSample, layout: TrainingLayout) -> _BlockCurves | None:
