@@ -43,7 +43,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "device", "dispatch", "overlap", "optim", "gpu", "ops", "codecs",
     ),
     "engine.planning.cost_model": (
-        "workload", "layout", "hardware", "links", "expert_exchange", "estimate", "search",
+        "workload", "layout", "hardware", "links", "expert_exchange", "expert_forms", "estimate", "search",
+        "longest",
     ),
     "engine.launch.jobs": (
         "request", "bound_cores", "torchrun", "hostfile", "guard", "probe", "schedulers", "remote", "ssh",
@@ -136,6 +137,7 @@ BROAD_HANDLERS = {
     ("parallel/experts/proof.py", "_call"): "the reason why the experts of a module are not shared",
     ("parallel/experts/proof.py", "_run"): "the reason why the experts of a list are not shared",
     ("parallel/experts/router_bias.py", "routing"): "nobody: the next width is tried",
+    ("parallel/experts/router_choice.py", "_call"): "the reason why the choice of a router is not found",
     ("parallel/comm/agreement.py", "raise_together"): "every rank raises the sentence that it makes of it",
     ("parallel/kernel_injection/equivalence.py", "agrees"): "nobody: a trial asks whether a module can be replaced",
     ("parallel/tensor/auto/equivalence.py", "_prove"): "the verdict, which is a reason in the table, or a PlanError",

@@ -152,6 +152,8 @@ class Config:
     """Moving average of the weights; null computes none."""
     router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
     """Step of the router biases towards an even expert load after each update; 0: biases do not change."""
+    router_replay: bool = setting(False, Flag())
+    """Experts of each position are read from batch["routed_experts"] where it has them; elsewhere routers choose."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))

@@ -54,6 +54,9 @@ class ParallelConfig:
     """Number of data ranks among which the experts of each MoE layer are divided; tokens are sent to the ranks of their
     experts.
     """
+    expert_tensor: Literal["auto", "whole", "cut"] = setting(
+        "auto", one_of("auto", "whole", "cut", noun="a form of experts on tensor ranks"))  # fmt: skip
+    """Form of these experts on tensor ranks: whole, dividing the tokens, or cut along their width; "auto": by cost."""
     order: Order = setting("tp-dp-pp", one_of("tp-dp-pp", "tp-pp-dp", noun="an order of the axes"))
     """Axes from innermost to outermost: adjacent ranks are data ranks, or stages of one replica."""
     sequence_parallel: bool = setting(False, Flag())

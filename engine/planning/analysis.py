@@ -15,7 +15,7 @@ from engine.config import Config
 from engine.errors import PlanError, first_line
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.param_groups import GivenOptimizer
-from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
+from engine.parallel.activation_checkpointing.blocks import recomputed_blocks, selective_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
@@ -47,7 +47,7 @@ from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import sequence_unit, shards_parameters, tensor_format
 from engine.planning.example_trace import trace_example
-from engine.planning.expert_plan import ExpertPlan
+from engine.planning.expert_plan import ExpertPlan, form_on_tensor_ranks
 from engine.planning.found_styles import FoundStyles, kept_or_found
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
@@ -120,6 +120,8 @@ class Analysis:
     decision: ScheduleDecision | None = None
     tensor: TensorPlan | None = None
     """Tensor-parallel plan of layers; None for one tensor rank."""
+    shared_experts: ExpertPlan | None = None
+    """Experts that data ranks share, in their form on tensor ranks; None without such experts."""
     measured: Cost | None = None
     """Measured costs of the stages for a schedule named in the configuration; None if none were measured."""
 
@@ -135,6 +137,13 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     # The tensor plan comes first, because the trace below runs with sharded layers: its values must have the
     # shapes that a tensor rank sends. Without tensor parallelism the trace sees the full layers.
     tensor = _tensor_plan(config, request)
+    experts = request.shared_experts
+    if tensor is not None and experts is not None:
+        tensor, experts = form_on_tensor_ranks(config, request.program.model, request.example, tensor, experts)
+    return replace(_analyze(config, request, stages, tensor), shared_experts=experts)
+
+
+def _analyze(config: Config, request: PlanRequest, stages: int, tensor: TensorPlan | None) -> Analysis:
     if tensor is not None:
         _check_hooks(request.program.model, tensor)
     axes = (DryAxis(config.cp, name="cp"),) if config.cp > 1 else ()
@@ -287,9 +296,10 @@ def _watch(
 ) -> CollectiveRecorder:
     model = request.program.model
     recomputed = recomputed_blocks(model, config.activation_checkpointing)
+    partly = selective_blocks(model, config.activation_checkpointing)
     if tensor is None:
-        return CollectiveRecorder(model, recomputed, *axes)
-    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config), *axes)
+        return CollectiveRecorder(model, recomputed, *axes, partly=partly)
+    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config), *axes, partly=partly)
 
 
 def _by_stage(
@@ -388,8 +398,6 @@ def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
         plan = found.plan(model, config.tp, parallel.sequence_parallel)
     else:
         plan = find_tensor_plan(model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
-    if request.shared_experts is not None:
-        plan = plan.without(request.shared_experts.modules)
     nothing = (
         f"parallel.tensor {config.tp} shares nothing of this model: every tensor rank holds and computes all of it, so "
         "give these ranks to parallel.data, or name layers in parallel.tensor_plan",

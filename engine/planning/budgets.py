@@ -359,11 +359,12 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
             summed = bucket.elements // (ranks if sharded else 1) * widths.sums.itemsize
             tally.add(Traffic("pp", "ties", 1, sent_bytes("all_reduce", summed, len(bucket.ties))))
     parts: dict[torch.dtype, int] = {}
+    held = {slot.name: slot.stop - slot.start for bucket in layout.buckets for slot in bucket.slots}
     for row in rows:
         if row.partial and row.trainable:
             name = str(precision.parameter(row.name, row.dtype)).removeprefix("torch.")
             sums = precision.widths(name).sums
-            parts[sums] = parts.get(sums, 0) + row.elements
+            parts[sums] = parts.get(sums, 0) + (held[row.name] if row.equal_on_tensor_ranks else row.elements)
     for sums, elements in parts.items():
         tally.add(Traffic("tp", LABEL, 1, sent_bytes("all_reduce", elements * sums.itemsize, config.tp)))
     return tally
@@ -432,7 +433,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
 
 def frozen_bytes(row: ShardRow, holder: ShardHolder, precision: Precision) -> int:
     """Returns the bytes of a frozen parameter that a rank stores outside of buckets."""
-    quantized = row.quantized_shape(row.part(holder))
+    quantized = row.quantized_shape(holder)
     if quantized is not None:
         return quantized.bytes
-    return row.local_elements(row.part(holder)) * precision.frozen(row.name, row.dtype).itemsize
+    return row.local_elements(holder) * precision.frozen(row.name, row.dtype).itemsize

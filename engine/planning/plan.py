@@ -52,7 +52,13 @@ from engine.planning.budgets import (
     stored_bytes,
     wire_formats,
 )
-from engine.planning.expert_plan import ExpertPlan, find_expert_plan, find_router_biases
+from engine.planning.expert_plan import (
+    ExpertPlan,
+    ReplayPlan,
+    find_expert_plan,
+    find_replay_plan,
+    find_router_biases,
+)
 from engine.planning.flat_layouts import FlatLayouts, Users
 from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
@@ -103,6 +109,8 @@ class Plan:
     """True if the script passes a learning-rate schedule; None: unknown, in a plan without a run."""
     router_biases: tuple[RouterBias, ...] = ()
     """Bias buffers of routers that each step adjusts towards an even load."""
+    replay: ReplayPlan | None = None
+    """Routers that take the experts of each row from a batch; None: routers choose."""
     shared_experts: ExpertPlan | None = None
     """Experts divided among data ranks; None: every data rank has all experts."""
 
@@ -174,7 +182,7 @@ class Plan:
         """Returns the planned state bytes and traffic of ``rank``."""
         coord = self.grid(rank).coord()
         holder = self.grid(0).holder(coord)
-        held = sum(row.local_elements(row.part(holder)) for row in self.table.held_by(holder))
+        held = sum(row.local_elements(holder) for row in self.table.held_by(holder))
         state = self.state(coord)
         return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 
@@ -307,6 +315,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
     request = replace(request, shared_experts=find_expert_plan(model, config))
     analysis = analyze(config, request, requested.stages if requested else config.pp)
+    request = replace(request, shared_experts=analysis.shared_experts or request.shared_experts)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
@@ -336,6 +345,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         shared_experts=request.shared_experts,
         experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
         router_biases=find_router_biases(model, config),
+        replay=find_replay_plan(model, config),
     )
     return _settled(plan)
 
@@ -397,7 +407,6 @@ def _division(
 ) -> Division:
     stages = analysis.partition.owners if analysis.partition else {}
     ranks = schedule.rank_of_stage
-    experts = shared.cuts if shared is not None else {}
     partial = analysis.tensor.partial if analysis.tensor else frozenset[str]()
     return Division(
         tp=config.tp,
@@ -406,7 +415,8 @@ def _division(
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.trace.read_by_glue if analysis.trace else (),
         quantized=quantized,
-        experts=experts,
+        experts=shared.cuts if shared is not None else {},
+        expert_dims=shared.dims if shared is not None else {},
     )
 
 

@@ -21,6 +21,7 @@ from engine.program.batch import Batch, call_model, cast_floats, map_tensors
 from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
 from engine.program.loss import LossFunction, RowGather, WeightedLoss, find_loss, has_loss
+from engine.program.router_replay import RouterReplay
 
 
 class ForwardResult(NamedTuple):
@@ -47,6 +48,8 @@ class Program:
     """Names of the metrics that the loss function returns."""
     gather: RowGather = field(default_factory=RowGather)
     """All-gather of rows over dp, for the loss function."""
+    replay: RouterReplay | None = None
+    """Replay of recorded routing; None: routers choose."""
     copies: PinnedCopies = field(default_factory=PinnedCopies, compare=False)
 
     def move(self, batch: Batch) -> Batch:
@@ -88,7 +91,8 @@ class Program:
 
     def _run(self, moved: Batch) -> Any:
         try:
-            return call_model(self.model, self.cast(self.inputs.take(moved)))
+            with self.replay.forward(moved) if self.replay is not None else nullcontext():
+                return call_model(self.model, self.cast(self.inputs.take(moved)))
         except RuntimeError as error:
             if "meta" in str(error) and (names := _meta_attributes(self.model)):
                 raise EngineError(
@@ -101,9 +105,14 @@ class Program:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for one batch, or for arguments of the model's forward."""
-        if len(args) == 1 and not kwargs:
-            return call_model(self.model, self.cast(self.move(args[0])))
-        return self.model(*self.cast(self.move(args)), **self.cast(self.move(kwargs)))
+        given = self.move(args[0] if len(args) == 1 and not kwargs else kwargs)
+        if self.replay is not None:
+            self.replay.check(given)
+        kept = self.cast(self.inputs.kept(given))
+        with self.replay.forward(given) if self.replay is not None else nullcontext():
+            if len(args) == 1 and not kwargs:
+                return call_model(self.model, kept)
+            return self.model(*self.cast(self.move(args)), **kept)
 
     def on_shapes(self) -> AbstractContextManager[None]:
         """Returns a context in which forwards communicate nothing."""

@@ -260,7 +260,8 @@ def _expert_line(plan: Plan) -> dict[str, str]:
         where = pattern if len(names) > 1 else names[0]
         words.append(f"{experts} of {where} ({len(names)} module{'s' * (len(names) > 1)}), {held}")
     asked = "; blocks with lists of experts run twice" * bool(shared.listed)
-    return {"experts": f"{shared.ranks} data ranks share {', '.join(words)}; tokens are sent to them{asked}"}
+    form = f"{_INDENT}{shared.form}" if shared.form else ""
+    return {"experts": f"{shared.ranks} data ranks share {', '.join(words)}; tokens are sent to them{asked}{form}"}
 
 
 def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> dict[str, str]:

@@ -42,9 +42,11 @@ def context_attention(context: "GlobalTensorContext", func: Function, *args: Any
         raise NoRuleError("attention needs full heads, and keys and values that are sharded equally.")
     keys, values = _gathered(key, value)
     positions = own[-2]
-    if positions is None:  # a few queries that all ranks have, such as those of a pooled output
-        return GlobalTensor(func(query.local, keys, values, mask, **options), (*query.full[:-1], value.shape[-1]),
-                            query.sets, context)  # fmt: skip
+    if positions is None:  # queries that all ranks have, such as those of a pooled output
+        local = query.local if type(query) is GlobalTensor else query
+        whole = gather_global(mask).local if type(mask) is GlobalTensor else mask
+        made = func(local, keys, values, whole, **options)
+        return GlobalTensor(made, (*query.shape[:-1], value.shape[-1]), own, context)
     causal = bool(options.pop("is_causal", False))
     held = positions.ranks[context.axis.index]
     with context.own_draws(query.device):

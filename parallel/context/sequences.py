@@ -21,6 +21,7 @@ from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
 from engine.parallel.tensor.layers.position_layer import layer_input
 from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.torch_function import METADATA
 
 CONTEXT_RULES = Rules(
     by_function=MappingProxyType({
@@ -46,26 +47,34 @@ class ContextOfSequences(GlobalTensorContext):
 class SequenceEntry(TorchFunctionMode):
     """Mode of a model's forward: shards the batch tensors that tables and products read.
 
-    Token ids [.., S] of an embedding are sharded along the last dim, rows [.., S, H] of a product along the dim before
-    the last one. Other uses of batch tensors read them in full.
+    Token ids [.., S] of an embedding are sharded along the last dim, embeddings [B, S, H] and rows [.., S, H] of a
+    product along the dim before the last one. Other uses of batch tensors read them in full.
     """
 
     def __init__(self, context: ContextOfSequences, batch: Iterable[Tensor]) -> None:
         super().__init__()
         self._context, self.found = context, 0
+        self._kept: list[Tensor] = []
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in batch if tensor.numel()}
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READERS and args and self._is_given(args[0]):
-            ids = not args[0].is_floating_point()
-            if args[0].ndim >= (1 if ids else 3):
-                args = (self._sharded(args[0], args[0].ndim - (1 if ids else 2)), *args[1:])
+        if func not in METADATA and args and self._is_given(args[0]):
+            dim = _sequence_dim(func, args[0])
+            if dim is not None:
+                args = (self._sharded(args[0], dim), *args[1:])
+            elif not args[0].is_floating_point():
+                return self._followed(args[0], func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
+    def _followed(self, given: Tensor, made: Any) -> Any:
+        """Returns ``made``, which may be other token ids of the batch's sequence, such as ids shifted by one."""
+        if type(made) is Tensor and made.dtype == given.dtype and made.shape == given.shape:
+            self._kept.append(made)  # memory that is freed may come again for another tensor
+            self._memory.add(made.untyped_storage().data_ptr())
+        return made
+
     def _is_given(self, tensor: Any) -> bool:
-        if type(tensor) is not Tensor or tensor.requires_grad:
-            return False
-        return tensor.untyped_storage().data_ptr() in self._memory
+        return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() in self._memory
 
     def _sharded(self, tensor: Tensor, dim: int) -> GlobalTensor:
         ranks, unit, length = self._context.axis.size, self._context.unit, tensor.shape[dim]
@@ -89,3 +98,16 @@ class SequenceEntry(TorchFunctionMode):
 
 _READERS = frozenset((functional.embedding, torch.embedding, functional.linear, torch.matmul, layer_input))
 """Functions that read token ids [.., S] or rows [.., S, H] of a sequence."""
+_OF_CHANNELS = frozenset((functional.conv1d, torch.conv1d))
+"""Functions that read [B, C, S]."""
+
+
+def _sequence_dim(func: Function, given: Tensor) -> int | None:
+    """Returns the dim of a batch tensor that is a sequence, if ``func`` reads it as one.
+
+    Token ids are sharded by the functions of ``_READERS``, and embeddings [B, S, H] by any function.
+    """
+    if not given.is_floating_point():
+        return given.ndim - 1 if func in _READERS and given.ndim else None
+    reads = (given.ndim >= 3 and func in _READERS) or (given.ndim == 3 and func not in _OF_CHANNELS)
+    return given.ndim - 2 if reads else None

@@ -27,6 +27,8 @@ from engine.parallel.experts.forms import ListedExperts, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.model.rng_streams import HostState, generators_of
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import full
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
@@ -256,6 +258,8 @@ class SharedList:
                 continue
             mine = range(number, ranks * width, width)
             out = expert.own(torch.cat([parts[index] for index in mine]))
+            if isinstance(out, GlobalTensor):  # layers of the expert that tensor ranks cut shard rows of their results
+                out = full(out, "answers are sent to other ranks as whole rows")
             answers.update(zip(mine, torch.split(out, [len(parts[index]) for index in mine]), strict=True))
         ordered = [answers[index] for index in sorted(answers)]
         if not ordered:

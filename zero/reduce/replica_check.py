@@ -29,7 +29,8 @@ class ReplicaCheck:
     """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
-        alike = {row.name for row in table if row.dim is None and row.axis == "tp"}  # experts are in no tensor plan
+        # shards of experts are summed over other data ranks
+        alike = {row.name for row in table if row.dim is None and not row.experts}
         self.places = [
             (slot.name, flat, overlap(slot, flat.shard))
             for flat in buckets

@@ -5,7 +5,7 @@ experts of rank r with probability 1 - C(E - E_r, k) / C(E, k). Pure arithmetic,
 
 A step of the engine sends, for each layer and microbatch of T rows:
 
-    routing    the numbers of rows, gathered by all ranks
+    routing    the numbers of rows (stacked experts: also of experts of rows, and of choices), gathered by all ranks
     dispatch   a row, the weights and the numbers of its experts to each rank that has one of them
     combine    one result from each of these ranks
     backward   the gradients of results, as dispatch sends rows; the gradients of rows and weights, as combine does
@@ -132,5 +132,5 @@ class ExpertExchange:
 
     @property
     def _routing_bytes(self) -> int:
-        table = self.ranks * self.held(0) if self.form == "list" else self.ranks + 1
+        table = self.ranks * self.held(0) if self.form == "list" else 2 * self.ranks + 1
         return COUNT_BYTES * (self.ranks - 1) * table

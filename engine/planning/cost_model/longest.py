@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import lcm, prod
-from operator import mul
 from typing import NamedTuple
 
 from engine.planning.cost_model.estimate import (
@@ -37,7 +36,7 @@ SAMPLED = (256, 512, 1024)
 """Positions of a context rank in the three samples."""
 LONGEST = 1 << 34
 """Upper limit of the bisection, in tokens."""
-MOST_SAMPLED = 6
+MOST_SAMPLED = 4
 """Most kinds of blocks that are sampled."""
 
 LengthSample = Callable[[TrainingLayout, int], BlockSample | None]
@@ -123,7 +122,7 @@ def _blocks_of(layout: TrainingLayout) -> Hashable:
 def bytes_at(length: int, lengths: Sequence[int], counted: Sequence[float]) -> float:
     """Returns the bytes at a length, on the polynomial through those ``counted`` at ``lengths`` (Lagrange)."""
     weights = (prod((length - other) / (own - other) for other in lengths if other != own) for own in lengths)
-    return max(0.0, sum(map(mul, weights, counted)))
+    return max(0.0, sum(weight * one for weight, one in zip(weights, counted, strict=True)))
 
 
 class _BlockCurves(NamedTuple):

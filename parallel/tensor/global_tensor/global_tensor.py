@@ -243,7 +243,12 @@ def refuse_below(context: "GlobalTensorContext") -> None:
     Raises:
         EngineError: always; the text names the code.
     """
-    caller, context.reached_below = context.reached_below, None
+    caller, context.reached_below = context.reached_below or "code below torch functions", None
+    if "CheckpointFunction" in caller:
+        raise EngineError(
+            f"{caller} recomputes activations in a way that accepts plain tensors only; pass use_reentrant=False to "
+            "torch.utils.checkpoint, or set activation_checkpointing.mode in its place."
+        )
     if context.axis.name == "cp":
         raise EngineError(
             f"{caller} got a tensor with this rank's positions of a sequence, but accepts plain tensors only; compute "

@@ -33,6 +33,14 @@ class Routed(nn.Module):
         return x + found
 
 
+class Unequal(Stacked):
+    """Stack in which one matrix has an entry for a further expert, which returns its rows as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.up = nn.Parameter(torch.randn(5, 5, WIDTH))
+
+
 def config(ranks: int, **parallel: Any) -> dict[str, Any]:
     return SETTINGS | {"parallel": {"data": ranks, "expert": 2} | parallel}
 
@@ -108,6 +116,11 @@ NOTHING = (
             "parallel.expert is 2, but the experts of 0.experts cannot be shared, because a row's result depends on "
             "other rows; leave parallel.expert out.",
         ),
+        (
+            lambda: nn.ModuleDict({"experts": Unequal()}), 2, config(2),
+            "parallel.expert is 2, but the experts of experts cannot be shared, because its matrices stack different "
+            "numbers of experts; leave parallel.expert out.",
+        ),
     ],
 )  # fmt: skip
 def test_each_mistake_is_one_sentence_that_all_ranks_raise_before_they_communicate(
@@ -140,7 +153,7 @@ def test_experts_that_cannot_be_shared_stay_on_every_rank_and_are_noted_beside_o
     model = nn.ModuleDict({"first": Routed(4), "second": Routed(6, Capacity), "third": Stack(), "fourth": Listed(5)})
     plan = find_expert_plan(model, load_config(config(4), 4))
     assert plan is not None
-    assert plan.modules == ("first.moe", *(f"fourth.experts.{number}" for number in range(5)))
+    assert plan.uncut == ("first.moe", *(f"fourth.experts.{number}" for number in range(5)))
     assert plan.blocks == ("first.moe", "fourth")
     assert plan.notes == (
         "parallel.expert: every rank holds all experts of second.moe: a row's result depends on other rows",
@@ -151,7 +164,7 @@ def test_experts_that_cannot_be_shared_stay_on_every_rank_and_are_noted_beside_o
         f"fourth.experts.{number}.{name}.{kind}"
         for number in range(5) for name in ("up", "down") for kind in ("weight", "bias")
     }  # fmt: skip
-    assert plan.cuts["fourth.experts.3.up.weight"] == owner_cut(5, 1) and plan.cuts["first.moe.up"].dim == 0
+    assert plan.cuts["fourth.experts.3.up.weight"] == owner_cut(5, 1) and len(plan.cuts["first.moe.up"]) == 2
 
 
 def test_a_proof_leaves_the_random_numbers_of_the_user_alone() -> None:

@@ -337,11 +337,15 @@ sys.exit("torch" in sys.modules)
     assert done.returncode == 0 and len(done.stderr.splitlines()) == 16, done.stderr
 
 
-def test_the_longest_row_of_a_folder(deeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("counts", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_longest_row_of_a_folder(
+    counts: bool, deeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, given = tmp_path / "best.json", (deeper, "--world", 2, "--memory", 2, "--longest")
+    given = given if counts else (*given, "--estimate")
     found = planned(capsys, *given, "--out", out)
     best, memory = found["longest"], found["longest"]["memory_bytes"]
-    assert best["counted"] and best["tokens"] % 256 == 0
+    assert best["counted"] == counts and best["tokens"] % 256 == 0
     assert memory["total"] == pytest.approx(sum(value for kind, value in memory.items() if kind != "total"))
     assert memory["total"] <= 0.94 * found["gpu_memory_bytes"]
     assert [one["context"] for one in found["by_context"]] == [1, 2]

@@ -1,6 +1,7 @@
 """Training with sequences sharded over context ranks equals one process, in unchanged models."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def check_parity(build: Any, batches: Any, layout: str, loss_fn: Any = None, **m
     assert result is not None and result.holds(), str(result)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # of a model without a type of token
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -160,6 +162,36 @@ def test_planned_bytes_are_counted_bytes_and_those_of_the_formula() -> None:
         assert sent["column inputs"] == layers * microbatches * 2 * one_way
         assert sent["loss"] == microbatches * 2 * 8  # sum and count, forward and backward
         assert logits.shape == (4, 32, 61) and type(logits) is Tensor
+
+
+@pytest.mark.parametrize("attention", ["sdpa", wide("eager")])
+def test_embeddings_in_the_batch_are_sharded(attention: str) -> None:
+    draw, made = torch.Generator().manual_seed(2), batches_of("left")
+    for batch in made:
+        batch["inputs_embeds"] = torch.randn(*batch.pop("input_ids").shape, 32, generator=draw)
+    check_parity(lambda: llama(attention), made, "cp2")
+
+
+def _own_loop(parallel: Mapping[str, int], whole_step: bool, world: Any) -> dict[str, Tensor]:
+    with engine.initialize(llama(), config_of(parallel), world=world) as eng:
+        for batch in batches_of("left"):
+            if whole_step:
+                eng.train_batch(batch)
+                continue
+            for row in range(4):
+                eng.backward(eng({name: x[row : row + 1] for name, x in batch.items()}).loss)
+                eng.step()
+        found: dict[str, Tensor] = eng.full_state_dict()
+        return found
+
+
+@pytest.mark.parametrize("parallel", [{"context": 2}, wide({"context": 2, "tensor": 2})], ids=str)
+def test_the_loop_of_a_script_trains_as_train_batch(parallel: dict[str, int]) -> None:
+    sizes = {"data": 1, **parallel}
+    ranks = 2 * parallel.get("tensor", 1)
+    own, whole = (run_thread_ranks(ranks, partial(_own_loop, sizes, whole_step))[0] for whole_step in (False, True))
+    for name, weight in whole.items():
+        torch.testing.assert_close(own[name], weight, rtol=0, atol=1e-6, msg=name)
 
 
 def _refused(world: Any) -> str:

@@ -54,7 +54,7 @@ def test_no_routing_sends_more_than_the_most_and_one_sends_as_much(experts: int,
 
 def test_bytes_of_a_step_are_those_of_rows_results_and_their_gradients() -> None:
     exchange = ExpertExchange(experts=8, chosen=2, ranks=4, tokens=100, width=16)
-    rows, routing = ExchangedRows(30, 20), 3 * 5 * 8
+    rows, routing = ExchangedRows(30, 20), 3 * 9 * 8
     forward, backward = 30 * (18 * 2 + 2 * 4) + 20 * 32 + routing, 30 * 32 + 20 * 18 * 2
     assert exchange.sent_bytes(rows) == forward + backward and exchange.sent_bytes(rows, 2) == 2 * forward + backward
     assert exchange.limit == 100 and not exchange.rounds_repeat  # the even share of 200 rows is 50

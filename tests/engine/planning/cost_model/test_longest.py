@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from engine.planning.cost_model.longest import long_layouts, longest_length, lon
 from engine.planning.cost_model.search import USABLE
 from engine.planning.cost_model.workload import DecoderShape
 
-LLAMA = {"heads": 32, "kv_heads": 8, "vocabulary": 128256, "context": 8192, "gated": True}
+LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "vocabulary": 128256, "context": 8192, "gated": True}
 SHAPES = {
     "8B": DecoderShape(layers=32, width=4096, hidden=14336, **LLAMA),
     "70B": DecoderShape(layers=80, width=8192, hidden=28672, **LLAMA | {"heads": 64}),
