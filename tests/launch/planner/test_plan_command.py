@@ -342,7 +342,7 @@ def test_the_longest_row_of_a_folder(
     counts: bool, deeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, given = tmp_path / "best.json", (deeper, "--world", 2, "--memory", 2, "--longest")
-    given = given if counts else (*given, "--estimate")
+    given = (*given, *(() if counts else ("--estimate",)))
     found = planned(capsys, *given, "--out", out)
     best, memory = found["longest"], found["longest"]["memory_bytes"]
     assert best["counted"] == counts and best["tokens"] % 256 == 0
