@@ -43,8 +43,9 @@ def context_attention(context: "GlobalTensorContext", func: Function, *args: Any
     keys, values = _gathered(key, value)
     positions = own[-2]
     if positions is None:  # a few queries that all ranks have, such as those of a pooled output
-        return GlobalTensor(func(query.local, keys, values, mask, **options), (*query.full[:-1], value.shape[-1]),
-                            query.sets, context)  # fmt: skip
+        local = query.local if type(query) is GlobalTensor else query  # a parameter is plain, such as latent vectors
+        return GlobalTensor(func(local, keys, values, mask, **options), (*query.shape[:-1], value.shape[-1]),
+                            own, context)  # fmt: skip
     causal = bool(options.pop("is_causal", False))
     held = positions.ranks[context.axis.index]
     with context.own_draws(query.device):

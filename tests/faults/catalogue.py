@@ -9,6 +9,7 @@ from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
+from tests.faults.context import CONTEXT
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.cut_experts import CUT_EXPERTS
 from tests.faults.data import DATA
@@ -66,6 +67,7 @@ AREAS = {
         *ROUTER_REPLAY,
         *AWAITED_EXPERTS,
     ),
+    "sequences on context ranks": CONTEXT,
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
