@@ -181,17 +181,19 @@ def _loss_of_logits(eng: engine.Engine, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _own_loop(parallel: Mapping[str, int], loss: str, world: Any) -> dict[str, Tensor]:
+    """Returns the weights, and the norms of the steps."""
+    norms = []
     with engine.initialize(llama(), config_of(parallel), world=world) as eng:
         for batch in batches_of("left"):
             if loss == "of a step":
-                eng.train_batch(batch)
+                norms.append(eng.train_batch(batch).grad_norm)
                 continue
             for row in range(4):
                 one = {name: x[row : row + 1] for name, x in batch.items()}
                 eng.backward(_loss_of_logits(eng, one) if loss == "of logits" else eng(one).loss)
-                eng.step()
-        found: dict[str, Tensor] = eng.full_state_dict()
-        return found
+                report = eng.step()
+            norms.append(report.grad_norm if report is not None else 0.0)
+        return {**eng.full_state_dict(), "norms": torch.tensor(norms)}
 
 
 OWN_LOOPS = [
