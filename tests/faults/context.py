@@ -1,14 +1,16 @@
-"""Faults of sequences that context ranks share: gradients, labels, masks, order and entry."""
+"""Faults of sequences that context ranks share: gradients, labels, causal runs, order and entry."""
 
 from tests.faults.fault import Fault
 
 _PROGRAM, _RULES = "engine/program/context_program.py", "parallel/context/rules.py"
+_SIGHT = "parallel/context/sight.py"
 _REDISTRIBUTE = "parallel/tensor/global_tensor/redistribute.py"
 _TRAINED = "tests/parallel/context/test_context_training.py"
 _FAMILIES = f"{_TRAINED}::test_families_train_as_one_process"
 _LLAMA, _NANO = f"{_FAMILIES}[Llama-cp2]", f"{_FAMILIES}[nanoGPT-like-cp2]"
 _PADDED = f"{_TRAINED}::test_masks_and_positions_stay_as_they_are[left-sdpa-cp2]"
 _LOOP = f"{_TRAINED}::test_the_loop_of_a_script_trains_as_train_batch[{{'context': 2}}-of the model]"
+_OUTER = f"{_TRAINED}::test_the_loop_of_a_script_trains_as_train_batch[{{'context': 2}}-of logits]"
 _CALLED = "tests/parallel/context/test_outputs.py::test_a_call_of_the_engine_sends_the_bytes_of_train_batch"
 
 CONTEXT = (
@@ -53,36 +55,28 @@ CONTEXT = (
         tests=(_PADDED,),
     ),
     Fault(
-        name="causal-run-reads-the-next-key",
-        about="A query under the causal mask reads the key after its own.",
-        file=_RULES,
-        old="seen = rows[:, None] >= torch.arange(last, device=query.device)",
-        new="seen = rows[:, None] + 1 >= torch.arange(last, device=query.device)",
+        name="run-reads-its-first-key-twice",
+        about="A run of queries under the causal mask reads one key too many before its own keys.",
+        file=_SIGHT,
+        old="    yield from block(first, last, start, min(stop, first))",
+        new="    yield from block(first, last, start, min(stop, first + 1))",
         tests=(_NANO,),
     ),
     Fault(
         name="causal-mask-dropped",
-        about="Queries of a context rank read all keys up to the end of their run.",
-        file=_RULES,
-        old="outs.append(func(*part, attn_mask=seen, **options))",
-        new="outs.append(func(*part, **options))",
+        about="Queries of a context rank read later keys of their own run.",
+        file=_SIGHT,
+        old="    yield from block(low, high, low, high, causal=True)",
+        new="    yield from block(low, high, low, high)",
         tests=(_NANO,),
     ),
     Fault(
-        name="mask-of-the-batch-dropped",
-        about="Attention over context ranks ignores the mask, so that queries read padding and later keys.",
-        file=_RULES,
-        old="rows = None if mask is None else _rows(context, mask, positions)",
-        new="rows = None",
-        tests=(_PADDED,),
-    ),
-    Fault(
-        name="keys-in-the-order-of-ranks",
-        about="Gathered keys stay in the order of ranks, which is not that of positions.",
+        name="gathered-in-the-order-of-ranks",
+        about="Gathered tensors stay in the order of ranks, which is not that of positions.",
         file=_REDISTRIBUTE,
         old="    if index.blocks:\n        return joined",
         new="    if index.even:\n        return joined",
-        tests=(_LLAMA,),
+        tests=(_OUTER, f"{_FAMILIES}[T5-cp2]"),
     ),
     Fault(
         name="parameters-not-summed-over-context",

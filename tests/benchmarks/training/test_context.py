@@ -14,12 +14,14 @@ TINY = Workload(DecoderConfig(layers=2, width=32, heads=4), sequences=2, epsilon
 
 
 def test_each_method_is_a_row_and_reaches_the_configuration() -> None:
-    modes = context.contenders(2, 64, ("default", "ring"))
-    assert [mode.name for mode in modes][1:3] == ["64 tokens, Trine cp2", "64 tokens, Trine cp2 ring"]
+    modes = context.contenders(2, 64, ("auto", "ring"))
+    assert [mode.name for mode in modes][1:3] == ["64 tokens, Trine cp2 auto", "64 tokens, Trine cp2 ring"]
     parallel = [make_config(mode, TINY)["parallel"] for mode in modes[:3]]
     assert parallel == [
-        {"data": 2}, {"data": 1, "context": 2}, {"data": 1, "context": {"size": 2, "method": "ring"}},
-    ]  # fmt: skip
+        {"data": 2},
+        {"data": 1, "context": {"size": 2, "method": "auto"}},
+        {"data": 1, "context": {"size": 2, "method": "ring"}},
+    ]
 
 
 def test_every_row_computes_the_same_tokens_a_step() -> None:
@@ -43,4 +45,4 @@ def test_a_peer_that_cannot_run_has_its_error_as_a_cell() -> None:
 def test_a_tiny_llama_on_context_ranks_trains_as_data_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert context.main(["--ranks", "2", "--lengths", "32", "--width", "32", "--rounds", "1", "--steps", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "32 tokens, Trine cp2" in shown and "pass" in shown
+    assert "32 tokens, Trine cp2 auto" in shown and "pass" in shown
