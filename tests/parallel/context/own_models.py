@@ -83,7 +83,8 @@ class DepthwiseConvolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         padded = functional.pad(x.transpose(1, 2), (3, 0))
-        return x + self.conv(padded).transpose(1, 2)
+        mixed: Tensor = self.conv(padded).transpose(1, 2)
+        return x + mixed
 
 
 def _text(block: Callable[..., nn.Module], *arguments: object) -> Architecture:
