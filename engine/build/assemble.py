@@ -37,10 +37,13 @@ from engine.optim.built_in import built_in_optimizer
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.optim.param_groups import show_inner
 from engine.parallel.activation_checkpointing.blocks import Again, recompute_blocks
+from engine.parallel.activation_checkpointing.host_activations import HostActivations
+from engine.parallel.activation_checkpointing.tiles import run_in_tiles
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
+from engine.parallel.context.rowwise import run_rowwise
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.grid import Grid, ShardHolder
@@ -65,6 +68,7 @@ from engine.planning.budgets import (
     tensor_format,
     wire_formats,
 )
+from engine.planning.expert_plan import find_expert_plan
 from engine.planning.found_styles import FoundStyles
 from engine.planning.fused_layers import measured_overlap
 from engine.planning.plan import Plan, build_plan, stages_wanted
@@ -123,7 +127,8 @@ def search_model(model: nn.Module, config: Config, request: Request, example: Ba
     """Returns the tensor-parallel styles found for this run; see
     :class:`engine.planning.tensor_plan_search.SearchedProgram`.
     """
-    return search_styles(config, _plan_request(model, config, request, example))
+    wish = _plan_request(model, config, request, example)
+    return search_styles(config, replace(wish, shared_experts=find_expert_plan(model, config)))
 
 
 def _plan_request(model: nn.Module, config: Config, request: Request, example: Batch) -> PlanRequest:
@@ -173,7 +178,7 @@ def assemble_rank(
     replay = _replay(model, plan, request.rows, patches)
     experts, streams = _within_gathers(model, plan, comm, axis, device, patches)
     again, program = _runs_again(streams, replay), replace(program, replay=replay)
-    on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device, again)
+    on_host = _recompute(model, plan, axis, device, patches, again)
     gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
     average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
@@ -182,7 +187,7 @@ def assemble_rank(
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts, replay=replay)  # fmt: skip
-    traces = TraceCache(plan, program, axis, example, holder) if plan.partition is not None else None
+    traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -247,6 +252,16 @@ def _within_gathers(
     if counter is not None:
         counter.install(model, patches)
     return counter, RandomStreams(model, device, patches)
+
+
+def _recompute(
+    model: nn.Module, plan: Plan, axis: TensorAxis, device: torch.device, patches: ForwardPatches, again: Again
+) -> HostActivations:
+    """Wraps forwards in tiles, in positions of this rank, and in recomputation, from inside to outside."""
+    if plan.tiles is not None:
+        run_in_tiles(model, plan.tiles, patches, again)
+    run_rowwise(model, plan.rowwise, patches)
+    return recompute_blocks(model, plan.config.activation_checkpointing, patches, axis, device, again)
 
 
 def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:

@@ -21,6 +21,7 @@ from engine.config.between import (
     check_rates,
     check_recomputation,
     check_reruns,
+    check_tiles,
     check_zero,
 )
 from engine.config.config_file import overridden, read_config_file, remarks
@@ -358,6 +359,7 @@ def _check_between(config: Config, problems: Problems) -> None:
         # without a section the optimizer may be one from code
         check_rates(config.scheduler, config.optimizer if "optimizer" in config.written else None, problems)
     check_recomputation(config.activation_checkpointing, problems)
+    check_tiles(config.activation_checkpointing, config.parallel, config.compile, problems)
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)
     check_parallel(config.parallel, problems)

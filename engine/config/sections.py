@@ -309,6 +309,11 @@ class ActivationCheckpointingConfig:
     """Mode of the other blocks, with mode offload and ``every``."""
     inputs: Literal["device", "host"] = setting("device", one_of("device", "host", noun="a place"))
     """Memory in which recomputed blocks store their inputs: the device's or the host's."""
+    tile_tokens: int | Literal["auto"] | None = setting(None, AnyOf(
+        rules=(AUTO, Int(low=1)), null=True, remedy='give a whole number of at least 1, "auto" or null'))  # fmt: skip
+    """Tokens that a module of positions, such as a feed-forward layer, computes at a time, and again in the backward;
+    auto: chosen by bytes; null: all at once.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

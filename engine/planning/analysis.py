@@ -16,7 +16,9 @@ from engine.errors import PlanError, first_line
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.param_groups import GivenOptimizer
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks, selective_blocks
+from engine.parallel.activation_checkpointing.tiles import TilePlan, plan_tiles
 from engine.parallel.comm.traffic import Tally
+from engine.parallel.context.rowwise import RowwiseModule, running_rowwise
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
@@ -46,8 +48,8 @@ from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import sequence_unit, shards_parameters, tensor_format
-from engine.planning.example_trace import trace_example
-from engine.planning.expert_plan import ExpertPlan, form_on_tensor_ranks
+from engine.planning.example_trace import trace_example, trace_rowwise
+from engine.planning.expert_plan import ExpertPlan, around_experts, form_on_tensor_ranks
 from engine.planning.found_styles import FoundStyles, kept_or_found
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
@@ -84,8 +86,9 @@ class PlanRequest:
 
 
 def needs_example(config: Config) -> bool:
-    """Returns True if planning needs a microbatch: for tensor, pipeline and context parallelism."""
-    return config.tp > 1 or config.pp > 1 or config.cp > 1
+    """Returns True if planning needs a microbatch: for tensor, pipeline and context parallelism, and for tiles."""
+    tiled = config.activation_checkpointing.tile_tokens is not None
+    return tiled or config.tp > 1 or config.pp > 1 or config.cp > 1
 
 
 def needs_search(config: Config) -> bool:
@@ -102,10 +105,11 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
     parallel = config.parallel
     searched = request.searched or SearchedProgram(request.program, request.example)
     low_rank = parallel.tensor_proof == "auto"
-    settings = {"tensor": config.tp, "sequence": parallel.sequence_parallel, "low rank": low_rank}
+    whole = request.shared_experts.uncut if request.shared_experts is not None else ()
+    settings = {"tensor": config.tp, "sequence": parallel.sequence_parallel, "low rank": low_rank, "whole": whole}
     return kept_or_found(
         lambda: searched.digest.of(settings),
-        lambda: searched.find_styles(config.tp, parallel.sequence_parallel, low_rank),
+        lambda: searched.find_styles(config.tp, parallel.sequence_parallel, low_rank, whole),
     )
 
 
@@ -124,6 +128,10 @@ class Analysis:
     """Experts that data ranks share, in their form on tensor ranks; None without such experts."""
     measured: Cost | None = None
     """Measured costs of the stages for a schedule named in the configuration; None if none were measured."""
+    rowwise: tuple[RowwiseModule, ...] = ()
+    """Modules that are proven to treat positions one by one, with context ranks."""
+    tiles: TilePlan | None = None
+    """Modules that run in tiles of tokens; None: not configured."""
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
@@ -132,7 +140,16 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     Raises:
         PlanError: the model cannot be traced, or cannot be sharded or partitioned as configured.
     """
-    if not needs_example(config):
+    tokens, on_ranks = config.activation_checkpointing.tile_tokens, config.cp > 1 and config.tp == 1
+    found = _rowwise(config, request) if on_ranks or tokens else ()
+    local, tiles = found if on_ranks else (), plan_tiles(found, tokens, config.cp)
+    with running_rowwise(request.program.model, local):
+        analysis = _analysis(config, request, stages)
+    return replace(analysis, rowwise=local, tiles=tiles, notes=(*analysis.notes, *(tiles.notes if tiles else ())))
+
+
+def _analysis(config: Config, request: PlanRequest, stages: int) -> Analysis:
+    if config.tp == config.pp == config.cp == 1:
         return _order_of_calls(config, request)
     # The tensor plan comes first, because the trace below runs with sharded layers: its values must have the
     # shapes that a tensor rank sends. Without tensor parallelism the trace sees the full layers.
@@ -187,6 +204,13 @@ def _analyze(config: Config, request: PlanRequest, stages: int, tensor: TensorPl
 
 def _on_context(config: Config, request: PlanRequest, axis: DryAxis) -> Program:
     return with_context(request.program, axis, config.parallel.context_method, unit=sequence_unit(config))
+
+
+def _rowwise(config: Config, request: PlanRequest) -> tuple[RowwiseModule, ...]:
+    """Finds the modules that treat positions one by one, except around experts that read the rows of all ranks."""
+    names = around_experts(config, request.program.model, request.shared_experts)
+    rows = trace_rowwise(request.program, request.example)
+    return tuple(each for each in rows if not any(is_inside(name, each.name) for name in names))
 
 
 def _on_one_stage(error: Exception) -> str:

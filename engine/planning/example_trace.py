@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.errors import PlanError
+from engine.parallel.context.call_forms import CallRecorder
+from engine.parallel.context.rowwise import RowwiseModule, find_rowwise
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import placeholder
 from engine.parallel.pipeline.partition.partition import Split, units_for_split
@@ -19,7 +22,7 @@ from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.precision.dtypes import Precision
 from engine.precision.fp32_modules import put_casts
-from engine.program.batch import Batch, map_tensors
+from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
 
 
@@ -53,6 +56,19 @@ def trace_example(
     with torch.enable_grad(), watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision):
         units = units_for_split(program.model, split, stages)
         return trace_model(program.model, run, units, stages=stages, material=material)
+
+
+def trace_rowwise(program: Program, example: Batch) -> tuple[RowwiseModule, ...]:
+    """Finds the modules that treat positions one by one, in the calls of a forward on shapes; none if the forward
+    cannot be traced.
+    """
+    recorder = CallRecorder(program.model)
+    try:
+        with recorder.watching():
+            trace_example(program, example, 1)
+    except PlanError:
+        return ()
+    return find_rowwise(program.model, (tensor for _, tensor in named_tensors(example)), recorder.calls)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -159,6 +159,13 @@ def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> Rep
     return ReplayPlan(tuple(zip(routers, layers, strict=True)), len(blocks))
 
 
+def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) -> tuple[str, ...]:
+    """Returns the names of modules whose experts are shared, counted or replayed, which read the rows of all ranks."""
+    replay = find_replay_plan(model, config)
+    counted = find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else ()
+    return (*(shared.blocks if shared else ()), *(replay.modules if replay else ()), *(each.name for each in counted))
+
+
 def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     """Finds the experts of ``model`` by structure and proves each kind by trial; None without ``parallel.expert``.
 

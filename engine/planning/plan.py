@@ -15,8 +15,10 @@ from engine.kernels.codecs.weight_format import WeightFormat
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_state, layer_routes, refuse_experts
 from engine.optim.param_groups import assign_groups
+from engine.parallel.activation_checkpointing.tiles import TilePlan
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
+from engine.parallel.context.rowwise import RowwiseModule
 from engine.parallel.experts.router_bias import RouterBias
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.kernel_injection.inject import Replacement
@@ -113,6 +115,10 @@ class Plan:
     """Routers that take the experts of each row from a batch; None: routers choose."""
     shared_experts: ExpertPlan | None = None
     """Experts divided among data ranks; None: every data rank has all experts."""
+    rowwise: tuple[RowwiseModule, ...] = ()
+    """Modules that treat positions one by one; () without context ranks."""
+    tiles: TilePlan | None = None
+    """Modules that run in tiles of tokens; None: not configured."""
 
     def grid(self, rank: int) -> Grid:
         """Returns the grid of ranks with the coordinates of ``rank``."""
@@ -304,8 +310,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no parameter is trainable, a dtype cannot be trained, sizes are not divisible, or no partition into
-            stages exists.
+        PlanError: nothing is trainable, a dtype cannot be trained, sizes do not divide, or no partition exists.
         ScheduleError: the schedule is unknown, or does not suit the number of ranks or microbatches.
     """
     model, given = request.program.model, request.given
@@ -345,6 +350,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         shared_experts=request.shared_experts,
         experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
         router_biases=find_router_biases(model, config),
+        rowwise=analysis.rowwise,
+        tiles=analysis.tiles,
         replay=find_replay_plan(model, config),
     )
     return _settled(plan)

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError, first_line
 from engine.kernels.device import PinnedCopies
+from engine.parallel.context.recipe import masks_by_recipe
 from engine.precision.dtypes import Precision
-from engine.program.batch import Batch, call_model, cast_floats, map_tensors
+from engine.program.batch import Batch, call_model, cast_floats, map_tensors, tensors_by_path
 from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
 from engine.program.loss import LossFunction, RowGather, WeightedLoss, find_loss, has_loss
@@ -91,7 +92,8 @@ class Program:
 
     def _run(self, moved: Batch) -> Any:
         try:
-            with self.replay.forward(moved) if self.replay is not None else nullcontext():
+            replayed = self.replay.forward(moved) if self.replay is not None else nullcontext()
+            with replayed, masks_by_recipe(tensor for _, tensor in tensors_by_path(moved)):
                 return call_model(self.model, self.cast(self.inputs.take(moved)))
         except RuntimeError as error:
             if "meta" in str(error) and (names := _meta_attributes(self.model)):

@@ -356,7 +356,7 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
         yield "parallel.data", _resized(config, parallel, (1, tp, pp))
     if config.zero_optimization.stage:
         yield "zero_optimization", replace(config, zero_optimization=ZeroConfig())
-    if config.activation_checkpointing.mode != "none":
+    if config.activation_checkpointing != Recomputation():
         yield "activation_checkpointing", replace(config, activation_checkpointing=Recomputation())
     if config.kernels != "reference":
         yield "kernels", replace(config, kernels="reference")

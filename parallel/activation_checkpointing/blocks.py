@@ -163,7 +163,7 @@ def recomputed_in_part(
             return selective.contexts(made[-1])
 
         out = checkpoint(
-            state.keeping(_as_in_forward(inner, again)),
+            state.keeping(as_in_forward(inner, again)),
             *args,
             use_reentrant=False,
             context_fn=contexts,
@@ -210,7 +210,7 @@ def _recomputed(block: nn.Module, again: Again | None) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        run, given = state.keeping(_as_in_forward(inner, again)), _GivenTensors(args, kwargs)
+        run, given = state.keeping(as_in_forward(inner, again)), _GivenTensors(args, kwargs)
         out = checkpoint(run, *args, use_reentrant=False, **kwargs)
         given.refuse_written(block)
         return out
@@ -218,7 +218,7 @@ def _recomputed(block: nn.Module, again: Again | None) -> Any:
     return forward
 
 
-def _as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
+def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
     """Returns ``inner``, which runs the second time as the first: in its function mode, and in the context of
     ``again``."""
     calls, run = 0, _in_mode_of_forward(inner)

@@ -26,11 +26,18 @@ from engine.parallel.tensor.layers.position_layer import layer_input
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.torch_function import METADATA
 
+
+def _entered(context: AttendingContext, func: Function, x: Tensor) -> Tensor:
+    """Returns ``x``, the input of a layer, which is sharded already."""
+    return x
+
+
 CONTEXT_RULES = Rules(
     by_function=MappingProxyType({
         **TENSOR_RULES.by_function,
         functional.scaled_dot_product_attention: context_attention,
         functional.cross_entropy: context_cross_entropy,
+        layer_input: _entered,
         Tensor.expand: noted_expand,
         Tensor.reshape: noted_reshape,
         torch.reshape: noted_reshape,
@@ -101,7 +108,10 @@ class SequenceEntry(TorchFunctionMode):
         index = self._context.find(("positions", length), lambda: zigzag(length, ranks, unit))
         sets = tuple(index if place == dim else None for place in range(tensor.ndim))
         self.found += 1
-        return GlobalTensor(cut_operand_as(self._context, tensor, sets), tuple(tensor.shape), sets, self._context)
+        local = cut_operand_as(self._context, tensor, sets)
+        if self._is_given(local):  # a layer that reads this rank's positions would shard them again
+            local = local.clone()
+        return GlobalTensor(local, tuple(tensor.shape), sets, self._context)
 
 
 _READERS = frozenset((functional.embedding, torch.embedding, functional.linear, torch.matmul, layer_input))

@@ -9,6 +9,7 @@ The new class derives from the layer's class, with its forward and hooks, and st
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
     assert form is not None
     held, scales_RK = row.local(full, holder), None
     if form.runs:
+        full = full if row.dim is None else replace(row, dim=None).local(full, holder)  # all columns of its experts
         whole = QuantizedShape(format=form.format, shape=tuple(full.shape))
         touched = torch.tensor([number for number, _ in form.blocks], device=full.device)
         scales_RK = block_scales(full, whole).index_select(1, touched)

@@ -12,6 +12,7 @@ from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.context import CONTEXT
 from tests.faults.context_attention import CONTEXT_ATTENTION
+from tests.faults.context_rows import CONTEXT_ROWS
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.cut_experts import CUT_EXPERTS
 from tests.faults.data import DATA
@@ -71,8 +72,7 @@ AREAS = {
         *ROUTER_REPLAY,
         *AWAITED_EXPERTS,
     ),
-    "sequences on context ranks": CONTEXT,
-    "attention over context ranks": CONTEXT_ATTENTION,
+    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 _ROUTED, _TABLE = "parallel/experts/routed.py", "parallel/shard_table.py"
+_PARITY = "tests/engine/parity/test_cut_experts.py"
 _TRAINED = (
     "tests/engine/parity/test_cut_experts.py::test_experts_on_tensor_ranks_train_as_one_process[stack-cut-0-False]"
 )
@@ -104,5 +105,21 @@ CUT_EXPERTS = (
         old="if trial.is_sum_of(parts):",
         new="if parts:",
         tests=(_PROOF,),
+    ),
+    Fault(
+        name="width-of-whole-experts-must-divide",
+        about="Tensor ranks refuse a list of experts for its width although they hold whole experts.",
+        file="engine/planning/tensor_plan_search.py",
+        old="taken |= {one.weight for one in patterns.products if self._may_stay_whole(unit, one.weight)}",
+        new="taken |= set()",
+        tests=(f"{_PARITY}::test_a_list_of_experts_of_odd_width_is_refused_as_cut",),
+    ),
+    Fault(
+        name="trace-without-listed-experts",
+        about="A trace of another input refuses experts of its stage, which another expert rank may hold.",
+        file="engine/step/trace_cache.py",
+        old="[row for row in plan.table if rank in row.owners]",
+        new="[row for row in plan.table if rank in row.owners and len(row.experts) != 1]",
+        tests=(f"{_PARITY}::test_experts_of_stages_take_inputs_of_another_shape_than_the_example[True]",),
     ),
 )

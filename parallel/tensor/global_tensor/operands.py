@@ -115,7 +115,7 @@ def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | 
     if isinstance(place, slice):
         return local[(slice(None),) * dim + (place,)]
     if isinstance(place, list):
-        return torch.cat([local.narrow(dim, one.start, one.stop - one.start) for one in place], dim)
+        return torch.cat([local[(slice(None),) * dim + (one,)] for one in place], dim)
     return local.index_select(dim, on_device(context, ("pick", have, want, local.device), place, local.device))
 
 

@@ -14,9 +14,10 @@ from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.manifest import StoredPiece, piece_from_json, piece_to_json
 from engine.checkpoint.format.pieces import Piece, covers_once
 from engine.checkpoint.format.step_reader import StepReader
-from engine.kernels.codecs.weight_format import WeightFormat
+from engine.kernels.codecs.weight_format import WeightFormat, dequantize
 from engine.parallel.experts.forms import ExpertPacking, expert_cut
 from engine.parallel.grid import ShardHolder as At
+from engine.parallel.model.quantized_layers import quantize_part
 from engine.parallel.shard_table import Division, Range, build_table
 from engine.parallel.tensor.layers.apply_plan import assemble
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
@@ -33,7 +34,7 @@ def test_experts_that_tensor_ranks_cut_are_held_and_counted_once_by_expert_and_t
     model = nn.ParameterDict({"up": nn.Parameter(torch.arange(5 * 8 * 6.0).view(5, 8, 6))})
     width = ParameterCut(dim, tuple(Range(*piece, (place % 2,)) for place, piece in enumerate(pieces)))
     (found,) = build_table(model, {}, Division(2, {"up": width}, experts={"up": expert_cut(5, 2)}))
-    seen, pieces_of_all = list[Tensor](), []
+    seen, pieces_of_all, quantized = list[Tensor](), [], replace(found, quantized=WeightFormat("int8", 4))
     for at in (At(0, tp, ep) for ep in range(2) for tp in range(2)):
         own, part = found.local(model["up"].detach(), at), local_region(found, at)
         assert found.held(at) and found.counted(at) and not found.copies(at) and part == stored_part(found, at)
@@ -45,6 +46,11 @@ def test_experts_that_tensor_ranks_cut_are_held_and_counted_once_by_expert_and_t
         assert [int(rows[a]) for a in spans.local] == spans.full.tolist()
         seen.append(rows)
         pieces_of_all.append(part.whole())
+        held, full = (each.quantized_shape(at) for each in (quantized, replace(quantized, dim=None, experts=())))
+        assert held is not None and full is not None
+        codes = [quantize_part(model["up"], each, at) for each in (quantized, replace(quantized, dim=None, experts=()))]
+        whole = dequantize(codes[1], full, torch.float32)
+        assert torch.equal(dequantize(codes[0], held, torch.float32), found.local(whole, at)), "scales of whole rows"
     assert torch.cat(seen).sort().values.tolist() == list(range(5 * 8 * 6)) and not found.equal_on_tensor_ranks
     assert covers_once((5, 8, 6), pieces_of_all) and not covers_once((5, 8, 6), pieces_of_all[1:])
     assert not covers_once((5, 8, 6), [*pieces_of_all[:2], *pieces_of_all[:2]])

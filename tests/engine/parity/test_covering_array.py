@@ -42,7 +42,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16"),
     "sequence": (False, True),
 }
-WITH_CONTEXT: Mapping[str, tuple[Any, ...]] = FACTORS | {"model": SEQUENCES, "context": (2,)}
+WITH_CONTEXT: Mapping[str, tuple[Any, ...]] = {**FACTORS, "model": SEQUENCES, "context": (2,)}
 BOUNDS = {"fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 3e-2, 1e-2)}
 """Of losses, norms and weights. A difference of rounding flips bits of bf16, so only the fp32 rows are the promise."""
 

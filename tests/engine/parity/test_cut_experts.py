@@ -27,10 +27,10 @@ HIDDEN, EXPERTS, INNER = 16, 8, 16
 class Block(nn.Module):
     """A gate and the experts of a stack, or of a list."""
 
-    def __init__(self, listed: bool) -> None:
+    def __init__(self, listed: bool, inner: int) -> None:
         super().__init__()
         self.gate = nn.Linear(8, 4)
-        self.experts: nn.Module = nn.ModuleList(Member(8, 6) for _ in range(4)) if listed else Biased()
+        self.experts: nn.Module = nn.ModuleList(Member(8, inner) for _ in range(4)) if listed else Biased()
 
     def forward(self, hidden: Tensor) -> Tensor:
         x = hidden.reshape(-1, 8)
@@ -49,10 +49,10 @@ class Block(nn.Module):
 class HomeMade(nn.Module):
     """Two blocks of experts between an embedding and a head."""
 
-    def __init__(self, listed: bool) -> None:
+    def __init__(self, listed: bool, inner: int) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
-        self.blocks = nn.ModuleList(Block(listed) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(listed, inner) for _ in range(2))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -61,9 +61,9 @@ class HomeMade(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def home_made(listed: bool) -> nn.Module:
+def home_made(listed: bool, inner: int = 6) -> nn.Module:
     torch.manual_seed(0)
-    return HomeMade(listed)
+    return HomeMade(listed, inner)
 
 
 def family(name: str) -> nn.Module:
@@ -178,6 +178,38 @@ def test_cut_experts_send_the_bytes_of_the_formulas_and_halve_their_state() -> N
         assert first["exchanged"] == second["exchanged"], "each tensor rank sends all rows"
     both = [sum(each["exchanged"]["dispatch"] for each in ranks) for ranks in (cut, whole)]
     assert 1.8 < both[0] / both[1] < 2.2, "each tensor rank of whole experts sends its share of the rows"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_list_of_experts_of_odd_width_is_whole_on_tensor_ranks(stage: int) -> None:
+    """The width divides among 7 tensor ranks, which is no reason to refuse 2 that hold whole experts."""
+    make = partial(home_made, True, 7)
+    found = run(GRID, {"zero_optimization": {"stage": stage}}, make, after=form_of)
+    assert_equal(found, run({"data": 1}, make=make))
+    assert all(said.startswith("whole on 2 tensor ranks (auto: ") for said in found.extra)
+
+
+def test_a_list_of_experts_of_odd_width_is_refused_as_cut() -> None:
+    said = r"experts of blocks.0 cannot be cut along their width: the tensor plan does not cut their layers; set it to"
+    with pytest.raises(PlanError, match=said):
+        run({**GRID, "expert_tensor": "cut"}, make=partial(home_made, True, 7), steps=0)
+
+
+@pytest.mark.parametrize("listed", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_experts_of_stages_take_inputs_of_another_shape_than_the_example(listed: bool) -> None:
+    """Each rank traces them, and has the experts of one expert rank alone."""
+
+    def short(eng: Engine, step: int) -> dict[str, Tensor]:
+        return {name: each[:, : TOKENS - 1 - step] for name, each in own_batch(eng, step).items()}
+
+    def losses(eng: Engine) -> float:
+        return eng.eval_batch(short(eng, 4)).loss
+
+    make = partial(home_made, listed)
+    found, wanted = (run(grid, None, make, losses, short, steps=1) for grid in (GRIDS["ep2-pp2"], {"data": 1}))
+    assert_equal(found, wanted)
+    assert found.extra == pytest.approx(wanted.extra * len(found.extra), rel=1e-6)
 
 
 def test_experts_that_the_tensor_plan_does_not_cut_are_refused_as_cut() -> None:

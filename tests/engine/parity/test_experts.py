@@ -305,6 +305,22 @@ def test_quantized_experts_with_adapters_are_shared(grid: str, stage: int, dtype
     assert max(held for _, held in found.extra) < whole
 
 
+def with_frozen_experts() -> nn.Module:
+    model = mixture()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    return model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["whole", "cut"])
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_quantized_experts_on_tensor_ranks_train_as_one_process(dtype: str, form: str) -> None:
+    codes = {"quantize_frozen": {"dtype": dtype}, "checkpoint": {"frozen": False}}
+    found = run({**GRIDS["ep2-tp2"], "expert_tensor": form}, codes, with_frozen_experts)
+    assert_equal(found, run({"data": 1}, codes, with_frozen_experts))
+
+
 NAMED = "model.layers.0.mlp.experts.down_proj"
 
 

@@ -20,7 +20,7 @@ from tests.engine.parity.tensor_models import FOUR, UNSEEN
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 
-FIRST = ("Llama", "nanoGPT-like", "T5")
+FIRST = ("Llama", "nanoGPT-like", "T5", "BLOOM")
 """Families of the default suite: eager products, torch's attention, an encoder with a decoder."""
 NO_SEQUENCE = ("ViT", "convolutions", "Whisper", "XLNet", "Swin", "ConvNeXt")
 """Models whose first operation reads no token ids or rows of the batch."""
@@ -58,7 +58,7 @@ def check_parity(build: Any, batches: Any, layout: str, loss_fn: Any = None, **m
     [
         (name, layout) if name in FIRST and layout == "cp2" else wide(name, layout)
         for name in FAMILIES
-        if name not in (*NO_SEQUENCE, "BLOOM")
+        if name not in NO_SEQUENCE
         for layout in LAYOUTS
     ],
 )
@@ -123,6 +123,14 @@ def test_every_method_trains_as_one_process(method: Method, form: str, layout: s
     asked: dict[str, Any] = parallel | {"context": {"size": parallel["context"], "method": method}}
     threads = parallel["data"] * parallel["context"]
     result = verify(llama, config_of(asked, stage), batches_of(form, 37), None, threads=threads)
+    assert result is not None and result.holds(), str(result)
+
+
+@pytest.mark.parametrize("method", [wide(method) for method in get_args(Method)])
+@pytest.mark.parametrize("more", [{"sequence_parallel": True}, {}], ids=str)
+def test_every_method_trains_with_tensor_ranks(method: Method, more: dict[str, Any]) -> None:
+    asked = {"data": 1, "tensor": 2, "context": {"size": 2, "method": method}, **more}
+    result = verify(llama, config_of(asked), batches_of("packed", 36), None, threads=4)
     assert result is not None and result.holds(), str(result)
 
 

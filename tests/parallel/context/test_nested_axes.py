@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import engine
 from engine.errors import EngineError
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.verify import verify
@@ -78,3 +79,15 @@ def test_positions_that_tensor_ranks_cannot_shard_are_refused_on_all_ranks() -> 
     first, *others = run_thread_ranks(4, _refused)
     assert all(each == first for each in others), (first, others)
     assert "a sequence of 37 positions" in first and "pad it to a multiple of 2" in first, first
+
+
+def _notes(world: Any) -> tuple[str, ...]:
+    sizes, _ = GRIDS["cp2 x tp2"]
+    with engine.initialize(llama(layers=1), config_of({"data": 1, **sizes}), world=world) as eng:
+        eng.train_batch(batches_of("plain", 36)[0])
+        return tuple(note for note in eng.plan.notes if "parallel.context" in note)
+
+
+def test_no_layer_of_tensor_ranks_gathers_the_sequence() -> None:
+    for notes in run_thread_ranks(4, _notes):
+        assert len(notes) == 1 and "1 attention by" in notes[0]
