@@ -10,6 +10,7 @@ from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
+from tests.faults.context import CONTEXT
 from tests.faults.context_attention import CONTEXT_ATTENTION
 from tests.faults.context_plan import CONTEXT_PLAN
 from tests.faults.context_rows import CONTEXT_ROWS
@@ -72,7 +73,7 @@ AREAS = {
         *ROUTER_REPLAY,
         *AWAITED_EXPERTS,
     ),
-    "context": (*CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN),
+    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
