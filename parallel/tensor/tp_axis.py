@@ -66,8 +66,6 @@ class TensorAxis:
     repeats: Repeats | None = None
     symmetric: SymmetricBuffer | None = None
     """Memory through which kernels of all ranks communicate; None: layers use collectives."""
-    fill_wait: Callable[[], None] | None = None
-    """Function that computes a piece of another microbatch, called before each wait for a collective."""
     wire: ActivationFormat | None = None
     """Format of encoded activations and activation gradients; None: they are sent unencoded."""
     measured: OverlapChoices | None = None
@@ -89,15 +87,18 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare`` before each wait inside the context, on devices on which compute overlaps collectives."""
+        """Calls ``spare`` before each wait of this axis, and of exchanges of rows, inside the context.
+
+        It does so on devices on which compute overlaps collectives.
+        """
         if device.type not in self.overlap.devices:
             yield
             return
-        self.fill_wait = spare
+        self._comm.fill_wait = spare
         try:
             yield
         finally:
-            self.fill_wait = None
+            self._comm.fill_wait = None
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -181,11 +182,7 @@ class TensorAxis:
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
         pending = start() if self.repeats is None else self.repeats.collective(given, result, start)
-        return pending if self.fill_wait is None else pending.beside(self._use_wait)
-
-    def _use_wait(self) -> None:
-        if self.fill_wait is not None:
-            self.fill_wait()
+        return self._comm.filled(pending) if self.name == "tp" else pending
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         encoded = self._encoded(label, tensor) if op == "sum" else None
