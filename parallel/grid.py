@@ -271,6 +271,11 @@ class Grid:
         return Spread(sharding, "edp_replicate", "edp", "edp", "edp_replicate", self.size(sharding))
 
     @property
+    def shard_group(self) -> int | None:
+        """Number of neighbours along ``shard_line`` that share one ZeRO copy; None: all."""
+        return self.size(self.sharding) if self.data_axes else None
+
+    @property
     def data_axes(self) -> tuple[Axis, ...]:
         """Axes (dp_shard, dp_replicate) if there are several shard groups; otherwise empty."""
         return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()

@@ -10,8 +10,8 @@ over the tensor axis. A row that is not sharded over it has a single range, held
     sharded over tp=2         Range(0, 4, holders=(0,))  Range(4, 8, holders=(1,))
     a shared kv head, tp=4    Range(0, 4, holders=(0, 1))  Range(4, 8, holders=(2, 3))
 
-Parameters of experts that data ranks share have ranges of the first dim over the expert axis too. A rank holds the
-elements that are in ranges of both:
+Parameters of experts that data ranks share have ranges over the expert axis too, of the first dim unless adapters stack
+experts along another. A rank holds the elements that are in ranges of both:
 
     8 experts over ep=3       Range(0, 3, holders=(0,))  Range(3, 6, holders=(1,))  Range(6, 8, holders=(2,))
 
@@ -69,7 +69,9 @@ class ShardRow:
     quantized: WeightFormat | None = None
     """Storage format of a quantized frozen weight; None: not quantized."""
     experts: tuple[Range, ...] = ()
-    """Ranges of the first dim with the expert index that stores each; empty unless data ranks share these experts."""
+    """Ranges of ``expert_dim`` with the expert index that stores each; empty unless data ranks share these experts."""
+    expert_dim: int = 0
+    """Dim along which experts are stacked; tensor ranks shard the parameter only if it is the first."""
 
     @property
     def equal_on_tensor_ranks(self) -> bool:
@@ -90,7 +92,7 @@ class ShardRow:
         return tuple(each for each in self.ranges if holder.tp in each.holders)
 
     def expert_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
-        """Returns the range of experts in the first dim that the rank ``holder`` stores, if any."""
+        """Returns the ranges along ``expert_dim`` that the rank ``holder`` stores; several if experts alternate."""
         return tuple(each for each in self.experts if holder.ep in each.holders)
 
     def local(self, full: Tensor, holder: ShardHolder) -> Tensor:
@@ -99,11 +101,8 @@ class ShardRow:
         if not self.sharded:
             return full
         if len(self.experts) > 1:
-            full = torch.cat([full[each.start : each.stop] for each in self.expert_ranges(holder)] or [full[:0]])
-        if self.dim is None:
-            return full
-        own = self.tensor_ranges(holder)
-        return torch.cat([full.narrow(self.dim, each.start, each.stop - each.start) for each in own], self.dim)
+            full = _rows(full, self.expert_dim, self.expert_ranges(holder))
+        return full if self.dim is None else _rows(full, self.dim, self.tensor_ranges(holder))
 
     @property
     def elements(self) -> int:
@@ -114,7 +113,7 @@ class ShardRow:
         """Returns the shape of the shard on the rank ``holder``."""
         sizes = list(self.shape)
         if len(self.experts) > 1:
-            sizes[0] = sum(each.stop - each.start for each in self.expert_ranges(holder))
+            sizes[self.expert_dim] = sum(each.stop - each.start for each in self.expert_ranges(holder))
         if self.dim is not None:
             sizes[self.dim] = sum(each.stop - each.start for each in self.tensor_ranges(holder))
         return tuple(sizes)
@@ -127,8 +126,10 @@ class ShardRow:
         """Returns shape and format of the quantized shard on the rank ``holder``; None if not quantized."""
         if self.quantized is None:
             return None
-        cut_columns = self.dim is not None and self.dim == len(self.shape) - 1
-        runs = tuple((each.start, each.stop) for each in self.tensor_ranges(holder) if cut_columns)
+        dim, own = self.dim, self.tensor_ranges(holder)
+        if dim is None and len(self.experts) > 1:
+            dim, own = self.expert_dim, self.expert_ranges(holder)
+        runs = tuple((each.start, each.stop) for each in own if dim == len(self.shape) - 1)
         return QuantizedShape(format=self.quantized, shape=self.local_shape(holder), runs=runs)
 
     def counted(self, holder: ShardHolder) -> bool:
@@ -199,7 +200,9 @@ class Division:
     quantized: Mapping[str, WeightFormat] = field(default_factory=dict)
     """Storage formats of quantized frozen weights."""
     experts: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
-    """Sharding of expert parameters along their first dim over the expert axis."""
+    """Sharding of expert parameters over the expert axis."""
+    expert_dims: Mapping[str, int] = field(default_factory=dict)
+    """Dims that stack experts, where it is not the first."""
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:
@@ -238,4 +241,11 @@ def _row(names: Sequence[str], parameter: nn.Parameter, group: int, division: Di
         group=group,
         quantized=division.quantized.get(name),
         experts=division.experts.get(name, ()),
+        expert_dim=division.expert_dims.get(name, 0),
     )
+
+
+def _rows(full: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
+    """Returns the ``ranges`` of ``full`` along ``dim``, in order, as a new contiguous tensor."""
+    found = [full.narrow(dim, each.start, each.stop - each.start) for each in ranges]
+    return torch.cat(found or [full.narrow(dim, 0, 0)], dim)

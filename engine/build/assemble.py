@@ -236,7 +236,8 @@ def _within_gathers(
     model: nn.Module, plan: Plan, comm: Comm, axis: TensorAxis, device: torch.device, patches: ForwardPatches
 ) -> tuple[ExpertCounter | None, RandomStreams]:
     """Wraps forwards in the parts that run while parameters are gathered, from inside to outside."""
-    counter = ExpertCounter(plan.experts, device, axis.index) if plan.experts else None
+    ranks = {"tp": axis.index, "cp": comm.grid.coord().cp}
+    counter = ExpertCounter(plan.experts, device, ranks) if plan.experts else None
     if (shared := plan.shared_experts) is not None:
         uncounted = partial(counter.counting, None) if counter is not None else nullcontext
         share_experts(model, shared.routed, comm, axis, patches, _compiles(model, plan))
@@ -250,8 +251,9 @@ def _within_gathers(
 
 def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:
     """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
-    program, axis = request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp")
-    return with_context(program, axis, staged=comm.grid.pp > 1, unit=sequence_unit(plan.config))
+    program, axis, config = request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"), plan.config
+    method, unit = config.parallel.context_method, sequence_unit(config)
+    return with_context(program, axis, method, staged=comm.grid.pp > 1, unit=unit)
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

@@ -83,7 +83,7 @@ def place_model(
     sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(holder)}
     buckets = reserve(plan.layouts[holder], parameters, _ownership(plan, comm.grid), device)
-    codes, experts = _codes(rows.values(), holder), {row.name for row in rows.values() if row.experts}
+    codes, experts = _codes(rows.values(), holder), {row.name: row for row in plan.table if row.experts}
     places = {
         slot.name: (flat, slot, view)
         for flat in buckets
@@ -114,9 +114,9 @@ def place_model(
     for name in codes.keys() - meta:
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
-    for name in experts - meta - codes.keys():
-        parameters[name].data = rows[name].local(parameters[name].data, holder)
-    _shard(model, plan, axis, patches, already_cut=meta | codes.keys() | experts)
+    for name in experts.keys() - meta - codes.keys():  # of other stages too: a trace reads their shapes
+        parameters[name].data = experts[name].local(parameters[name].data, holder)
+    _shard(model, plan, axis, patches, already_cut=meta | codes.keys() | experts.keys())
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)

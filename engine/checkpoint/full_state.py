@@ -141,9 +141,10 @@ class FullState:
             shapes = [row.local_shape(here._replace(tp=index)) for index in range(grid.tp)]
             part = assemble(self._from_all(part, shapes, "tp"), ParameterCut(row.dim, row.ranges))
         if len(row.experts) > 1:
-            firsts = [here._replace(ep=index) for index in range(grid.size("ep"))]
-            parts = self._from_all(part, [(row.local_shape(each)[0], *row.shape[1:]) for each in firsts], "ep")
-            return torch.cat(parts)
+            sizes = [row.local_shape(here._replace(ep=index))[row.expert_dim] for index in range(grid.size("ep"))]
+            before, after = row.shape[: row.expert_dim], row.shape[row.expert_dim + 1 :]
+            parts = self._from_all(part, [(*before, size, *after) for size in sizes], "ep")
+            return assemble(parts, ParameterCut(row.expert_dim, row.experts))
         if row.experts:  # an expert of one rank
             part = part.to(self._device)
             self._comm.all_reduce(part, "ep", LABEL).wait()

@@ -15,7 +15,7 @@ from engine.config import Config
 from engine.errors import PlanError, first_line
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.param_groups import GivenOptimizer
-from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
+from engine.parallel.activation_checkpointing.blocks import recomputed_blocks, selective_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
@@ -147,7 +147,7 @@ def _analyze(config: Config, request: PlanRequest, stages: int, tensor: TensorPl
     if tensor is not None:
         _check_hooks(request.program.model, tensor)
     axes = (DryAxis(config.cp, name="cp"),) if config.cp > 1 else ()
-    program = with_context(request.program, axes[0], unit=sequence_unit(config)) if axes else request.program
+    program = _on_context(config, request, axes[0]) if axes else request.program
     watch = _watch(config, request, tensor, axes) if tensor or axes else None
     try:
         trace = _trace(config, request, program, stages, tensor, watch)
@@ -183,6 +183,10 @@ def _analyze(config: Config, request: PlanRequest, stages: int, tensor: TensorPl
     use = find_logit_use(tensor, trace, config.tp)
     traffic = _by_stage(trace, partition, calls, loss_traffic(use, config.tp))
     return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
+
+
+def _on_context(config: Config, request: PlanRequest, axis: DryAxis) -> Program:
+    return with_context(request.program, axis, config.parallel.context_method, unit=sequence_unit(config))
 
 
 def _on_one_stage(error: Exception) -> str:
@@ -296,9 +300,10 @@ def _watch(
 ) -> CollectiveRecorder:
     model = request.program.model
     recomputed = recomputed_blocks(model, config.activation_checkpointing)
+    partly = selective_blocks(model, config.activation_checkpointing)
     if tensor is None:
-        return CollectiveRecorder(model, recomputed, *axes)
-    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config), *axes)
+        return CollectiveRecorder(model, recomputed, *axes, partly=partly)
+    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config), *axes, partly=partly)
 
 
 def _by_stage(

@@ -21,14 +21,15 @@ from engine.parallel.experts.forms import (
     owner_cut,
     possible_stacks,
     stacked_experts,
+    stacks_differ,
 )
-from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
+from engine.parallel.experts.proof import Unproven, prove_adapted, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
 from engine.parallel.experts.router_choice import RouterChoice, find_router_choice
 from engine.parallel.experts.width import WidthCut, prove_width
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.name_patterns import is_inside
-from engine.parallel.model.parametrized_weights import adapted_modules
+from engine.parallel.model.parametrized_weights import adapter_chain, outermost_adapters
 from engine.parallel.model.rng_streams import HostState
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, ParameterCut, TensorPlan
@@ -48,7 +49,8 @@ class ExpertPlan:
     routed: tuple[RoutedExperts, ...]
     listed: tuple[ListedExperts, ...]
     cuts: Mapping[str, tuple[Range, ...]]
-    """Ranges of the first dim of each parameter of experts, with the expert rank that holds them, by name."""
+    """Ranges of each parameter of experts, with the expert rank that holds them, by name; of the first dim, or that in
+    ``dims``."""
     unproven: tuple[Unproven, ...] = ()
     """Modules that stack experts, and hold all of them on every rank."""
     form: str = ""
@@ -60,6 +62,11 @@ class ExpertPlan:
     def shared(self) -> tuple[RoutedExperts | ListedExperts, ...]:
         """All modules whose experts are shared."""
         return (*self.routed, *self.listed)
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """Dims of the parameters that stack experts along another dim than the first, by name."""
+        return {name: own.dim for each in self.routed for name, own in each.parameters.items() if own.dim}
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -163,7 +170,7 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
         return None
     drawn = HostState.take()
     with torch.random.fork_rng([]):  # trials may draw
-        routed, refused = _routed(model)
+        routed, refused = _routed(model, ranks)
         listed, others = _listed(model)
     drawn.put()
     unproven = (*refused, *others)
@@ -199,19 +206,20 @@ def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ..
     return biases
 
 
-def _routed(model: nn.Module) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:
+def _routed(model: nn.Module, ranks: int) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:
     proven: dict[object, RoutedExperts | Unproven] = {}
     found = list[RoutedExperts | Unproven]()
-    adapted = adapted_modules(model)
-    for name, module in model.named_modules():
+    adapters = outermost_adapters(model)
+    for own, module in model.named_modules():
         if next(possible_stacks(module), None) is None:
+            if "expert" in own.lower() and stacks_differ(module):
+                found.append(Unproven(own, "its matrices stack different numbers of experts"))
             continue
-        if module in adapted:
-            found.append(Unproven(name, "adapters of their stacked parameters add to the experts of all ranks"))
-            continue
-        kind = module_kind(module)
+        name = adapters.get(module, own)
+        called = model.get_submodule(name)
+        kind = tuple(module_kind(each) for _, each in adapter_chain(called))
         if kind not in proven:
-            proven[kind] = prove_routed(name, module)
+            proven[kind] = prove_routed(name, module) if called is module else prove_adapted(name, called, ranks)
         if isinstance(proven[kind], RoutedExperts) or stacked_experts(module):
             found.append(proven[kind].named(name))
     routed = tuple(each for each in found if isinstance(each, RoutedExperts))
@@ -238,7 +246,7 @@ def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven
 def _cuts(
     model: nn.Module, ranks: int, routed: tuple[RoutedExperts, ...], listed: tuple[ListedExperts, ...]
 ) -> dict[str, tuple[Range, ...]]:
-    cuts = {name: expert_cut(each.experts, ranks, rows) for each in routed for name, rows in each.parameters.items()}
+    cuts = {name: expert_cut(each.experts, ranks, own) for each in routed for name, own in each.parameters.items()}
     for each in listed:
         bounds = expert_bounds(each.experts, ranks)
         for rank in range(ranks):

@@ -407,7 +407,6 @@ def _division(
 ) -> Division:
     stages = analysis.partition.owners if analysis.partition else {}
     ranks = schedule.rank_of_stage
-    experts = shared.cuts if shared is not None else {}
     partial = analysis.tensor.partial if analysis.tensor else frozenset[str]()
     return Division(
         tp=config.tp,
@@ -416,7 +415,8 @@ def _division(
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.trace.read_by_glue if analysis.trace else (),
         quantized=quantized,
-        experts=experts,
+        experts=shared.cuts if shared is not None else {},
+        expert_dims=shared.dims if shared is not None else {},
     )
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.parallel.context.choose import Method
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_owner
@@ -52,12 +53,12 @@ class ContextProgram(Program):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line for the banner about functions without a rule, which gather sequences; empty without such ones."""
-        gathers = self._sequences.gathers
+        """Lines for the banner: methods of attention, and functions without a rule, which gather sequences."""
+        gathers, attention = self._sequences.gathers, self._sequences.attention.notes
         if not gathers:
-            return ()
+            return attention
         shown = ", ".join(f"{name} ({times})" for name, times in sorted(gathers.items(), key=lambda one: -one[1])[:4])
-        return (f"parallel.context: sequences are gathered in each forward by {shown}",)
+        return (*attention, f"parallel.context: sequences are gathered in each forward by {shown}")
 
     @property
     def _sequences(self) -> ContextOfSequences:
@@ -90,12 +91,20 @@ class ContextProgram(Program):
         return made
 
 
-def with_context(program: Program, axis: TensorAxis, *, staged: bool = False, unit: int = 1) -> Program:
-    """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank."""
+def with_context(
+    program: Program, axis: TensorAxis, method: Method | Literal["auto"], *, staged: bool = False, unit: int = 1
+) -> Program:
+    """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank.
+
+    Args:
+        method: the way in which queries meet the keys of other ranks.
+        staged: a forward runs one pipeline stage.
+        unit: divisor of the number of positions of each rank.
+    """
     if axis.size == 1:
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
-    return ContextProgram(**own, sequences=ContextOfSequences(axis, unit), staged=staged)
+    return ContextProgram(**own, sequences=ContextOfSequences(axis, method, unit), staged=staged)
 
 
 def gather_sequences(output: Any) -> Any:

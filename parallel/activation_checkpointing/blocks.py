@@ -156,18 +156,24 @@ def recomputed_in_part(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        kept, given = SavedActivations(), _GivenTensors(args, kwargs)
+        made, given = list[SavedActivations](), _GivenTensors(args, kwargs)
+
+        def contexts() -> Any:  # a block in several units runs again in parts, the last one first
+            made.append(SavedActivations())
+            return selective.contexts(made[-1])
+
         out = checkpoint(
             state.keeping(_as_in_forward(inner, again)),
             *args,
             use_reentrant=False,
-            context_fn=lambda: selective.contexts(kept),
+            context_fn=contexts,
             **kwargs,
         )
         given.refuse_written(block)
-        kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
+        for kept in made:
+            kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if started is not None:
-            started.append(kept)
+            started.extend(made)
         return out
 
     return forward

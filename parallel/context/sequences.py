@@ -5,7 +5,7 @@ A batch tensor is sharded at the first table or product that reads it, so masks,
 
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from engine.errors import EngineError
+from engine.parallel.context.choose import Method
 from engine.parallel.context.cuts import zigzag
-from engine.parallel.context.rules import context_attention, context_cross_entropy
-from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, PlainGradient, Rules
+from engine.parallel.context.methods import AttendingContext, context_attention
+from engine.parallel.context.repeated_heads import noted_expand, noted_repeat, noted_reshape
+from engine.parallel.context.rules import context_cross_entropy
+from engine.parallel.tensor.global_tensor.context import PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
@@ -28,18 +31,23 @@ CONTEXT_RULES = Rules(
         **TENSOR_RULES.by_function,
         functional.scaled_dot_product_attention: context_attention,
         functional.cross_entropy: context_cross_entropy,
+        Tensor.expand: noted_expand,
+        Tensor.reshape: noted_reshape,
+        torch.reshape: noted_reshape,
+        Tensor.repeat_interleave: noted_repeat,
+        torch.repeat_interleave: noted_repeat,
     }),
     fallback=TENSOR_RULES.fallback,
 )  # fmt: skip
 
 
-class ContextOfSequences(GlobalTensorContext):
+class ContextOfSequences(AttendingContext):
     """Context of the global tensors that are sharded along positions over the axis "cp"."""
 
     plain = PlainGradient.PARTIAL
 
-    def __init__(self, axis: TensorAxis, unit: int = 1) -> None:
-        super().__init__(axis, CONTEXT_RULES)
+    def __init__(self, axis: TensorAxis, method: Method | Literal["auto"] = "auto", unit: int = 1) -> None:
+        super().__init__(axis, CONTEXT_RULES, method)
         self.unit = unit
         """Divisor of the number of positions of each rank: tensor ranks shard them under sequence parallelism."""
 
@@ -54,6 +62,7 @@ class SequenceEntry(TorchFunctionMode):
     def __init__(self, context: ContextOfSequences, batch: Iterable[Tensor]) -> None:
         super().__init__()
         self._context, self.found = context, 0
+        self._kept: list[Tensor] = []
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in batch if tensor.numel()}
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +70,16 @@ class SequenceEntry(TorchFunctionMode):
             dim = _sequence_dim(func, args[0])
             if dim is not None:
                 args = (self._sharded(args[0], dim), *args[1:])
+            elif not args[0].is_floating_point():
+                return self._followed(args[0], func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
+
+    def _followed(self, given: Tensor, made: Any) -> Any:
+        """Returns ``made``, which may be other token ids of the batch's sequence, such as ids shifted by one."""
+        if type(made) is Tensor and made.dtype == given.dtype and made.shape == given.shape:
+            self._kept.append(made)  # memory that is freed may come again for another tensor
+            self._memory.add(made.untyped_storage().data_ptr())
+        return made
 
     def _is_given(self, tensor: Any) -> bool:
         return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() in self._memory

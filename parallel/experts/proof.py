@@ -29,12 +29,15 @@ from engine.parallel.experts.calls import ExpertCall, Rows, possible_calls
 from engine.parallel.experts.forms import (
     RoutedExperts,
     Stack,
+    adapted_stacks,
     list_members,
     possible_counts,
     possible_stacks,
     possible_widths,
+    set_counts,
 )
 from engine.parallel.experts.thin_products import ThinProducts
+from engine.parallel.model.parametrized_weights import adapter_chain
 from engine.parallel.model.placeholders import is_expanded
 
 _ROWS, MOST = 12, 4
@@ -79,6 +82,28 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     return Unproven(name, told[0] if told else _UNKNOWN)
 
 
+def prove_adapted(name: str, adapter: nn.Module, ranks: int) -> RoutedExperts | Unproven:
+    """Proves the module that ``adapter`` adapts, and returns the first way to divide both that is proven.
+
+    Each parameter of the adapter must have an effect, since one that is inactive may stack experts in any way.
+    """
+    base = adapter_chain(adapter)[-1][1]
+    found = prove_routed(name, base)
+    if isinstance(found, Unproven):
+        return found
+    if not _can_copy(adapter):
+        return Unproven(name, _UNCOPIED)
+    experts, least = min(found.experts, MOST), min(found.experts // ranks, 2)
+    thin = any(each.numel() > LARGE for each in base.parameters())
+    for stack in adapted_stacks(found, adapter):
+        trial = Trial(make_twin(adapter, stack, experts, thin), stack, found.call, found.width, experts, least)
+        if trial.failure() is None:
+            if idle := trial.without_effect():
+                return Unproven(name, f"its adapter {idle} has no effect")
+            return replace(found, own=stack.own, common=stack.common, counts=stack.counts)
+    return Unproven(name, "its adapters are not divided by experts")
+
+
 _UNCOPIED = "it cannot be copied for a trial"
 _REFUSED = "it does not take these arguments"
 _UNKNOWN = (
@@ -90,9 +115,13 @@ _UNKNOWN = (
 class Trial:
     """Calls of a twin with random content."""
 
-    def __init__(self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int) -> None:
+    def __init__(
+        self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int, least: int = 1
+    ) -> None:
         self._twin, self._stack, self._form, self._experts = twin, stack, call, experts
-        self._names = list(inspect.signature(twin.forward).parameters)
+        self._least = least
+        """Fewest experts of a rank."""
+        self._names = list(inspect.signature(adapter_chain(twin)[-1][1].forward).parameters)
         draw = torch.Generator().manual_seed(0)
         chosen = min(call.slots, self._experts)
         self._rows = torch.randn(_ROWS, width, generator=draw)
@@ -135,7 +164,7 @@ class Trial:
         if any(slot is None for slot in slots) or not are_close(sum(slot for slot in slots if slot is not None), whole):
             return "the results of a row's experts are not added"
         half = self._experts // 2
-        for chosen in dict.fromkeys((range(1), range(half), range(half, self._experts))):
+        for chosen in dict.fromkeys((range(self._least), range(half), range(half, self._experts))):
             if (reason := self._failure_of(chosen)) is not None:
                 return reason
         return None
@@ -157,6 +186,16 @@ class Trial:
         empty = self._call(alone, x[:0], n[:0], w[:0], len(chosen))
         return None if empty is not None and empty.shape == wanted[:0].shape else "it cannot be called without rows"
 
+    @torch.no_grad()
+    def without_effect(self) -> str | None:
+        """Returns a parameter that changes no result; None if there is none."""
+        names, rows = dict(self._twin.named_parameters()), (self._rows, self._numbers, self._weights)
+        for name in names:
+            whole = self._call(self._without(range(self._experts), (name,)), *rows)
+            if whole is None or not whole.isnan().any():
+                return name
+        return None
+
     def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor, experts: int = 0) -> Tensor | None:
         """Returns the result, or None if the module raises or returns anything but a tensor."""
         written = self._form.write(Rows(x, n, w), experts or self._experts, {})
@@ -166,26 +205,28 @@ class Trial:
         except Exception:  # any: it is code of the user with arguments that it may not be made for
             return None
 
-    def _without(self, experts: Sequence[int]) -> nn.Module:
-        """Returns the twin with NaN in the parameters of ``experts``."""
+    def _without(self, experts: Sequence[int], names: Sequence[str] = ()) -> nn.Module:
+        """Returns the twin with NaN in the parameters of ``experts``, or in those of ``names``."""
         fresh = dict[int, nn.Parameter]()
-        for name, rows in self._stack.own.items():
+        for name in names or self._stack.own:
             each = self._twin.get_parameter(name).detach()
             content = (each[:, :1] if is_expanded(each) else each).clone()
-            content.view(self._experts, rows, *content.shape[1:])[list(experts)] = torch.nan
+            if (packing := self._stack.own.get(name)) is None:
+                content.fill_(torch.nan)
+            else:
+                packing.apart(content, self._experts)[list(experts)] = torch.nan
             fresh[id(self._twin.get_parameter(name))] = nn.Parameter(content.expand_as(each))
         return copy.deepcopy(self._twin, dict(fresh))
 
     def _with_only(self, chosen: Sequence[int]) -> nn.Module:
         """Returns the twin with the experts ``chosen`` alone."""
         fresh = {
-            id(each): nn.Parameter(each.detach()[chosen[0] * rows : (chosen[-1] + 1) * rows])
-            for name, rows in self._stack.own.items()
+            id(each): nn.Parameter(packing.chosen(each.detach(), self._experts, chosen))
+            for name, packing in self._stack.own.items()
             for each in (self._twin.get_parameter(name),)
         }
         alone = copy.deepcopy(self._twin, dict(fresh))
-        for name in self._stack.counts:
-            setattr(alone, name, len(chosen))
+        set_counts(alone, self._stack.counts, len(chosen))
         return alone
 
 
@@ -212,12 +253,11 @@ def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.M
     draw = torch.Generator().manual_seed(1)
     fresh = dict[int, nn.Parameter]()
     for name, each in module.named_parameters():
-        sizes = (experts * stack.own[name], *each.shape[1:]) if name in stack.own else each.shape
+        sizes = stack.own[name].shape(each.shape, experts) if name in stack.own else each.shape
         drawn = (sizes[0], 1, sizes[2]) if thin and len(sizes) == 3 else sizes
         fresh[id(each)] = nn.Parameter((torch.randn(drawn, generator=draw) * each.shape[-1] ** -0.5).expand(sizes))
     twin = copy.deepcopy(module, dict(fresh))
-    for name in stack.counts:
-        setattr(twin, name, experts)
+    set_counts(twin, stack.counts, experts)
     return twin
 
 

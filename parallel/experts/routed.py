@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.experts.awaited import WaitingBlock
 from engine.parallel.experts.calls import Rows
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, Dispatch, Round, exchange
-from engine.parallel.experts.forms import RoutedExperts, expert_bounds
+from engine.parallel.experts.forms import RoutedExperts, expert_bounds, set_counts
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.parametrized_weights import adapter_chain
 from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.tensor.collectives import gather_whole, slice_of
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full
 from engine.parallel.tensor.layers.linear import ExpertsLayer
+from engine.parallel.tensor.layers.position_layer import run_on_positions
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 EXPERT_ROWS = "expert rows"
@@ -50,7 +53,9 @@ def share_experts(
         shared = SharedExperts(each, module, comm, tensor, block)
         part = f"a part of the width of {shared.count}" if each.added is not None else f"{shared.count}"
         note = f"computes {part} of its {each.experts} experts, for the tokens of {comm.grid.size(AXIS)} ranks"
-        patches.wrap_forward(module, PatchLayer.EXPERTS, shared.forward, f"{note} (parallel.expert)")
+        # the trial has proven that a row's result depends on no other row, so each context rank sends its own rows
+        forward = partial(run_on_positions, shared.forward) if comm.grid.cp > 1 else shared.forward
+        patches.wrap_forward(module, PatchLayer.EXPERTS, forward, f"{note} (parallel.expert)")
 
 
 def _has_other_work(block: nn.Module, experts: nn.Module) -> bool:
@@ -74,9 +79,8 @@ class SharedExperts:
         self._block = block
         self._found, self._module, self._comm, self._tensor = found, module, comm, tensor
         self._own: Callable[..., Any] = module.forward
-        self._signature = inspect.signature(
-            module.tensor_forward if isinstance(module, ExpertsLayer) else module.forward
-        )
+        base = adapter_chain(module)[-1][1]
+        self._signature = inspect.signature(base.tensor_forward if isinstance(base, ExpertsLayer) else base.forward)
         index, bounds = comm.grid.index(AXIS), expert_bounds(found.experts, comm.grid.size(AXIS))
         self.count = bounds[index + 1] - bounds[index]
         """Number of experts on this rank."""
@@ -162,8 +166,7 @@ class SharedExperts:
     @contextmanager
     def _own_part(self) -> Any:
         """Context in which the module is the part of this rank: its number of experts, and its summand of results."""
-        for name in self._found.counts:
-            object.__setattr__(self._module, name, self.count)
+        set_counts(self._module, self._found.counts, self.count)
         elsewhere = self._added_elsewhere()
         if self._found.added is not None:
             object.__setattr__(self._module, "tensor_inside", True)
@@ -174,8 +177,7 @@ class SharedExperts:
             self._module._parameters.update(elsewhere)
             if self._found.added is not None:
                 object.__delattr__(self._module, "tensor_inside")
-            for name in self._found.counts:
-                object.__setattr__(self._module, name, self._found.experts)
+            set_counts(self._module, self._found.counts, self._found.experts)
 
     def _added_elsewhere(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that another tensor rank adds to its result, by name."""

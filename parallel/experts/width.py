@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engine.parallel.experts.forms import RoutedExperts, Stack
 from engine.parallel.experts.proof import LARGE, MOST, Trial, make_twin
+from engine.parallel.model.parametrized_weights import adapter_chain
 from engine.parallel.tensor.layers.apply_plan import local_shard
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, ParameterCut
 
@@ -46,6 +47,8 @@ def prove_width(
 
     ``changes``: numbers of the module that a tensor rank computes with.
     """
+    if len(adapter_chain(module)) > 1:
+        return "they have adapters"
     if not cuts:
         return "the tensor plan does not cut them"
     if any(len(part.holders) > 1 for cut in cuts.values() for part in cut.ranges):

@@ -1,6 +1,6 @@
 """Tensor axis of the layers: rank index, size, and collectives that are labelled and counted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -176,6 +176,20 @@ class TensorAxis:
         part = full.new_empty(full.shape[1:])
         return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
 
+    def start_exchange(
+        self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
+    ) -> tuple[Tensor, Pending]:
+        """Sends ``gives[r]`` elements of ``given`` [sum of gives] to rank r, in order; all ranks know all sizes.
+
+        Returns:
+            Elements from each rank [sum of gets], in rank order, ready after ``wait``. Nothing is sent to this rank.
+        """
+        received = given.new_empty(sum(gets))
+        if self.dry or self.size == 1:
+            self.expect("exchange", label, given)
+            return received.zero_(), Pending()
+        return received, self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label))
+
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
         """Issues a collective that the kernel launched by ``call`` performs, counted by the size of ``full``."""
         return self._comm.in_kernel(op, full, self.name, label, call)
@@ -183,6 +197,11 @@ class TensorAxis:
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
         pending = start() if self.repeats is None else self.repeats.collective(given, result, start)
         return self._comm.filled(pending) if self.name == "tp" else pending
+
+    def _exchanged(
+        self, received: Tensor, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
+    ) -> Pending:
+        return self._comm.exchange(received, given, gets, gives, self.name, label)
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         encoded = self._encoded(label, tensor) if op == "sum" else None

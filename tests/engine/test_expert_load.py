@@ -208,7 +208,7 @@ def test_a_row_that_tensor_ranks_share_counts_on_the_first_of_them() -> None:
         index = Index([np.array(rows) for rows in held], 4)
         found = torch.zeros(3, dtype=torch.float64)
         for rank, rows in enumerate(held):
-            counter = ExpertCounter([ExpertStack("stack", 3)], torch.device("cpu"), rank)
+            counter = ExpertCounter([ExpertStack("stack", 3)], torch.device("cpu"), {"tp": rank})
             model = Router(None)
             counter.install(model, ForwardPatches())
             cut = GlobalTensor(chosen[rows], (4, 2), (index, None), Mock())

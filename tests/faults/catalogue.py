@@ -1,5 +1,6 @@
 """All seeded faults, by area."""
 
+from tests.faults.adapted_experts import ADAPTED_EXPERTS
 from tests.faults.adapters import ADAPTERS
 from tests.faults.adapters_in_the_loop import ADAPTERS_IN_THE_LOOP
 from tests.faults.answers_to_deepspeed import ANSWERS_TO_DEEPSPEED
@@ -9,6 +10,7 @@ from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
+from tests.faults.context_attention import CONTEXT_ATTENTION
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.cut_experts import CUT_EXPERTS
 from tests.faults.data import DATA
@@ -38,6 +40,7 @@ from tests.faults.pipeline import PIPELINE
 from tests.faults.plain_torch import PLAIN_TORCH
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
+from tests.faults.recomputed_units import RECOMPUTED_UNITS
 from tests.faults.reliability import RELIABILITY
 from tests.faults.replica_copies import REPLICA_COPIES
 from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
@@ -63,13 +66,15 @@ AREAS = {
         *EXPERTS,
         *SHARED_EXPERTS,
         *CUT_EXPERTS,
+        *ADAPTED_EXPERTS,
         *EXPERT_PLANS,
         *ROUTER_REPLAY,
         *AWAITED_EXPERTS,
         *GROUPED_EXPERTS,
     ),
+    "attention over context ranks": CONTEXT_ATTENTION,
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
-    "pipeline": (*PIPELINE, *COUNTED_PATHS),
+    "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,

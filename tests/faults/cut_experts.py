@@ -69,7 +69,7 @@ CUT_EXPERTS = (
         name="rounding-of-later-cut-experts-as-the-first",
         about="Stochastic rounding of bf16 weights draws the bits of the first experts on every expert rank.",
         file="zero/optim/bf16_updates.py",
-        old="first = experts[0].start * prod(row.shape[1 : dim + 1]) if dim and experts else 0",
+        old="first = experts[0].start * prod(row.shape[1 : dim + 1]) if row.dim and experts else 0",
         new="first = 0",
         tests=(f"{_HELD}[2-pieces1]",),
     ),

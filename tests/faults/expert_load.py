@@ -26,8 +26,8 @@ EXPERT_LOAD = (
         name="tensor-ranks-count-again",
         about="Every tensor rank counts the rows that all of them route.",
         file=COUNTER,
-        old="return np.full(tuple(given.shape[:dims]), self._rank == 0)",
-        new="return np.full(tuple(given.shape[:dims]), True)",
+        old="        return own & (not earlier)\n",
+        new="        return own\n",
         tests=(f"{TEST}::test_every_grid_counts_the_rows_of_one_process",),
     ),
     Fault(

@@ -61,9 +61,9 @@ class FullShapes:
         if not row.sharded:
             return None
         experts = row.expert_ranges(self.holder) if len(row.experts) > 1 else ()
-        kept, dim = (experts, 0) if row.dim is None else (row.tensor_ranges(self.holder), row.dim)
+        kept, dim = (experts, row.expert_dim) if row.dim is None else (row.tensor_ranges(self.holder), row.dim)
         # rows of later experts have indices beyond the sharded dim, which continue in the next line of the parameter
-        first = experts[0].start * prod(row.shape[1 : dim + 1]) if dim and experts else 0
+        first = experts[0].start * prod(row.shape[1 : dim + 1]) if row.dim and experts else 0
         wide = torch.int32 if first + row.shape[dim] < 1 << 31 else torch.int64
         parts = [torch.arange(first + r.start, first + r.stop, dtype=wide, device=device) for r in kept]
         return Lines(torch.cat(parts), row.shape[dim], prod(row.shape[dim + 1 :]))

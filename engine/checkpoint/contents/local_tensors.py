@@ -54,7 +54,7 @@ def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part
     """Returns ``ranges`` of the rows of a parameter, of the experts of the rank ``holder``."""
     experts = tuple((r.start, r.stop) for r in row.expert_ranges(holder)) if len(row.experts) > 1 else ()
     if row.dim is None:
-        return Part(row.shape, 0, experts) if experts else Part(row.shape)
+        return Part(row.shape, row.expert_dim, experts) if experts else Part(row.shape)
     return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in ranges), experts[0] if experts else None)
 
 

@@ -12,7 +12,7 @@ the Function's first operation on the global tensor raises.
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ class GlobalTensor(WrapperTensor):
     """True if ``local`` is a copy where plain code would share memory with another tensor."""
     folded: tuple[int, ...] | None
     """Sizes of the dims that were flattened into the first of two dims; None: not flattened."""
+    unrepeated: "Unrepeated | None"
+    """The tensor of which a dim was repeated; None: unknown."""
 
     @staticmethod
     def __new__(
@@ -58,7 +60,7 @@ class GlobalTensor(WrapperTensor):
             dispatch_sizes_strides_policy="sizes",
         )
         x.local, x.full, x.sets, x.views = local, torch.Size(full), sets, context
-        x.copied, x.folded = False, None
+        x.copied, x.folded, x.unrepeated = False, None, None
         return x
 
     @classmethod
@@ -165,6 +167,29 @@ class GlobalTensor(WrapperTensor):
         return self.full[0]
 
 
+class Unrepeated(NamedTuple):
+    """Tensor of which the elements of ``dim`` were repeated, each one several times in place."""
+
+    source: GlobalTensor
+    dim: int
+    local: Tensor
+    version: int | None
+    """Shard of the repeated tensor, and its version: a later write to it ends the equality."""
+
+    @classmethod
+    def note(cls, repeated: GlobalTensor, source: GlobalTensor, dim: int) -> None:
+        """Notes on ``repeated`` that it is ``source`` with repeated elements of ``dim``."""
+        repeated.unrepeated = cls(source, dim, repeated.local, _version(repeated.local))
+
+    def valid(self, repeated: GlobalTensor) -> bool:
+        """Returns True if nothing was written to ``repeated`` since."""
+        return repeated.local is self.local and _version(self.local) == self.version
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
 def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
     """Yields the global tensors among arguments, also in lists, tuples and dicts."""
     for argument in args:
@@ -243,7 +268,7 @@ def refuse_below(context: "GlobalTensorContext") -> None:
     Raises:
         EngineError: always; the text names the code.
     """
-    caller, context.reached_below = context.reached_below, None
+    caller, context.reached_below = context.reached_below or "code below torch functions", None
     if "CheckpointFunction" in caller:
         raise EngineError(
             f"{caller} recomputes activations in a way that accepts plain tensors only; pass use_reentrant=False to "

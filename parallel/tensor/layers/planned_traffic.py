@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,11 +54,18 @@ class CollectiveRecorder:
     """Recorder of the collectives over dry ``axes``, in runs of a model on shapes.
 
     ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops at the last tensor that
-    backward needs, so a collective is repeated only if a tensor is saved after it.
+    backward needs, so a collective is repeated only if a tensor is saved after it. ``partly``: modules recomputed
+    except for saved operators, among them the sums over "tp"; collectives over other axes are repeated.
     """
 
-    def __init__(self, model: nn.Module, recomputed: Mapping[str, nn.Module], *axes: DryAxis) -> None:
-        self._model, self._recomputed = model, recomputed
+    def __init__(
+        self,
+        model: nn.Module,
+        recomputed: Mapping[str, nn.Module],
+        *axes: DryAxis,
+        partly: Mapping[str, nn.Module] = MappingProxyType({}),
+    ) -> None:
+        self._model, self._recomputed, self._partly = model, recomputed, partly
         for axis in axes:
             axis.listener = partial(self._note, axis)
         self._sent: list[Sent] = []
@@ -123,16 +131,16 @@ class CollectiveRecorder:
     def _enter(self, name: str, *_: object) -> None:
         self._running.append(name)
         self._last = name
-        if name in self._recomputed:
+        if name in self._recomputed or name in self._partly:
             self._pending.clear()
 
     def _exit(self, name: str, *_: object) -> None:
         if self._running and self._running[-1] == name:
             self._running.pop()
-        if name not in self._recomputed:
+        if name not in self._recomputed and name not in self._partly:
             return
         for index, saved in self._pending:
-            if self._saved > saved:
+            if self._saved > saved and (name in self._recomputed or self._sent[index].axis.name != "tp"):
                 self._sent[index] = replace(self._sent[index], repeated=True)
         self._pending.clear()
 
@@ -148,10 +156,11 @@ class TrafficRecorder(CollectiveRecorder):
         tp: int,
         wire: ActivationFormat | None = None,
         *others: DryAxis,
+        partly: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
         self._plan, self._axis = plan, DryAxis(tp)
         self._axis.wire, self._axis.nested = wire, bool(others)
-        super().__init__(model, recomputed, self._axis, *others)
+        super().__init__(model, recomputed, self._axis, *others, partly=partly)
         self._reads = OutsideReads(model, plan)
         self._partial: set[int] = set()
 

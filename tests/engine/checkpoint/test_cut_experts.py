@@ -1,5 +1,6 @@
 """Parameters of experts that tensor ranks cut along their width: every element is held, counted and stored once."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from engine.checkpoint.contents.local_tensors import local_region, stored_part
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.manifest import StoredPiece, piece_from_json, piece_to_json
-from engine.checkpoint.format.pieces import covers_once
+from engine.checkpoint.format.pieces import Piece, covers_once
 from engine.checkpoint.format.step_reader import StepReader
-from engine.parallel.experts.forms import expert_cut
+from engine.kernels.codecs.weight_format import WeightFormat
+from engine.parallel.experts.forms import ExpertPacking, expert_cut
 from engine.parallel.grid import ShardHolder as At
 from engine.parallel.shard_table import Division, Range, build_table
+from engine.parallel.tensor.layers.apply_plan import assemble
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 from engine.zero.optim.bf16_updates import FullShapes
 from tests.engine.checkpoint.fake_ranks import FakeRun, fake_run, part_of, random_tensors
@@ -48,6 +51,31 @@ def test_experts_that_tensor_ranks_cut_are_held_and_counted_once_by_expert_and_t
     for piece in pieces_of_all:
         stored = StoredPiece("a", "up", piece)
         assert piece_from_json(piece_to_json(stored, 0), (5, 8, 6), "a", "up") == stored
+
+
+@pytest.mark.parametrize(
+    "packing", [ExpertPacking(2, 1, alternate=True), ExpertPacking(2, 1), ExpertPacking(2, 0, True)]
+)
+def test_experts_stacked_along_another_dim_or_in_turn_are_held_and_stored_once(packing: ExpertPacking) -> None:
+    """The second half of an adapter's pair."""
+    shape = packing.shape((6, 6), 5)
+    model = nn.ParameterDict({"b": nn.Parameter(torch.arange(60.0).view(shape))})
+    division = Division(experts={"b": expert_cut(5, 2, packing)}, expert_dims={"b": packing.dim})
+    (found,) = build_table(model, {}, division)
+    found, seen, parts = replace(found, quantized=WeightFormat("int8", 4)), list[Tensor](), list[Piece]()
+    for at, experts in ((At(ep=0), range(3)), (At(ep=1), range(3, 5))):
+        own, part = found.local(model["b"].detach(), at), local_region(found, at)
+        assert torch.equal(own, packing.chosen(model["b"].detach(), 5, experts)) and own.shape == found.local_shape(at)
+        assert part == stored_part(found, at) and part.elements == own.numel()
+        rows = FullShapes({"b": 0}, {"b": found}, at).index("b", 0, own.numel(), torch.device("cpu"))
+        assert torch.equal(model["b"].detach().view(-1)[rows], own.reshape(-1))
+        codes = found.quantized_shape(at)
+        assert codes is not None and sum(stop - start for start, stop in codes.runs) == packing.dim * own.shape[1]
+        seen.append(rows)
+        parts.append(part.whole())
+    assert torch.cat(seen).sort().values.tolist() == list(range(60)) and covers_once(shape, parts)
+    whole = [found.local(model["b"].detach(), At(ep=rank)) for rank in range(2)]
+    assert torch.equal(assemble(whole, ParameterCut(packing.dim, found.experts)), model["b"].detach())
 
 
 @cache

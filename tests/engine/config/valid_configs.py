@@ -10,8 +10,8 @@ Tree = dict[str, Any]
 
 FULL: Tree = json.loads("""{
   "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8,
-  "parallel": {"data": 2, "tensor": 2, "pipeline": 2, "context": 1, "expert": 2, "expert_tensor": "cut",
-               "order": "tp-pp-dp",
+  "parallel": {"data": 2, "tensor": 2, "pipeline": 2, "context": 1, "context_method": "ring",
+               "expert": 2, "expert_tensor": "cut", "order": "tp-pp-dp",
                "sequence_parallel": true, "sequence_parallel_regather": true,
                "overlap": "fused", "overlap_buffer_bytes": 1000000,
                "schedule": "zb-h1", "virtual_stages": 2,

@@ -148,7 +148,7 @@ def test_shared_experts_beside_the_exchange_are_equal_to_one_process(case: str, 
 def test_every_family_is_equal_to_one_process_or_says_why_it_is_not_shared(table: Table) -> None:
     kinds = list(families())
     shared = [kind for kind in kinds if tried(kind, table)]
-    assert len(shared) > 55, "most families build small, and share their experts"
+    assert len(shared) > 72, "most families build small, and share their experts"
 
 
 def tried(kind: ModelType, table: Table) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from engine.engine import Engine
 from engine.errors import EngineError, PlanError
+from engine.parallel.model.quantized_layers import quantized_layers
 from tests.engine.parity.expert_runs import GRIDS, ROWS, WORDS, assert_equal, mixture, own_batch, run
 
 pytestmark = [
@@ -118,11 +119,13 @@ def test_matrix_optimizers_of_shared_experts_are_refused_before_training() -> No
         run(GRIDS["ep2"], {"optimizer": optimizer}, BiasedExperts)
 
 
+def loads(eng: Engine) -> dict[str, Any]:
+    """Rows of each expert in a further step."""
+    return dict(eng.train_batch(own_batch(eng, 3)).expert_load)
+
+
 @pytest.mark.parametrize("grid", ["ep2", pytest.param("ep2-tp2", marks=pytest.mark.long)])
 def test_rows_of_shared_experts_are_counted_as_in_one_process(grid: str) -> None:
-    def loads(eng: Engine) -> dict[str, Any]:
-        return dict(eng.train_batch(own_batch(eng, 3)).expert_load)
-
     monitor = {"monitor": {"expert_load": True}}
     found, wanted = run(GRIDS[grid], monitor, after=loads), run({"data": 1}, monitor, after=loads)
     assert found.extra == wanted.extra * len(found.extra) and wanted.extra[0]
@@ -244,10 +247,62 @@ def test_adapters_beside_shared_experts_train_as_one_process(grid: str, stage: i
     assert_equal(run(GRIDS[grid], {"zero_optimization": {"stage": stage}}, make), run({"data": 1}, make=make))
 
 
-def test_experts_with_adapters_of_their_stacks_are_refused_before_training() -> None:
-    make = partial(adapted, target_parameters=["mlp.experts.gate_up_proj"])
-    with pytest.raises(PlanError, match=r"cannot be shared, because adapters of their stacked parameters"):
-        run(GRIDS["ep2"], make=make)
+STACKS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage"),
+    [
+        ("ep2", 3),
+        *(
+            pytest.param(grid, stage, marks=pytest.mark.long)
+            for grid in GRIDS for stage in (0, 1, 3) if (grid, stage) != ("ep2", 3)
+        ),
+    ],
+)  # fmt: skip
+def test_adapters_of_stacks_are_shared_with_their_experts(grid: str, stage: int) -> None:
+    make, counted = partial(adapted, **STACKS), {"monitor": {"expert_load": True}}
+    found = run(GRIDS[grid], {"zero_optimization": {"stage": stage}, **counted}, make, loads)
+    alone = run({"data": 1}, counted, make, loads)
+    assert_equal(found, alone)
+    assert found.extra == alone.extra * len(found.extra) and alone.extra[0]
+    assert any(".experts.lora_A." in name for name in found.weights)
+
+
+@pytest.mark.long
+def test_stacks_with_adapters_are_whole_on_tensor_ranks_and_refused_as_cut() -> None:
+    make = partial(adapted, **STACKS)
+    form = run(GRIDS["ep2-tp2"], make=make, steps=0, after=lambda eng: eng.plan.shared_experts).extra[0].form
+    assert form == "whole on 2 tensor ranks (auto: they have adapters)"
+    said = r'"cut", but the experts of \S*layers.0.mlp.experts cannot be cut along their width: they have adapters; set'
+    with pytest.raises(PlanError, match=said):
+        run({**GRIDS["ep2-tp2"], "expert_tensor": "cut"}, make=make, steps=0)
+
+
+def quantized(eng: Engine) -> tuple[int, int]:
+    """Number of layers that read codes, and bytes of frozen parameters on this rank."""
+    return len(quantized_layers(eng.module)), eng.plan.rank(eng.grid.rank).state_bytes["frozen parameters"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage", "dtype"),
+    [
+        ("ep2", 1, "nf4"),
+        *(
+            pytest.param(grid, stage, dtype, marks=pytest.mark.long)
+            for grid in GRIDS for stage in (0, 2, 3) for dtype in ("int8", "nf4")
+        ),
+    ],
+)  # fmt: skip
+def test_quantized_experts_with_adapters_are_shared(grid: str, stage: int, dtype: str) -> None:
+    codes = {"quantize_frozen": {"dtype": dtype}, "checkpoint": {"frozen": False}}
+    make = partial(adapted, **STACKS)
+    found = run(GRIDS[grid], codes | {"zero_optimization": {"stage": stage}}, make, quantized)
+    alone = run({"data": 1}, codes, make, quantized)
+    assert_equal(found, alone)
+    (layers, whole), stages = alone.extra[0], GRIDS[grid].get("pipeline", 1)
+    assert layers == 10 and all(count == layers // stages for count, _ in found.extra)
+    assert max(held for _, held in found.extra) < whole
 
 
 NAMED = "model.layers.0.mlp.experts.down_proj"

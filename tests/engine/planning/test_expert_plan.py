@@ -33,6 +33,14 @@ class Routed(nn.Module):
         return x + found
 
 
+class Unequal(Stacked):
+    """Stack in which one matrix has an entry for a further expert, which returns its rows as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.up = nn.Parameter(torch.randn(5, 5, WIDTH))
+
+
 def config(ranks: int, **parallel: Any) -> dict[str, Any]:
     return SETTINGS | {"parallel": {"data": ranks, "expert": 2} | parallel}
 
@@ -107,6 +115,11 @@ NOTHING = (
             lambda: nn.Sequential(Heads()), 2, config(2),
             "parallel.expert is 2, but the experts of 0.experts cannot be shared, because a row's result depends on "
             "other rows; leave parallel.expert out.",
+        ),
+        (
+            lambda: nn.ModuleDict({"experts": Unequal()}), 2, config(2),
+            "parallel.expert is 2, but the experts of experts cannot be shared, because its matrices stack different "
+            "numbers of experts; leave parallel.expert out.",
         ),
     ],
 )  # fmt: skip

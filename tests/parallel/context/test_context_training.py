@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import engine
 from engine.errors import EngineError
 from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.context.choose import Method
 from engine.verify import verify
 from tests import models
 from tests.engine.parity.tensor_models import FOUR, UNSEEN
@@ -32,7 +33,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
 }
 
 
-def config_of(parallel: Mapping[str, int], stage: int = 1, **more: Any) -> dict[str, Any]:
+def config_of(parallel: Mapping[str, Any], stage: int = 1, **more: Any) -> dict[str, Any]:
     return {
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 1,
@@ -51,6 +52,7 @@ def check_parity(build: Any, batches: Any, layout: str, loss_fn: Any = None, **m
     assert result is not None and result.holds(), str(result)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # of a model without a type of token
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -109,6 +111,21 @@ def test_masks_and_positions_stay_as_they_are(form: str, attention: str, layout:
     check_parity(lambda: llama(attention), batches_of(form), layout)
 
 
+@pytest.mark.parametrize(
+    ("method", "form", "layout"),
+    [
+        case if case == ("ring", "packed", "cp2") else wide(*case)
+        for case in product(get_args(Method), ("plain", "left", "packed"), LAYOUTS)
+    ],
+)
+def test_every_method_trains_as_one_process(method: Method, form: str, layout: str) -> None:
+    parallel, stage = LAYOUTS[layout]
+    asked: dict[str, Any] = parallel | {"context": {"size": parallel["context"], "method": method}}
+    threads = parallel["data"] * parallel["context"]
+    result = verify(llama, config_of(asked, stage), batches_of(form, 37), None, threads=threads)
+    assert result is not None and result.holds(), str(result)
+
+
 @pytest.mark.parametrize("length", [37, wide(8), wide(64)])
 def test_any_length_trains(length: int) -> None:
     check_parity(llama, batches_of("plain", length), "cp3")
@@ -158,7 +175,8 @@ def test_planned_bytes_are_counted_bytes_and_those_of_the_formula() -> None:
     one_way = 2 * length * keys * 4 * (ranks - 1) // ranks  # keys and values, fp32
     for differs, sent, logits in run_thread_ranks(2, _train):
         assert not differs, differs
-        assert sent["column inputs"] == layers * microbatches * 2 * one_way
+        assert sent["keys"] == layers * microbatches * 2 * one_way  # once more in backward
+        assert sent["key gradients"] == layers * microbatches * one_way
         assert sent["loss"] == microbatches * 2 * 8  # sum and count, forward and backward
         assert logits.shape == (4, 32, 61) and type(logits) is Tensor
 
@@ -244,3 +262,16 @@ def test_dropout_draws_other_masks_on_each_rank() -> None:
 
     first, second = run_thread_ranks(2, masks)
     assert torch.equal(first, second) and bool(first.isfinite().all())
+
+
+def _losses(method: str, world: Any = None) -> list[float]:
+    asked = {"data": 1, "context": {"size": 2, "method": method}}
+    with engine.initialize(llama(), config_of(asked), world=world) as eng:
+        return [eng.train_batch(batch).loss for batch in batches_of("packed", 37)]
+
+
+@pytest.mark.parametrize("method", [wide(method) for method in get_args(Method)])
+def test_processes_train_as_threads(method: Method, run_ranks: Callable[..., list[Any]]) -> None:
+    threads = run_thread_ranks(2, lambda world: _losses(method, world))
+    for found, wished in zip(run_ranks(_losses, 2, method), threads, strict=True):
+        assert found == pytest.approx(wished, rel=1e-6)

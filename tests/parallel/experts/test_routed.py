@@ -18,7 +18,7 @@ from engine.parallel.comm.traffic import Traffic
 from engine.parallel.experts import routed
 from engine.parallel.experts.calls import RoutedCall
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round
-from engine.parallel.experts.forms import RoutedExperts, expert_bounds
+from engine.parallel.experts.forms import ExpertPacking, RoutedExperts, expert_bounds
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -78,7 +78,13 @@ def share(model: nn.Module, comm: Comm, experts: int) -> None:
     for each in (module.up, module.down):
         each.data = each.data[bounds[index] : bounds[index + 1]].clone()
     found = RoutedExperts(
-        "moe", experts, WIDTH, RoutedCall("hidden", "index", "weights"), {"up": 1, "down": 1}, (), ("num_experts",)
+        "moe",
+        experts,
+        WIDTH,
+        RoutedCall("hidden", "index", "weights"),
+        {"up": ExpertPacking(), "down": ExpertPacking()},
+        (),
+        ("num_experts",),
     )
     share_experts(model, [found], comm, TensorAxis(comm), ForwardPatches())
 
