@@ -66,6 +66,8 @@ class TensorAxis:
     repeats: Repeats | None = None
     symmetric: SymmetricBuffer | None = None
     """Memory through which kernels of all ranks communicate; None: layers use collectives."""
+    fill_wait: Callable[[], None] | None = None
+    """Function that computes a piece of another microbatch, called before each wait for a collective."""
     wire: ActivationFormat | None = None
     """Format of encoded activations and activation gradients; None: they are sent unencoded."""
     measured: OverlapChoices | None = None
@@ -94,11 +96,11 @@ class TensorAxis:
         if device.type not in self.overlap.devices:
             yield
             return
-        self._comm.fill_wait = spare
+        self.fill_wait = self._comm.fill_wait = spare
         try:
             yield
         finally:
-            self._comm.fill_wait = None
+            self.fill_wait = self._comm.fill_wait = None
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -196,7 +198,11 @@ class TensorAxis:
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
         pending = start() if self.repeats is None else self.repeats.collective(given, result, start)
-        return self._comm.filled(pending) if self.name == "tp" else pending
+        return pending if self.fill_wait is None else pending.beside(self._use_wait)
+
+    def _use_wait(self) -> None:
+        if self.fill_wait is not None:
+            self.fill_wait()
 
     def _exchanged(
         self, received: Tensor, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
