@@ -13,6 +13,7 @@ from engine.parallel.kernel_injection.expert_stacks import find_expert_stack
 from engine.parallel.kernel_injection.inject import find_replacements
 from engine.parallel.model.forward_patch import ForwardPatches
 from tests.engine.parity.expert_runs import assert_equal, mixture, run
+from tests.kernels.interpreter import repair
 from tests.selection import wide
 
 EXPERTS, HIDDEN, INNER = 5, 16, 32
@@ -105,6 +106,7 @@ def test_a_loop_over_experts_runs_as_grouped_products(how: str, mode: Any, monke
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["reference", "triton"])
 def test_narrow_rows_are_within_the_rounding_of_the_module_itself(mode: Any) -> None:
+    repair()
     exact = outcome(Loop().double(), *given(torch.float64))
     module = Loop().bfloat16()
     before = outcome(module, *given(torch.bfloat16))
