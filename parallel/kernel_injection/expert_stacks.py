@@ -222,7 +222,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that counts products of two matrices."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

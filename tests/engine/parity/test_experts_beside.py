@@ -47,7 +47,8 @@ class Block(nn.Module):
         y = self.experts(rows, numbers, weights)
         if self.shared is not None:
             y = y + self.shared(rows)
-        return (rows + y).view(x.shape)
+        out: Tensor = (rows + y).view(x.shape)
+        return out
 
 
 class Words(nn.Module):
