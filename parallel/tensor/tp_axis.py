@@ -89,15 +89,18 @@ class TensorAxis:
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare`` before each wait inside the context, on devices on which compute overlaps collectives."""
+        """Calls ``spare`` before each wait of this axis, and of exchanges of rows, inside the context.
+
+        It does so on devices on which compute overlaps collectives.
+        """
         if device.type not in self.overlap.devices:
             yield
             return
-        self.fill_wait = spare
+        self.fill_wait = self._comm.fill_wait = spare
         try:
             yield
         finally:
-            self.fill_wait = None
+            self.fill_wait = self._comm.fill_wait = None
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.first_gpu import FIRST_GPU
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.ground import GROUND
+from tests.faults.grouped_experts import GROUPED_EXPERTS
 from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.hosts import HOSTS
 from tests.faults.job_ends import JOB_ENDS
@@ -72,6 +73,7 @@ AREAS = {
         *EXPERT_PLANS,
         *ROUTER_REPLAY,
         *AWAITED_EXPERTS,
+        *GROUPED_EXPERTS,
     ),
     "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),

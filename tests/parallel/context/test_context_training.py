@@ -22,7 +22,7 @@ from tests.selection import wide
 
 FIRST = ("Llama", "nanoGPT-like", "T5", "BLOOM")
 """Families of the default suite: eager products, torch's attention, an encoder with a decoder."""
-NO_SEQUENCE = ("ViT", "convolutions", "Whisper", "XLNet", "Swin", "ConvNeXt")
+NO_SEQUENCE = ("ViT", "convolutions", "XLNet", "Swin", "ConvNeXt")
 """Models whose first operation reads no token ids or rows of the batch."""
 FAMILIES = {name.removesuffix(" (4 heads)"): family for name, family in {**FOUR, **UNSEEN}.items()}
 LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
