@@ -76,13 +76,13 @@ class TensorAxis:
     """
 
     nested = False
-    """True if activations are global tensors over "cp", and their shards are the activations of this axis."""
+    """True if shards of global tensors over "cp" may be global tensors over "tp"."""
     name: Axis = "tp"
     """Axis of the grid over which the collectives run."""
 
     def __init__(self, comm: Comm, name: Axis = "tp") -> None:
         self.name, self.index, self.size = name, comm.grid.index(name), comm.grid.size(name)
-        self.nested = name == "tp" and comm.grid.cp > 1
+        self.nested = name in ("tp", "cp") and comm.grid.cp > 1 and comm.grid.tp > 1
         self.dry = False
         self.listener: Listener | None = None
         self._comm = comm
