@@ -55,7 +55,8 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
     context = x.views
     context.note_gather(reason)
     if type(x.local) is GlobalTensor:
-        return full(_gather_nested(x, x.local), reason)
+        joined = _gather_nested(x, x.local)
+        return full(joined, reason) if type(joined) is GlobalTensor else joined
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     partial = context.plain is PlainGradient.PARTIAL
     if not dims and partial:

@@ -82,7 +82,7 @@ def _on_rank(block: Block, world: World) -> list[Any]:
         bias,
     )
     loss = gradient_to_owner(_loss(full(made, "output") if type(made) is GlobalTensor else made), outer.axis)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return [loss.detach(), x.grad, own_in.grad, own_out.grad, bias.grad]
 
 
@@ -90,14 +90,14 @@ def _on_rank(block: Block, world: World) -> list[Any]:
 def test_values_and_gradients_equal_one_process(name: str) -> None:
     x, w_in, w_out, bias = _given()
     loss = _loss(BLOCKS[name](x, w_in, w_out, bias))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     rows, columns = _indices()
     found = run_thread_ranks(4, partial(_on_rank, BLOCKS[name]))
     for tp in range(2):
         first, second = found[tp], found[2 + tp]  # the context ranks of a tensor rank
         assert torch.allclose(first[0], loss) and torch.allclose(second[0], loss)
         whole = [x.grad, w_in.grad, w_out.grad, bias.grad]
-        at = (..., torch.as_tensor(rows.ranks[tp]), (slice(None), torch.as_tensor(columns.ranks[tp])), ...)
+        at: tuple[Any, ...] = (..., torch.as_tensor(rows.ranks[tp]), (slice(None), torch.as_tensor(columns.ranks[tp])), ...)
         for parts, grad, place in zip(zip(first[1:], second[1:], strict=True), whole, at, strict=True):
             if grad is not None:
                 torch.testing.assert_close(sum(part for part in parts if part is not None), grad[place])
