@@ -97,7 +97,12 @@ def test_values_and_gradients_equal_one_process(name: str) -> None:
         first, second = found[tp], found[2 + tp]  # the context ranks of a tensor rank
         assert torch.allclose(first[0], loss) and torch.allclose(second[0], loss)
         whole = [x.grad, w_in.grad, w_out.grad, bias.grad]
-        at: tuple[Any, ...] = (..., torch.as_tensor(rows.ranks[tp]), (slice(None), torch.as_tensor(columns.ranks[tp])), ...)
+        at: tuple[Any, ...] = (
+            ...,
+            torch.as_tensor(rows.ranks[tp]),
+            (slice(None), torch.as_tensor(columns.ranks[tp])),
+            ...,
+        )
         for parts, grad, place in zip(zip(first[1:], second[1:], strict=True), whole, at, strict=True):
             if grad is not None:
                 torch.testing.assert_close(sum(part for part in parts if part is not None), grad[place])
