@@ -4,6 +4,7 @@ Blocks of one softmax are merged by their log-sum-exps. With the merged output a
 block gives its part of the gradients (Liu et al. 2023, Ring Attention; Dao et al. 2022, section 3).
 
     flash        GPU, no mask tensor, bf16 or fp16    aten._scaled_dot_product_flash_attention
+    flash        CPU, no mask tensor, fp32 or fp64    aten._scaled_dot_product_flash_attention_for_cpu
     efficient    GPU, a mask, or fp32                 aten._scaled_dot_product_efficient_attention
     reference    other cases, in tiles of queries     plain torch; half types compute in fp32
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from engine.kernels.device import attends_in_blocks
+from engine.kernels.device import attends_in_blocks, is_host
 
 _HALF = (torch.bfloat16, torch.float16)
 _TILE = 1 << 22
@@ -41,6 +42,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Te
     if _flash(q, k, v, rule):
         made = _aten()._scaled_dot_product_flash_attention(q, k, v, 0.0, rule.causal, False, scale=rule.scale)
         return made[0], made[1]
+    if _flash_of_cpu(q, v, rule):
+        given = (q, _repeated(q, k), _repeated(q, v))
+        out, lse = _aten()._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, rule.causal, scale=rule.scale)
+        return out, lse
     if _efficient(q, k, v):
         keys, values = _repeated(q, k), _repeated(q, v)
         bias = _bias(q, k, rule.mask)
@@ -69,6 +74,11 @@ def attend_backward(
             scale=rule.scale,
         )  # fmt: skip
         return made[0], made[1], made[2]
+    if _flash_of_cpu(q, v, rule):
+        made = _aten()._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad.to(q.dtype), q, _repeated(q, k), _repeated(q, v), out, lse, 0.0, rule.causal, scale=rule.scale
+        )
+        return made[0], _summed(made[1], k), _summed(made[2], v)
     if _efficient(q, k, v):
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         padded = functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
@@ -87,6 +97,12 @@ def _aten() -> Any:
 def _flash(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> bool:
     fits = q.ndim == 4 and q.dtype in _HALF and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
     return fits and rule.mask is None and attends_in_blocks(q.device)
+
+
+def _flash_of_cpu(q: Tensor, v: Tensor, rule: BlockRule) -> bool:
+    on_cpu = is_host(q.device) and not isinstance(q, FakeTensor)
+    exact = q.dtype not in _HALF  # blocks of half types are merged in fp32
+    return on_cpu and exact and q.ndim == 4 and rule.mask is None and q.shape[-1] == v.shape[-1]
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor) -> bool:
