@@ -72,6 +72,7 @@ from engine.planning.profile_calls import Costs, profile_run
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch
+from engine.parallel.context.followed import follow_sequences
 from engine.program.context_program import with_context
 from engine.program.expert_load import ExpertCounter
 from engine.program.program import Program
@@ -207,6 +208,8 @@ def _within_gathers(
 ) -> tuple[ExpertCounter | None, HostActivations, RandomStreams]:
     """Wraps forwards in the parts that run while parameters are gathered, from inside to outside; recomputation is
     last."""
+    if plan.config.cp > 1:
+        follow_sequences(model, plan.context, patches)
     _keep_out(model, plan, patches)
     counter = ExpertCounter(plan.experts, device, axis.index) if plan.experts else None
     if (shared := plan.shared_experts) is not None:
@@ -224,7 +227,8 @@ def _within_gathers(
 
 def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:
     """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
-    return with_context(request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"))
+    program = request.program(model, plan.precision, device, comm)
+    return with_context(program, TensorAxis(comm, "cp"), plan.context.in_blocks)
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

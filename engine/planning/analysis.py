@@ -54,6 +54,10 @@ from engine.planning.profile_calls import Costs, flop_costs_only, needs_profilin
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import SearchedProgram
 from engine.program.batch import Batch
+from engine.parallel.context.relay import STATE
+from engine.parallel.context.followed import ContextPlan, follow_sequences, with_refusal
+from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.tensor.global_tensor.global_tensor import LocalOnlyError
 from engine.program.context_program import ContextProgram, with_context
 from engine.program.program import Program
 
@@ -117,6 +121,9 @@ class Analysis:
     trace: ModelTrace | None = None
     partition: Partition | None = None
     traffic: Mapping[int, Tally] = field(default_factory=dict)
+    context_traffic: tuple[Tally, ...] = ()
+    """Traffic over cp for one microbatch, by context rank."""
+    context: ContextPlan = field(default_factory=ContextPlan)
     notes: tuple[str, ...] = ()
     decision: ScheduleDecision | None = None
     tensor: TensorPlan | None = None
@@ -174,17 +181,35 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
 
 
 def _of_sequences(config: Config, request: PlanRequest) -> Analysis:
-    """Traces the example as a context rank runs it, and counts the bytes that the rank sends over cp."""
+    """Traces the example as a context rank runs it, and counts the bytes that each rank sends over cp.
+
+    A module that needs the memory of a full sequence refuses a sharded one. Its inputs are gathered in the next trace.
+    """
     axis, model = DryAxis(config.cp), request.program.model
     watch = CollectiveRecorder(model, recomputed_blocks(model, config.activation_checkpointing), axis)
-    program = with_context(request.program, axis)
-    try:
-        trace = trace_example(program, request.example, 1, watch)
-    except PlanError as problem:
-        return Analysis(notes=(f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}",))
+    found = ContextPlan()
+    while True:
+        program, patches = with_context(request.program, axis, found.in_blocks), ForwardPatches()
+        try:
+            follow_sequences(model, found, patches)
+            trace = trace_example(program, request.example, 1, watch)
+            if found.in_blocks or all(one.what.label != STATE for one in watch.sent):
+                break
+            found = replace(found, in_blocks=True)  # a state then passes each border once
+        except (PlanError, LocalOnlyError) as problem:
+            more = with_refusal(model, found, problem)
+            if more is None and isinstance(problem, PlanError):
+                notes = (f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}",)
+                return Analysis(notes=notes, context=found)
+            if more is None:
+                raise
+            found = more
+        finally:
+            patches.remove()
     assert isinstance(program, ContextProgram)
     notes = (*program.notes, *_ran_on_zeros(trace))
-    return Analysis(trace=trace, traffic={0: traffic_over("cp", watch.sent, config.cp)}, notes=notes)
+    by_rank = tuple(traffic_over("cp", watch.sent, config.cp, index) for index in range(config.cp))
+    return Analysis(trace=trace, context_traffic=by_rank, notes=notes, context=found)
 
 
 def _on_one_stage(error: Exception) -> str:

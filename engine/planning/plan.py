@@ -17,6 +17,7 @@ from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
+from engine.parallel.context.followed import ContextPlan
 from engine.parallel.experts.router_bias import RouterBias
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.kernel_injection.inject import Replacement
@@ -89,6 +90,10 @@ class Plan:
     """Partition into stages; None without a pipeline."""
     tensor_traffic: Mapping[int, Tally] = field(default_factory=dict)
     """Traffic of a tensor rank over tp for one microbatch, by stage."""
+    context_traffic: tuple[Tally, ...] = ()
+    """Traffic over cp for one microbatch, by context rank; empty without context ranks."""
+    context: ContextPlan = field(default_factory=ContextPlan)
+    """Modules of a model over sharded sequences that need full ones."""
     gather_groups: GatherGroups | None = None
     """Modules that gather their parameters together; None if parameters are not sharded."""
     decision: ScheduleDecision | None = None
@@ -277,6 +282,8 @@ class Plan:
             parts.append(Tally(layers.traffic()))
         counted = sum(stack.experts for stack in self.experts)
         parts.append(control_traffic(self.config, self.grid(0).world_size, counted))
+        if self.context_traffic:
+            parts.append(self.context_traffic[coord.cp].times(microbatches))
         for stage in self.stages(coord.pp):
             parts.append(self.tensor_traffic.get(stage, Tally()).times(microbatches))
             if self.partition is not None and self.trace is not None:
@@ -328,6 +335,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         trace=analysis.trace,
         partition=analysis.partition,
         tensor_traffic=analysis.traffic,
+        context_traffic=analysis.context_traffic,
+        context=analysis.context,
         gather_groups=gathers,
         decision=analysis.decision,
         replacements=request.replacements,

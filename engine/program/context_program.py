@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engine.errors import EngineError
+from engine.parallel.context.placed import PlacedTensor
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_owner
@@ -66,12 +67,15 @@ class ContextProgram(Program):
         return made
 
 
-def with_context(program: Program, axis: TensorAxis) -> Program:
-    """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank."""
+def with_context(program: Program, axis: TensorAxis, in_blocks: bool = False) -> Program:
+    """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank.
+
+    ``in_blocks``: each rank has neighbouring positions, for models with recurrences.
+    """
     if axis.size == 1:
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
-    return ContextProgram(**own, sequences=ContextOfSequences(axis))
+    return ContextProgram(**own, sequences=ContextOfSequences(axis, in_blocks))
 
 
 def gather_sequences(output: Any) -> Any:
@@ -80,4 +84,6 @@ def gather_sequences(output: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) is PlacedTensor:
+        return value.everywhere("output")
     return full(value, "output") if type(value) is GlobalTensor else value

@@ -13,8 +13,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from engine.errors import EngineError
-from engine.parallel.context.cuts import zigzag
+from engine.parallel.context.cuts import contiguous, zigzag
+from engine.parallel.context.halo import HALO_RULES, POSITIONS
+from engine.parallel.context.placed_rules import PLACED_RULES, SLICE_RULES, WrittenTensors, gathered_or_blank
+from engine.parallel.context.relay import Relay
 from engine.parallel.context.rules import context_attention, context_cross_entropy
+from engine.parallel.context.scans import LAYER_RULES
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
@@ -24,10 +28,13 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 CONTEXT_RULES = Rules(
     by_function=MappingProxyType({
         **TENSOR_RULES.by_function,
+        **HALO_RULES,
+        **SLICE_RULES,
+        **LAYER_RULES,
         functional.scaled_dot_product_attention: context_attention,
         functional.cross_entropy: context_cross_entropy,
     }),
-    fallback=TENSOR_RULES.fallback,
+    fallback=gathered_or_blank,
 )  # fmt: skip
 
 
@@ -36,8 +43,23 @@ class ContextOfSequences(GlobalTensorContext):
 
     plain = PlainGradient.PARTIAL
 
-    def __init__(self, axis: TensorAxis) -> None:
+    def __init__(self, axis: TensorAxis, in_blocks: bool = False) -> None:
         super().__init__(axis, CONTEXT_RULES)
+        self.shard = contiguous if in_blocks else zigzag
+        """Function (length, ranks) that returns the positions of each rank."""
+        self.relay, self.placed = Relay(axis), PLACED_RULES
+        self.written = WrittenTensors()
+        self._age = 0
+
+    def next_age(self) -> int:
+        """Returns the number of the next slice that one rank has."""
+        self._age += 1
+        return self._age
+
+    def clear(self) -> None:
+        """Drops what belongs to one forward."""
+        super().clear()
+        self.relay.clear()
 
 
 class SequenceEntry(TorchFunctionMode):
@@ -70,7 +92,7 @@ class SequenceEntry(TorchFunctionMode):
                 f"parallel.context {ranks}: every context rank computes two runs of a sequence; pass at least "
                 f"{2 * ranks} positions, or set parallel.context to at most {max(1, length // 2)}."
             )
-        index = self._context.find(("positions", length), lambda: zigzag(length, ranks))
+        index = self._context.find((POSITIONS, length), lambda: self._context.shard(length, ranks))
         sets = tuple(index if place == dim else None for place in range(tensor.ndim))
         self.found += 1
         return GlobalTensor(cut_operand_as(self._context, tensor, sets), tuple(tensor.shape), sets, self._context)

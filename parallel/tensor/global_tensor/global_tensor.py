@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 
+class LocalOnlyError(EngineError):
+    """Refusal of code that needs the memory of a full tensor, where a rank has a shard."""
+
+
 class GlobalTensor(WrapperTensor):
     """Tensor with the full shape that stores this rank's shard, comparable to DTensor.
 
@@ -226,7 +230,7 @@ def refuse_below(context: "GlobalTensorContext") -> None:
         EngineError: always; the text names the code.
     """
     caller, context.reached_below = context.reached_below, None
-    raise EngineError(
+    raise LocalOnlyError(
         f"{caller} got a tensor that is sharded over tensor ranks, but accepts plain tensors only; set the style "
         '"replicate" for the module that calls it in parallel.tensor_plan.'
     )

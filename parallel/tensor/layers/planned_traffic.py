@@ -34,7 +34,7 @@ from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 from engine.parallel.tensor.plan.ranges import cut_unevenly
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.parallel.tensor.tp_axis import DryAxis, Expected, Node, TensorAxis
+from engine.parallel.tensor.tp_axis import DryAxis, Expected, ExpectedRows, Node, TensorAxis
 from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, ModelTrace, Sample
 
 
@@ -44,7 +44,7 @@ class Sent:
 
     module: str
     """Innermost running module; outside all modules, the last one that ran."""
-    what: Expected
+    what: Expected | ExpectedRows
     repeated: bool = False
     """True if recomputation of a block repeats the collective."""
 
@@ -106,7 +106,7 @@ class CollectiveRecorder:
         kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
         self._sent, self._nodes = kept, [None] * len(kept)
 
-    def _note(self, what: Expected, node: Node | None) -> None:
+    def _note(self, what: Expected | ExpectedRows, node: Node | None) -> None:
         if what.label == LOGITS:  # the dry run's own gather; find_logit_use counts the collectives of the logits
             return
         if not what.backward:
@@ -217,14 +217,18 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
         for number, item in enumerate(items):
             tally = tallies.setdefault(places[number * len(places) // len(items)], Tally())
             for _ in range(1 + item.repeated):
-                tally.add(_traffic(item.what.label, item.what.op, item.what.bytes, tp))
+                tally.add(Traffic("tp", item.what.label, 1, _sent_by(item.what, tp)))
     return tallies
 
 
-def traffic_over(axis: Axis, sent: Sequence[Sent], ranks: int) -> Tally:
-    """Returns one rank's traffic over ``axis`` for one microbatch, forward and backward."""
-    again = [item for item in sent for _ in range(1 + item.repeated)]
-    return Tally([Traffic(axis, one.what.label, 1, sent_bytes(one.what.op, one.what.bytes, ranks)) for one in again])
+def traffic_over(axis: Axis, sent: Sequence[Sent], ranks: int, index: int = 0) -> Tally:
+    """Returns the traffic over ``axis`` of its rank ``index`` for one microbatch, forward and backward."""
+    again = [item.what for item in sent for _ in range(1 + item.repeated)]
+    return Tally([Traffic(axis, one.label, 1, _sent_by(one, ranks, index)) for one in again])
+
+
+def _sent_by(one: Expected | ExpectedRows, ranks: int, index: int = 0) -> int:
+    return one.sent[index] if isinstance(one, ExpectedRows) else sent_bytes(one.op, one.bytes, ranks)
 
 
 @dataclass(frozen=True, slots=True)
