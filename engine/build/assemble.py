@@ -42,6 +42,7 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
+from engine.parallel.context.followed import follow_sequences
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.grid import Grid, ShardHolder
@@ -72,7 +73,6 @@ from engine.planning.profile_calls import Costs, profile_run
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch
-from engine.parallel.context.followed import follow_sequences
 from engine.program.context_program import with_context
 from engine.program.expert_load import ExpertCounter
 from engine.program.program import Program

@@ -17,7 +17,10 @@ from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.param_groups import GivenOptimizer
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
+from engine.parallel.context.followed import ContextPlan, follow_sequences, with_refusal
+from engine.parallel.context.relay import RECURRENT_STATE
 from engine.parallel.kernel_injection.inject import Replacement
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.auto_schedule import (
@@ -32,6 +35,7 @@ from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
+from engine.parallel.tensor.global_tensor.global_tensor import LocalOnlyError
 from engine.parallel.tensor.layers.planned_traffic import (
     CollectiveRecorder,
     LogitUse,
@@ -54,10 +58,6 @@ from engine.planning.profile_calls import Costs, flop_costs_only, needs_profilin
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import SearchedProgram
 from engine.program.batch import Batch
-from engine.parallel.context.relay import STATE
-from engine.parallel.context.followed import ContextPlan, follow_sequences, with_refusal
-from engine.parallel.model.forward_patch import ForwardPatches
-from engine.parallel.tensor.global_tensor.global_tensor import LocalOnlyError
 from engine.program.context_program import ContextProgram, with_context
 from engine.program.program import Program
 
@@ -193,14 +193,14 @@ def _of_sequences(config: Config, request: PlanRequest) -> Analysis:
         try:
             follow_sequences(model, found, patches)
             trace = trace_example(program, request.example, 1, watch)
-            if found.in_blocks or all(one.what.label != STATE for one in watch.sent):
+            if found.in_blocks or all(one.what.label != RECURRENT_STATE for one in watch.sent):
                 break
             found = replace(found, in_blocks=True)  # a state then passes each border once
         except (PlanError, LocalOnlyError) as problem:
             more = with_refusal(model, found, problem)
             if more is None and isinstance(problem, PlanError):
-                notes = (f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}",)
-                return Analysis(notes=notes, context=found)
+                unknown = f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}"
+                return Analysis(notes=(unknown,), context=found)
             if more is None:
                 raise
             found = more

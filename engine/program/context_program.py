@@ -56,6 +56,7 @@ class ContextProgram(Program):
         return self.sequences
 
     def _run(self, moved: Batch) -> Any:
+        self._sequences.clear()  # recomputation in the last backward has sent states too
         with SequenceEntry(self._sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
             made = Program._run(self, moved)
         self._sequences.clear()

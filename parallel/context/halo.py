@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 POSITIONS = "positions"
 """First entry of the key of a batch's index sets in a context, followed by the length."""
-Rows = Callable[[], Indices]
+_Rows = Callable[[], Indices]
 
 
-def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: Rows) -> Index:
+def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
     """Returns the sharding of ``size`` rows: that of ``have``, of a sequence of this length, or of their sources.
 
     ``near``: source of each row, named by ``key``; used if no sequence of the batch has the length.
@@ -52,7 +52,7 @@ def _near(have: Index, sources: Indices) -> Index:
     return Index((np.flatnonzero(np.isin(near, held)) for held in have.owned.ranks), len(sources))
 
 
-def _rows_from(x: GlobalTensor, dim: int, key: Hashable, sources: Rows, fill: float = 0.0) -> GlobalTensor:
+def _rows_from(x: GlobalTensor, dim: int, key: Hashable, sources: _Rows, fill: float = 0.0) -> GlobalTensor:
     """Returns the rows ``sources`` of ``x``, named by ``key``; indices outside of the dim are rows of constants."""
     context, have = x.views, x.sets[dim]
     assert have is not None
@@ -74,7 +74,7 @@ def _sharded(x: Any, dim: int) -> GlobalTensor:
     return x
 
 
-def pad(
+def pad_positions(
     context: "GlobalTensorContext",
     func: Function,
     input: Any,
@@ -98,7 +98,7 @@ def pad(
     return reductions.pad(context, func, x, widths, mode, value) if any(widths) else x
 
 
-def roll(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
+def roll_positions(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
     """Runs ``roll`` along one sharded dim."""
     shift, dim = (one[0] if isinstance(one, tuple | list) and len(one) == 1 else one for one in (shifts, dims))
     if not isinstance(shift, int) or not isinstance(dim, int):
@@ -110,7 +110,7 @@ def roll(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any
     return _rows_from(input, dim, ("roll", shift % size), lambda: (np.arange(size) - shift) % size)
 
 
-def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
+def flip_positions(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
     """Runs ``flip``; along a sharded dim, each row moves to the rank of its new position."""
     given = dims if dims is not None else sizes[0] if len(sizes) == 1 else sizes
     x = input
@@ -122,16 +122,13 @@ def flip(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any
     return x
 
 
-def conv1d(
+def convolve_positions(
     context: "GlobalTensorContext",
     func: Function,
     input: Any,
     weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    *options: Any,
+    **named: Any,
 ) -> Any:
     """Runs ``F.conv1d`` on [.., C, S] with S sharded: each run of outputs gets the rows of its window.
 
@@ -139,6 +136,8 @@ def conv1d(
         NoRuleError: the stride is not one, or another dim is sharded.
     """
     x = _sharded(input, input.ndim - 1)
+    given = _CONV_DEFAULTS | dict(zip(_CONV_DEFAULTS, options, strict=False)) | named
+    bias, stride, padding, dilation, groups = (given[name] for name in _CONV_DEFAULTS)
     (step,), (spread,) = (tuple(one) if isinstance(one, tuple | list) else (one,) for one in (stride, dilation))
     if step != 1 or type(weight) is GlobalTensor or type(bias) is GlobalTensor:
         raise NoRuleError("a convolution along a sharded dim has a rule for stride 1 and full weights.")
@@ -149,6 +148,7 @@ def conv1d(
         raise NoRuleError("the window is longer than the sequence; torch raises its own error.")
     # an output without a sequence of its length stays with the last row of its window, or with the nearest row
     have, length = x.sets[dim], x.full[dim]
+    assert have is not None
     key = ("conv1d", before, after, reach)
     index = index_of_length(
         context, have, size, key, partial(np.arange, 0 if before else reach, size + (0 if before else reach))
@@ -165,6 +165,10 @@ def conv1d(
     local = torch.cat(outs, -1) if len(outs) > 1 else outs[0]
     shape = (*x.full[:-2], local.shape[-2], size)
     return GlobalTensor(local, shape, replaced(x.sets, dim, index), context)
+
+
+_CONV_DEFAULTS: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+"""Options of ``F.conv1d`` after the weight, in their order."""
 
 
 def _padding(padding: Any, reach: int) -> tuple[int, int]:
@@ -187,7 +191,7 @@ def _windows(held: Indices, reach: int, before: int, length: int) -> Indices:
 
 
 def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, **kwargs: Any) -> Any:
-    """Runs ``cumsum`` and ``cumprod`` along the sharded dim: each run locally, then joined with the totals before it."""
+    """Runs ``cumsum`` and ``cumprod`` along the sharded dim: each run locally, then with the totals before it."""
     dim = positive_dim(dim, input.ndim)
     if type(input) is not GlobalTensor or input.sets[dim] is None:
         return reductions.along(context, func, input, dim, **kwargs)
@@ -224,7 +228,7 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
     return GlobalTensor(torch.cat(made, dim) if made else empty, tuple(x.full), x.sets, context)
 
 
-def aligned(rule: "TensorRule") -> "TensorRule":
+def with_aligned_rows(rule: "TensorRule") -> "TensorRule":
     """Returns ``rule``, which runs once more on operands with equal sharding where it refuses different ones."""
 
     def run(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
@@ -274,14 +278,14 @@ def _alignment(context: "GlobalTensorContext", args: Any, kwargs: Any) -> Callab
 
 
 def _rules() -> Iterator[tuple[Any, "TensorRule"]]:
-    yield functional.pad, pad
-    yield functional.conv1d, conv1d
-    for name, rule in (("roll", roll), ("flip", flip), ("cumsum", scanned), ("cumprod", scanned)):
+    yield functional.pad, pad_positions
+    yield functional.conv1d, convolve_positions
+    for name, rule in (("roll", roll_positions), ("flip", flip_positions), ("cumsum", scanned), ("cumprod", scanned)):
         yield from ((function, rule) for function in (getattr(torch, name), getattr(Tensor, name)))
     by_element = (elementwise.elementwise, elementwise.where, elementwise.in_place, slicing.cat, slicing.stack)
     for function, rule in TENSOR_RULES.by_function.items():
         if rule in by_element:
-            yield function, aligned(rule)
+            yield function, with_aligned_rows(rule)
 
 
 HALO_RULES: Mapping[Any, "TensorRule"] = MappingProxyType(dict(_rules()))

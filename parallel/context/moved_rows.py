@@ -29,7 +29,7 @@ HALO = "halo"
 """Label of exchanged rows."""
 
 
-class Segment(NamedTuple):
+class RowRun(NamedTuple):
     """Run of neighbouring rows of one source."""
 
     source: int
@@ -92,14 +92,14 @@ def _sources(rows: Indices, held: Indices, missing: Indices, owners: Indices) ->
     return source, place
 
 
-def _segments(source: Indices, place: Indices) -> tuple[Segment, ...]:
+def _segments(source: Indices, place: Indices) -> tuple[RowRun, ...]:
     ends = np.flatnonzero((np.diff(source) != 0) | ((np.diff(place) != 1) & (source[1:] >= 0))) + 1
     borders = [0, *ends.tolist(), len(source)]
     found = []
     for start, stop in pairwise(borders):
         if start < stop:
             first = int(place[start])
-            found.append(Segment(int(source[start]), first, first + stop - start))
+            found.append(RowRun(int(source[start]), first, first + stop - start))
     return tuple(found)
 
 

@@ -9,23 +9,22 @@ Plain Python loops over positions so run unchanged: every rank runs the loop, an
 without an operation's tensors learns the shapes from meta tensors. Other uses send the tensor to all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
-from engine.parallel.context.relay import STATE
+from engine.parallel.context.relay import RECURRENT_STATE, Relay
 from engine.parallel.tensor.collectives import ROW_OUTPUTS
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, LocalOnlyError, follow_grad
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
 from engine.parallel.trace.torch_function import Operation, function_name
 
 if TYPE_CHECKING:
-    from engine.parallel.context.sequences import ContextOfSequences
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 
 _VIEWS = frozenset((
@@ -33,11 +32,24 @@ _VIEWS = frozenset((
     "view_as", "expand_as", "flatten", "unflatten", "chunk", "split", "unbind", "movedim", "swapaxes", "detach", "t",
     "get T", "get mT", "get data", "diagonal", "contiguous", "to", "float", "type_as",
 ))  # fmt: skip
+_DETACHED = frozenset(("detach", "get data"))
 _CONTENT = frozenset((
     "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "equal", "allclose",
     "is_nonzero", "__array__", "data_ptr", "untyped_storage", "storage", "register_hook", "retain_grad", "backward",
     "get grad", "__contains__", "__reduce_ex__", "is_contiguous", "stride", "storage_offset",
 ))  # fmt: skip
+
+
+class SequenceState(Protocol):
+    """Context of global tensors that are sharded along positions, as rules read it."""
+
+    relay: Relay
+    placed: Mapping[Any, Any]
+    """Rules of tensors on one rank, by function."""
+    written: Any
+
+    def next_age(self) -> int:
+        """Returns the number of the next slice that one rank has."""
 
 
 class PlacedTensor(GlobalTensor):
@@ -50,6 +62,10 @@ class PlacedTensor(GlobalTensor):
     """True for a result of several slices, such as the state of a loop."""
     sliced: bool
     """True if the tensor shares the memory of a sharded one."""
+    own_device: torch.device
+    """Device of the tensor on its rank."""
+    moved: "dict[int, tuple[int, PlacedTensor]]"
+    """Copies on other ranks, each with the number of writes before it."""
 
     @staticmethod
     def place(
@@ -70,8 +86,8 @@ class PlacedTensor(GlobalTensor):
         )
         x.local, x.full, x.sets, x.views = local, torch.Size(local.shape), (None,) * local.ndim, context
         x.copied, x.folded = False, None
-        (x.rank, x.age), x.carried, x.sliced, x._device = home, carried, False, device
-        x._moved: dict[int, tuple[int, PlacedTensor]] = {}
+        (x.rank, x.age), x.carried, x.sliced, x.own_device = home, carried, False, device
+        x.moved = {}
         return x
 
     @classmethod
@@ -89,12 +105,12 @@ class PlacedTensor(GlobalTensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Device of the tensor on its rank."""
-        return self._device
+        return self.own_device
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         """True if the tensor is on a GPU."""
-        return self._device.type == "cuda"
+        return torch.empty(0, device=self.own_device).is_cuda
 
     @property
     def here(self) -> bool:
@@ -106,13 +122,13 @@ class PlacedTensor(GlobalTensor):
         if rank == self.rank:
             return self
         relay = sequences_of(self).relay
-        writes, done = self._moved.get(rank, (-1, self))
+        writes, done = self.moved.get(rank, (-1, self))
         if writes == relay.writes:
             return done
-        received = relay.send(self.local, self.rank, (rank,), STATE, self._device)
+        received = relay.send(self.local, self.rank, (rank,), RECURRENT_STATE, self.own_device)
         local = received if self.views.axis.index == rank else _shape_only(self)
-        done = PlacedTensor.place(local, self.views, (rank, self.age), self._device, self.carried)
-        self._moved[rank] = relay.writes, done
+        done = PlacedTensor.place(local, self.views, (rank, self.age), self.own_device, self.carried)
+        self.moved[rank] = relay.writes, done
         return done
 
     def everywhere(self, reason: str) -> Tensor:
@@ -120,13 +136,13 @@ class PlacedTensor(GlobalTensor):
         context = self.views
         context.note_gather(reason)
         ranks = tuple(range(context.axis.size))
-        made = sequences_of(self).relay.send(self.local, self.rank, ranks, ROW_OUTPUTS, self._device)
+        made = sequences_of(self).relay.send(self.local, self.rank, ranks, ROW_OUTPUTS, self.own_device)
         return made
 
 
 def _flatten(x: PlacedTensor) -> tuple[list[Tensor], Any]:
     shape = None if x.here else x.local  # meta tensors are unknown to a trace
-    return [x.local] if x.here else [], (shape, x.views, (x.rank, x.age), x._device, x.carried, x.sliced)
+    return [x.local] if x.here else [], (shape, x.views, (x.rank, x.age), x.own_device, x.carried, x.sliced)
 
 
 def _unflatten(leaves: Any, context: Any) -> Any:
@@ -142,9 +158,9 @@ def _unflatten(leaves: Any, context: Any) -> Any:
 register_pytree_node(PlacedTensor, _flatten, _unflatten)
 
 
-def sequences_of(x: GlobalTensor) -> "ContextOfSequences":
+def sequences_of(x: GlobalTensor) -> SequenceState:
     """Returns the context of ``x``, which is sharded along positions."""
-    return cast("ContextOfSequences", x.views)
+    return cast(SequenceState, x.views)
 
 
 def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTensor:
@@ -228,11 +244,13 @@ def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, k
     rank = target.rank
     args, kwargs = _mapped(lambda one: one.on(rank) if type(one) is PlacedTensor else one, (args, kwargs))
     here = context.axis.index == rank
+    graded = torch.is_grad_enabled() and name not in _DETACHED and any(map(_graded, leaves))
     with _drawing(context, operation, target):
         out = _local(func, args, kwargs) if here else _on_meta(func, args, kwargs)
     carried = len({one.age for one in placed}) > 1 or target.carried
     if written:
         sequences_of(target).relay.writes += 1
+        target.local = with_gradient(target.local, graded)
         follow_grad(target)
         return target if isinstance(out, Tensor) or out is None else out
     sliced = name in _VIEWS and any(one.sliced for one in placed)
@@ -240,7 +258,8 @@ def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, k
     def shown(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        made = PlacedTensor.place(value, context, (rank, target.age), target.device, carried)
+        local = with_gradient(value, graded)
+        made = PlacedTensor.place(local, context, (rank, target.age), target.device, carried)
         made.sliced = sliced
         return made
 
@@ -263,11 +282,20 @@ def _local(func: Function, args: Any, kwargs: Any) -> Any:
 def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
     """Returns the results of ``func`` as meta tensors, without a graph."""
     args, kwargs = _mapped(_twin, (args, kwargs))
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return func(*args, **kwargs)
+
+
+def with_gradient(local: Tensor, graded: bool) -> Tensor:
+    """Returns ``local``, which requires a gradient if ``graded``, so that all ranks agree on it."""
+    if not graded or local.requires_grad or not (local.is_floating_point() or local.is_complex()):
+        return local
     with torch._C.DisableTorchFunction():
-        out = func(*args, **kwargs)
-        return _mapped(
-            lambda one: one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one, out
-        )
+        return local.detach().requires_grad_()
+
+
+def _graded(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _twin(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class WrittenTensors:
         """Token of the last message before the last write."""
 
 
-def select(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
+def select_position(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
     """Runs ``select``; a position stays on its rank."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
@@ -49,7 +49,7 @@ def select(context: "GlobalTensorContext", func: Function, input: Any, dim: int,
     return slicing.select(context, func, input, dim, index)
 
 
-def getitem(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
+def get_positions(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
     """Indexes; a single position stays on its rank."""
     found = _position(input, index)
     if found is None:
@@ -86,7 +86,7 @@ def _position(x: Any, index: Any) -> tuple[list[Any], int, int, int] | None:
     return (items, cut[0], place, chosen[0]) if len(chosen) == 1 and length > 1 else None
 
 
-def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
+def unbind_positions(context: "GlobalTensorContext", func: Function, input: Any, dim: int = 0) -> Any:
     """Runs ``unbind``; along positions, each one stays on its rank."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is None:
@@ -94,7 +94,7 @@ def unbind(context: "GlobalTensorContext", func: Function, input: Any, dim: int 
     return tuple(slice_on_rank(input, dim, place, place + 1).select(dim, 0) for place in range(input.full[dim]))
 
 
-def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
+def split_positions(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
     """Runs ``split``; along positions, pieces of one position stay on their ranks."""
     x, sizes, dim = slicing._split_arguments(*args, **kwargs)
     if type(x) is not GlobalTensor or x.sets[dim] is None or sizes != 1:
@@ -102,7 +102,9 @@ def split(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: 
     return tuple(slice_on_rank(x, dim, place, place + 1) for place in range(x.full[dim]))
 
 
-def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int) -> Any:
+def narrow_positions(
+    context: "GlobalTensorContext", func: Function, input: Any, dim: int, start: int, length: int
+) -> Any:
     """Runs ``narrow``; a single position stays on its rank."""
     at = positive_dim(dim, input.ndim)
     if type(input) is GlobalTensor and input.sets[at] is not None and length == 1 and type(start) is int:
@@ -112,7 +114,7 @@ def narrow(context: "GlobalTensorContext", func: Function, input: Any, dim: int,
     return slicing.narrow(context, func, input, dim, start, length)
 
 
-def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
+def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs ``zeros_like`` and similar functions: the result is sharded as ``input``, until other code needs it full."""
     if type(input) is not GlobalTensor or not any(input.sets):
         return metadata.blank(context, func, input, *args, **kwargs)
@@ -121,7 +123,8 @@ def blank(context: "GlobalTensorContext", func: Function, input: Any, *args: Any
     whole, dtype, graded = tuple(input.full), local.dtype, local.requires_grad
 
     def make() -> Tensor:
-        return func(local.detach().new_empty(1).expand(whole), *args, **kwargs).to(dtype).requires_grad_(graded)
+        made: Tensor = func(local.detach().new_empty(1).expand(whole), *args, **kwargs)
+        return made.to(dtype).requires_grad_(graded)
 
     sequences_of(input).written.blank[made] = make, local._version
     return made
@@ -151,7 +154,7 @@ def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any
 
 def _has_views(x: GlobalTensor) -> bool:
     """Returns True if other tensors share the memory of the shard, so that a new shard would not reach them."""
-    count = torch._C._storage_Use_Count(x.local.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    count = torch._C._storage_Use_Count(x.local.untyped_storage()._cdata)
     return not x.views.axis.dry and count > _USES_ALONE
 
 
@@ -163,7 +166,7 @@ def _plain(value: Any, name: str) -> Any:
     return tuple(_plain(one, name) for one in value) if isinstance(value, tuple) else value
 
 
-def set_item(context: "GlobalTensorContext", func: Function, target: Any, index: Any, value: Any) -> Any:
+def set_position(context: "GlobalTensorContext", func: Function, target: Any, index: Any, value: Any) -> Any:
     """Writes at a position, on its rank, or along full dims, on every rank."""
     if type(target) is not GlobalTensor or not any(target.sets):
         raise NoRuleError("the target is not sharded.")
@@ -213,13 +216,13 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
         sequences.written.tied[target] = (token,)
 
 
-def stack(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
+def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
     """Runs ``stack`` of tensors on single ranks: many of several ranks become a tensor that is sharded as they are."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))
 
 
-def cat(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
+def cat_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
     """Runs ``cat`` of tensors on single ranks, and of sharded ones."""
     tensors = list(tensors)
     dim = positive_dim(dim, tensors[0].ndim)
@@ -277,7 +280,7 @@ def _sharded(pieces: Sequence[Any], local: Tensor | None, shape: Sequence[int], 
 
 
 def _one_placed(tensors: Sequence[Any]) -> PlacedTensor:
-    return cast(PlacedTensor, next(one for one in tensors if type(one) is PlacedTensor))
+    return next(one for one in tensors if type(one) is PlacedTensor)
 
 
 def _local(one: Tensor) -> Tensor:
@@ -306,19 +309,27 @@ def _named(rules: dict[str, "TensorRule"]) -> Iterator[tuple[Any, "TensorRule"]]
                 yield found, rule
 
 
-_LIKES: dict[str, Any] = dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), blank)
+_LIKES: dict[str, Any] = dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), blank_sequence)
 _ON_POSITIONS: dict[str, Any] = {
-    "select": select, "__getitem__": getitem, "unbind": unbind, "split": split, "split_with_sizes": split,
-    "narrow": narrow, "__setitem__": set_item, **_LIKES,
-}  # fmt: skip
+    "select": select_position,
+    "__getitem__": get_positions,
+    "unbind": unbind_positions,
+    "split": split_positions,
+    "split_with_sizes": split_positions,
+    "narrow": narrow_positions,
+    "__setitem__": set_position,
+    **_LIKES,
+}
 SLICE_RULES: Mapping[Any, "TensorRule"] = MappingProxyType(
-    {**dict(_named(_ON_POSITIONS)), torch.functional.split: split}
+    {**dict(_named(_ON_POSITIONS)), torch.functional.split: split_positions}
 )
 """Rules of global tensors that make tensors on one rank, or write them."""
 
 _OF_PLACED: dict[str, Any] = {
-    "stack": stack, "cat": cat, "concat": cat, "concatenate": cat, "__setitem__": set_item,
+    "stack": stack_placed,
+    **dict.fromkeys(("cat", "concat", "concatenate"), cat_placed),
+    "__setitem__": set_position,
     **dict.fromkeys((*_LIKES, "new_zeros", "new_ones", "new_empty", "new_full"), blank_of_placed),
-}  # fmt: skip
+}
 PLACED_RULES: Mapping[Any, "TensorRule"] = MappingProxyType(dict(_named(_OF_PLACED)))
 """Rules of tensors on one rank; all other functions run on that rank."""

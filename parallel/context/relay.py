@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.parallel.tensor.collectives import refuse_second_derivatives
 from engine.parallel.tensor.tp_axis import TensorAxis
 
-STATE = "state"
+RECURRENT_STATE = "state"
 """Label of messages with the state of a recurrence."""
 
 

@@ -10,6 +10,7 @@ in the order of their positions, and the state moves from rank to rank: its size
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from itertools import product
 from types import FunctionType, MappingProxyType, MethodType
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from engine.parallel.context.cuts import position_runs
-from engine.parallel.context.placed import PlacedTensor, sequences_of, slice_on_rank
+from engine.parallel.context.placed import PlacedTensor, sequences_of, slice_on_rank, with_gradient
 from engine.parallel.context.placed_rules import join_runs
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, with_globals
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
@@ -90,7 +91,7 @@ def _proposed(function: FunctionType) -> bool:
 
 
 def _relay(function: FunctionType) -> Callable[..., Any]:
-    """Returns ``function``, which runs on the positions of each rank if arguments are sharded and a trial permits it."""
+    """Returns ``function``, which runs on each rank's positions if arguments are sharded and a trial permits it."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -183,12 +184,7 @@ def _on(function: Function, signature: inspect.Signature, given: dict[str, Any],
     def place(one: Any) -> Any:
         if not isinstance(one, Tensor):
             return one
-        local = one
-        if context.axis.index != rank:
-            with torch._C.DisableTorchFunction():
-                local = one.detach().requires_grad_(graded and one.is_floating_point())
-        elif graded and not one.requires_grad and one.is_floating_point():
-            local = one.detach().clone().requires_grad_()
+        local = with_gradient(one.detach() if context.axis.index != rank else one, graded)
         return PlacedTensor.place(local, context, (rank, age), like.device, True)
 
     return _mapped(place, out)
@@ -207,7 +203,7 @@ def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
 
 
 def _call(function: Function, signature: inspect.Signature, given: dict[str, Any]) -> Any:
-    bound = inspect.BoundArguments(signature, given)  # type: ignore[arg-type]
+    bound = inspect.BoundArguments(signature, given)
     return function(*bound.args, **bound.kwargs)
 
 
@@ -237,11 +233,12 @@ def recurrent_layer(
     Raises:
         NoRuleError: the recurrence runs in both directions, or draws dropout between its layers.
     """
-    biases, layers, dropout, train, bidirectional, batch_first = options
+    dropout, train, bidirectional, batch_first = options[2:]
     dim = 1 if batch_first else 0
     if type(input) is not GlobalTensor or input.sets[dim] is None or bidirectional or (dropout and train):
         raise NoRuleError("a recurrence has a rule for one direction, along a sharded dim, without dropout.")
     index, state, made = input.sets[dim], hx, []
+    assert index is not None
     for start, stop, _ in _runs(index):
         out, *last = func(slice_on_rank(input, dim, start, stop), state, params, *options)
         state = last if isinstance(hx, tuple | list) else last[0]
@@ -277,9 +274,9 @@ def _found(function: FunctionType, bound: inspect.BoundArguments, signature: ins
     with torch._C.DisableTorchFunction():
         whole = _random(given, _LENGTH)
         for state, flag in product(states, flags):
-            dim = _holds(function, signature, whole, (state, flag))
-            if dim is not None:
-                return Carry(state, flag, dim)
+            with suppress(NoRuleError):
+                if (dim := _holds(function, signature, whole, (state, flag))) is not None:
+                    return Carry(state, flag, dim)
     raise NoRuleError("no trial shows that the function carries a state along positions.")
 
 
@@ -335,8 +332,8 @@ def _holds(
             inputs = [one for one in plain.values() if isinstance(one, Tensor) and one.requires_grad]
             grads = (_gradients(one, inputs) for one in (full, parts))
             pairs += zip(*grads, strict=True)
-    except Exception:  # the function does not take these arguments
-        return None
+    except Exception as error:
+        raise NoRuleError(f"the function does not take these arguments: {error}") from None
     alone = run(_PART, _LENGTH, None)[0]
     needed = not torch.allclose(alone.float(), second.float(), rtol=1e-4, atol=1e-5)
     close = all(a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-4) for a, b in pairs)

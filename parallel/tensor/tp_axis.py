@@ -41,7 +41,7 @@ class ExpectedRows(NamedTuple):
 
 Node = Any
 """Autograd node whose backward runs a collective."""
-Listener = Callable[[Expected | ExpectedRows, Node | None], None]
+Listener = Callable[[Any, Node | None], None]
 """Function (collective, autograd node) that a dry run calls; node None: the forward makes the collective."""
 
 

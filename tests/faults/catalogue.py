@@ -8,6 +8,7 @@ from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
+from tests.faults.context_recurrence import CONTEXT_RECURRENCE
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
@@ -55,6 +56,7 @@ AREAS = {
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
     "shared experts": (*EXPERTS, *SHARED_EXPERTS),
+    "recurrences over context ranks": CONTEXT_RECURRENCE,
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

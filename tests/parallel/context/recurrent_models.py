@@ -1,6 +1,6 @@
 """Models with convolutions, shifts, scans and recurrences along positions, home-made and of transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,11 +9,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 WIDTH, VOCABULARY = 16, 61
-Layer = Callable[["Sequences", Tensor, Tensor], Tensor]
+Layer = Callable[[Any, Tensor, Tensor], Any]
 
 
 class Sequences(nn.Module):
     """Language model with one layer ``mix(model, rows, positions)`` along positions."""
+
+    gate: Any
+    value: Any
+    conv: Any
+    full_conv: Any
+    gru: Any
+    lstm: Any
+    custom: Any
 
     def __init__(self, mix: Layer) -> None:
         super().__init__()
@@ -31,57 +39,57 @@ class Sequences(nn.Module):
         return functional.cross_entropy(self.head(torch.tanh(mixed) + rows).transpose(1, 2), labels)
 
 
-def _causal_conv(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _causal_conv(model: Any, x: Any, _: Tensor) -> Any:
     return model.conv(x.transpose(1, 2))[:, :, : x.shape[1]].transpose(1, 2)
 
 
-def _padded_conv(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _padded_conv(model: Any, x: Any, _: Tensor) -> Any:
     return model.full_conv(functional.pad(x.transpose(1, 2), (4, 0))).transpose(1, 2)
 
 
-def _centred_conv(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _centred_conv(model: Any, x: Any, _: Tensor) -> Any:
     return functional.conv1d(x.transpose(1, 2), model.conv.weight[..., 1:], None, 1, "same", 1, WIDTH).transpose(1, 2)
 
 
-def _shifted_by_pad(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _shifted_by_pad(model: Any, x: Any, _: Tensor) -> Any:
     return model.gate(x) * functional.pad(x, (0, 0, 1, -1))
 
 
-def _shifted_by_cut(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _shifted_by_cut(model: Any, x: Any, _: Tensor) -> Any:
     return model.gate(x) * functional.pad(x, (0, 0, 2, 0))[:, :-2]
 
 
-def _shifted_by_roll(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _shifted_by_roll(model: Any, x: Any, _: Tensor) -> Any:
     return model.gate(x) * torch.roll(x, 1, 1)
 
 
-def _shifted_by_cat(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _shifted_by_cat(model: Any, x: Any, _: Tensor) -> Any:
     return model.gate(x) * torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
 
 
-def _differences(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _differences(model: Any, x: Any, _: Tensor) -> Any:
     return torch.cat([x[:, :1], x[:, 1:] * model.gate(x)[:, :-1]], 1)
 
 
-def _flipped(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _flipped(model: Any, x: Any, _: Tensor) -> Any:
     return model.gate(x) * x.flip(1)
 
 
-def _means(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _means(model: Any, x: Any, _: Tensor) -> Any:
     return model.value(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
 
 
-def _products(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _products(model: Any, x: Any, _: Tensor) -> Any:
     return (1 + 0.1 * torch.tanh(model.value(x))).cumprod(1)
 
 
-def _linear_attention(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _linear_attention(model: Any, x: Any, _: Tensor) -> Any:
     keys, values = model.gate(x).softmax(-1), model.value(x)
     state = torch.cumsum(keys[..., :, None] * values[..., None, :], 1)
     return torch.einsum("bsd,bsde->bse", x.softmax(-1), state)
 
 
-def _stacked_loop(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _stacked_loop(model: Any, x: Any, _: Tensor) -> Any:
     gate, value = torch.sigmoid(model.gate(x)), model.value(x)
     state, outputs = torch.zeros(x.shape[0], WIDTH), []
     for place in range(x.shape[1]):
@@ -90,7 +98,7 @@ def _stacked_loop(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
     return torch.stack(outputs, 1)
 
 
-def _written_loop(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _written_loop(model: Any, x: Any, _: Tensor) -> Any:
     state, output, value = x.new_zeros(x.shape[0], WIDTH), torch.zeros_like(x), model.value(x)
     for place in range(x.shape[1]):
         state = torch.tanh(model.gate(state) + value[:, place])
@@ -98,15 +106,15 @@ def _written_loop(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
     return output
 
 
-def _reversed_loop(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
-    state, outputs = torch.zeros(x.shape[0], 1, WIDTH), []
+def _reversed_loop(model: Any, x: Any, _: Tensor) -> Any:
+    state, outputs = torch.zeros(x.shape[0], 1, WIDTH), list[Any]()
     for row in reversed(model.value(x).split(1, 1)):
         state = torch.tanh(torch.cat([state, row], -1) @ torch.cat([model.gate.weight, model.value.weight]) + row)
         outputs.insert(0, state)
     return torch.cat(outputs, 1)
 
 
-def _reset_loop(model: Sequences, x: Tensor, positions: Tensor) -> Tensor:
+def _reset_loop(model: Any, x: Any, positions: Tensor) -> Any:
     """A state that new documents set to zero, by a mask from position ids."""
     gate, value, keep = torch.sigmoid(model.gate(x)), model.value(x), (positions != 0).to(x.dtype)
     state, outputs = torch.zeros(x.shape[0], WIDTH), []
@@ -116,30 +124,27 @@ def _reset_loop(model: Sequences, x: Tensor, positions: Tensor) -> Tensor:
     return torch.stack(outputs, 1)
 
 
-def _reset_in_place(model: Sequences, x: Tensor, positions: Tensor) -> Tensor:
-    """A state that is read, and then set to zero in place where a document ends."""
-    gate, value = torch.sigmoid(model.gate(x)), model.value(x)
-    state, outputs = 0 * value[:, 0], []
+def _reset_in_place(model: Any, x: Any, positions: Tensor) -> Any:
+    """A state that is read, and then set to zero in place where a document begins."""
+    gate, value, outputs = model.gate(x), model.value(x), []
+    state = 0 * value[:, 0]
     for place in range(x.shape[1]):
-        fresh = gate[:, place] * (state + 1)
+        outputs.append(gate[:, place] + state)
         if int(positions[0, place]) == 0:
-            state = state * 1
-            fresh = gate[:, place] * (state + 1)
             state.mul_(0.0)
-        outputs.append(fresh)
-        state = state + value[:, place] + 0 * fresh
+        state = 0.5 * (state + value[:, place])
     return torch.stack(outputs, 1)
 
 
-def _gru(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _gru(model: Any, x: Any, _: Tensor) -> Any:
     return model.gru(x)[0]
 
 
-def _lstm(model: Sequences, x: Tensor, _: Tensor) -> Tensor:
+def _lstm(model: Any, x: Any, _: Tensor) -> Any:
     return model.lstm(x)[0]
 
 
-def scan(x: Tensor, gate: Tensor, chunk: int = 4, before: Any = None, with_last: bool = False) -> Any:
+def scan(x: Any, gate: Any, chunk: int = 4, before: Any = None, with_last: bool = False) -> Any:
     """Returns the linear recurrence of ``x`` in chunks; with ``with_last`` the last state too."""
     length = x.shape[1]
     more = -length % chunk
@@ -272,10 +277,12 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def batches(rows: int = 4, length: int = 36, steps: int = 3, packed: bool = True) -> list[dict[str, Tensor]]:
-    """Batches of token ids, labels, and position ids that begin anew at documents."""
+def batches(
+    rows: int = 4, length: int = 36, steps: int = 3, documents: Sequence[int] = (0, 7, 8, 21)
+) -> list[dict[str, Tensor]]:
+    """Batches of token ids, labels, and position ids that begin anew at ``documents``."""
     draw, found = torch.Generator().manual_seed(1), []
-    starts, place = torch.tensor([0, 7, 8, 21] if packed else [0]), torch.arange(length)
+    starts, place = torch.tensor(documents), torch.arange(length)
     own = place - starts[(place[:, None] >= starts).sum(1) - 1]
     for _ in range(steps):
         ids = torch.randint(0, VOCABULARY, (rows, length), generator=draw)
