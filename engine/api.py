@@ -45,6 +45,7 @@ from engine.planning.profile_calls import needs_profiling
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
 from engine.program.loss import LossFunction, RowGather
+from engine.program.router_replay import KEY
 from engine.reporting.console import open_console, say_if_slow
 from engine.reporting.failure_message import FailureMessage
 from engine.watchdog.watchdog import Watchdog, open_watchdog
@@ -97,7 +98,7 @@ def initialize(
         made, notes = unwrap(make_model(model, resolved.seed, world.device))
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replacing_sections(resolved, optimizer, lr_scheduler, (*notes, *rows.notes))
-        forward = ForwardInputs.of(made, loss_fn is not None, inputs)
+        forward = ForwardInputs.of(made, loss_fn is not None, inputs, {KEY} if resolved.router_replay else ())
         request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
         resolved = freeze_untrained(take_model(made, request.patches), resolved, optimizer, request.patches)

@@ -254,7 +254,7 @@ class Engine(TrainingLoop, NamedState):
     # ------------------------------------------------------------------ outputs
 
     @torch.no_grad()
-    def predict(self, batch: Batch, rows: int | None = None) -> Any:
+    def predict(self, batch: Batch, rows: int | None = None, record_routing: bool = False) -> Any:
         """Returns the model's output for this data rank's rows, in eval mode; restores the random state. Collective.
 
         Args:
@@ -262,6 +262,8 @@ class Engine(TrainingLoop, NamedState):
                 not needed.
             rows: rows of a microbatch; the last microbatch may have fewer. None: ``train_micro_batch_size_per_gpu``.
                 Pass the rows of the whole batch if one of its tensors cannot be split by rows (image patches).
+            record_routing: returns (output, experts that the routers chose), int32 [rows, positions, layers, k] on
+                every rank of the replica, which a batch may have as ``routed_experts``; needs ``router_replay``.
 
         Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
         others over pp, label "outputs". Under ZeRO 3, data ranks agree on the number of forwards (8 bytes over dp).
@@ -271,7 +273,9 @@ class Engine(TrainingLoop, NamedState):
         """
         self._open("predict")
         with self._parts.evaluated():
-            return self._parts.runner.predict(batch, rows)
+            if not record_routing:
+                return self._parts.runner.predict(batch, rows)
+            return self._parts.recorded(batch, rows)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, **options: Any) -> Any:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.build.assemble import build, measure_model, plan_run, search_model
 from engine.build.request import Request
@@ -238,6 +239,18 @@ class EngineParts:
         averaged = self.built.averaged if self.built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside
         return self.runtime.averaging() if taken else nullcontext()
+
+    def recorded(self, batch: Batch, rows: int | None) -> tuple[Any, Tensor]:
+        """Returns the output of a batch and the experts of its positions; see :meth:`engine.Engine.predict`."""
+        replay = self.runtime.program.replay
+        if replay is None:
+            raise EngineError(
+                "predict was called with record_routing, but router_replay is off, so the choices of routers are not "
+                'seen; set "router_replay": true.'
+            )
+        with replay.recording() as found:
+            output = self.runner.predict(batch, rows)
+        return output, replay.joined(found, self.rows.count(batch), self.comm, self.device)
 
     def report(self, finished: FinishedStep) -> StepReport:
         """Reports a finished step, and saves a checkpoint if it is due."""

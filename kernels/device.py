@@ -170,6 +170,19 @@ def peak_allocated(device: torch.device) -> int | None:
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Returns the bytes of memory of ``device``; None on the host, which shares its memory with others."""
+    if not _is_accelerator(device):
+        return None
+    memory: int = _module(device.type).get_device_properties(device).total_memory
+    return memory
+
+
+def attends_in_blocks(device: torch.device) -> bool:
+    """Returns True if torch has flash attention kernels for ``device`` that take and return log-sum-exps."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def device_name(device: torch.device) -> str:
     """Returns the vendor's name of the device, such as "NVIDIA H100 80GB HBM3", or the type on the host."""
     return str(_module(device.type).get_device_name(device)) if _is_accelerator(device) else device.type

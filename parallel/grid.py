@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from engine.errors import GridError
+from engine.parallel.data_digits import DataParts, data_parts, expert_problem
 
 Axis = str
 """Name of an axis of ``AXES``, several names joined by "+", or one of these.
@@ -32,9 +33,9 @@ pipeline index. ``stage_replica``: the ranks of one stage in one replica. ``dp_s
 parts of the data axis. Ranks along ``dp_shard`` are neighbours that share one copy of ZeRO's shards; ranks along
 ``dp_replicate`` hold the same shard in different groups. Without ``Grid.shard_size``, ``dp_shard`` is dp.
 
-``ep``: data ranks that are neighbours and share the experts of each layer (``Grid.experts``). ``edp``: data ranks that
-hold the same experts, and its two parts ``edp_shard`` and ``edp_replicate``. Without experts on several ranks, ``ep``
-has one rank and ``edp`` is dp.
+``ep``: data and context ranks that are neighbours and share the experts of each layer (``Grid.experts``). ``edp``: data
+and context ranks that hold the same experts, and its two parts ``edp_shard`` and ``edp_replicate``. Without experts on
+several ranks, ``ep`` has one rank and ``edp`` is dp+cp.
 """
 
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
@@ -145,7 +146,7 @@ class Grid:
         rank: global number of this rank.
         order: axes from the fastest-varying with the rank to the slowest.
         shard_size: number of neighbouring data ranks that share one ZeRO copy; None: all.
-        experts: number of neighbouring data ranks that share the experts of a layer.
+        experts: number of neighbouring data and context ranks that share the experts of a layer.
         sizes: number of ranks along each axis, 1 by default.
 
     Raises:
@@ -179,10 +180,10 @@ class Grid:
             raise GridError(
                 f"shard size {shard_size} does not divide the {self.dp} data ranks; give a divisor of {self.dp}."
             )
-        if (problem := expert_problem(experts, self.dp, shard_size)) is not None:
+        if (problem := expert_problem(experts, self.dp, self.cp, shard_size)) is not None:
             raise GridError(f"expert size {experts} {problem}.")
         self.rank, self.order, self.shard_size = rank, order, shard_size
-        self._parts = _data_parts(self.dp, shard_size or self.dp, experts)
+        self._parts = data_parts(self.dp, self.cp, shard_size or self.dp, experts)
         self._digits = _digits(self.sizes, order, self._parts)
         self._known: dict[Axis, tuple[tuple[int, int], ...]] = {}
         self._sizes: dict[Axis, int] = {}
@@ -270,6 +271,11 @@ class Grid:
         return Spread(sharding, "edp_replicate", "edp", "edp", "edp_replicate", self.size(sharding))
 
     @property
+    def shard_group(self) -> int | None:
+        """Number of neighbours along ``shard_line`` that share one ZeRO copy; None: all."""
+        return self.size(self.sharding) if self.data_axes else None
+
+    @property
     def data_axes(self) -> tuple[Axis, ...]:
         """Axes (dp_shard, dp_replicate) if there are several shard groups; otherwise empty."""
         return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()
@@ -284,11 +290,16 @@ class Grid:
     def holder(self, coord: Coord | None = None) -> ShardHolder:
         """Returns the coordinates that determine which parameters a rank stores; ``coord`` defaults to this rank's."""
         coord = coord or self._coord
-        return ShardHolder(coord.pp, coord.tp, coord.dp % self.experts)
+        return ShardHolder(coord.pp, coord.tp, self.index("ep", self.rank_at(**coord)))
 
     def rank_at(self, **indices: int) -> int:
         """Returns the rank at a position, 0 along every axis without an index; inverse of :meth:`coord`."""
-        return sum(index * self.stride(axis) for axis, index in indices.items())
+        rank = 0
+        for axis, index in indices.items():
+            for size, stride in reversed(self._digits_of(axis)):
+                index, digit = divmod(index, size)
+                rank += digit * stride
+        return rank
 
     def at(self, rank: int) -> "Grid":
         """Returns the same grid with another rank as this rank."""
@@ -386,67 +397,15 @@ class Grid:
         return f"{self.world_size} ranks = {self.shape}{order}"
 
 
-class _DataParts(NamedTuple):
-    """The data axis in three digits, slowest first, and the digits of each axis that is a part of it.
-
-    Shard groups and groups of experts are runs of neighbours, one kind inside the other:
-
-        dp = 8, shard_size = 4, experts = 2     outer 2 x middle 2 x inner 2
-        dp_shard    middle, inner               dp_replicate    outer
-        ep          inner                       edp             outer, middle
-    """
-
-    sizes: tuple[int, int, int]
-    shards: int
-    """Number of fastest digits that ``dp_shard`` has."""
-    experts: int
-    """Number of fastest digits that ``ep`` has."""
-
-    def names(self, axis: Axis) -> tuple[str, ...]:
-        """Returns the digits of an axis: parts of the data axis, or the axis itself."""
-        shard, experts = set(_DATA_DIGITS[3 - self.shards :]), set(_DATA_DIGITS[3 - self.experts :])
-        every = set(_DATA_DIGITS)
-        found = {
-            "dp": every, "dp_shard": shard, "dp_replicate": every - shard, "ep": experts, "edp": every - experts,
-            "edp_shard": shard - experts, "edp_replicate": every - shard - experts,
-        }.get(axis)  # fmt: skip
-        return (axis,) if found is None else tuple(name for name in _DATA_DIGITS if name in found)
-
-
-_DATA_DIGITS = ("dp_outer", "dp_middle", "dp_inner")
-
-
-def _data_parts(dp: int, shards: int, experts: int) -> _DataParts:
-    inner, outer = min(shards, experts), max(shards, experts)
-    sizes = (dp // outer, outer // inner, inner)
-    return _DataParts(sizes, 2 if shards >= experts else 1, 2 if experts > shards else 1)
-
-
-def expert_problem(experts: int, dp: int, shard_size: int | None) -> str | None:
-    """Returns an error sentence if ``experts`` ranks do not divide the data ranks or a shard group; otherwise None."""
-    shards = shard_size or dp
-    if experts > 1 and dp == 1:
-        return "is laid over data ranks, and there is one; give more of them, or one expert rank"
-    if experts < 1 or dp % experts:
-        fitting = [str(size) for size in range(1, dp + 1) if dp % size == 0]
-        return f"does not divide the {dp} data ranks, over which experts are laid; give one of {', '.join(fitting)}"
-    if max(shards, experts) % min(shards, experts):
-        return (
-            f"and zero_optimization.shard_size {shards} do not fit into each other, but groups of experts and shard "
-            "groups are runs of neighbours, one inside the other; let one be a multiple of the other"
-        )
-    return None
-
-
-def _digits(sizes: Mapping[str, int], order: Order, data: _DataParts) -> dict[str, tuple[int, int]]:
-    """Returns the size and stride of each axis, slowest first; the data axis as its digits."""
+def _digits(sizes: Mapping[str, int], order: Order, data: DataParts) -> dict[str, tuple[int, int]]:
+    """Returns the size and stride of each axis, slowest first; the data and context axes as their digits."""
     names = list(sizes)
     if order == "tp-pp-dp":
         pp, dp = names.index("pp"), names.index("dp")
         names[pp], names[dp] = names[dp], names[pp]
     parts = list[tuple[str, int]]()
     for name in names:
-        parts += zip(_DATA_DIGITS, data.sizes, strict=True) if name == "dp" else [(name, sizes[name])]
+        parts += data.digits(name, sizes[name])
     found, stride = list[tuple[str, tuple[int, int]]](), 1
     for name, size in reversed(parts):
         found.append((name, (size, stride)))

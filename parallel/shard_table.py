@@ -4,12 +4,15 @@ Built once from the model, on any device; clipping, gradient sums, the ZeRO layo
 it.
 
 Each logical parameter has one row; a tied parameter is one row with aliases. The ranges of a row describe its sharding
-over the tensor axis or, for the parameters of experts, over the expert axis. A row that is not sharded has a single
-range, held by every tensor rank:
+over the tensor axis. A row that is not sharded over it has a single range, held by every tensor rank:
 
     replicated over tp=2      Range(0, 8, holders=(0, 1))
     sharded over tp=2         Range(0, 4, holders=(0,))  Range(4, 8, holders=(1,))
     a shared kv head, tp=4    Range(0, 4, holders=(0, 1))  Range(4, 8, holders=(2, 3))
+
+Parameters of experts that data ranks share have ranges over the expert axis too, of the first dim unless adapters stack
+experts along another. A rank holds the elements that are in ranges of both:
+
     8 experts over ep=3       Range(0, 3, holders=(0,))  Range(3, 6, holders=(1,))  Range(6, 8, holders=(2,))
 
 Exactly one copy of each element over pipeline, tensor and expert ranks is counted (the first owner's, the first
@@ -20,21 +23,18 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.kernels.codecs.weight_format import QuantizedShape, WeightFormat
 from engine.parallel.grid import ShardHolder
 
-ShardAxis = Literal["tp", "ep"]
-"""Axis that shards a parameter: tensor or expert."""
-
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``start:stop`` of a sharded dim, with the indices on the row's axis that store them."""
+    """Rows ``start:stop`` of a sharded dim, with the indices on an axis that store them."""
 
     start: int
     stop: int
@@ -56,9 +56,9 @@ class ShardRow:
     owners: tuple[int, ...]
     """Indices on axis pp that store the parameter; several if it is tied across stages."""
     dim: int | None
-    """Sharded dim; None: not sharded along ``axis``."""
+    """Dim sharded along tp; None: not sharded along it."""
     ranges: tuple[Range, ...]
-    """Ranges of rows with their holders; together they cover ``dim`` once."""
+    """Ranges of rows with their tensor indices; together they cover ``dim`` once."""
     partial: bool
     """True if several tensor ranks store the same elements and each computes a partial gradient."""
     in_glue: bool
@@ -68,61 +68,80 @@ class ShardRow:
     """Index of the parameter's optimizer group."""
     quantized: WeightFormat | None = None
     """Storage format of a quantized frozen weight; None: not quantized."""
-    axis: ShardAxis = "tp"
-    """Axis that shards ``dim``: tp, or ep for expert parameters."""
+    experts: tuple[Range, ...] = ()
+    """Ranges of ``expert_dim`` with the expert index that stores each; empty unless data ranks share these experts."""
+    expert_dim: int = 0
+    """Dim along which experts are stacked; tensor ranks shard the parameter only if it is the first."""
 
     @property
     def equal_on_tensor_ranks(self) -> bool:
         """True if all tensor ranks hold the same elements."""
-        return self.dim is None or self.axis == "ep"
+        return self.dim is None
 
-    def part(self, holder: ShardHolder) -> int:
-        """Returns the index along ``axis`` of a rank at coordinates ``holder``."""
-        return holder.tp if self.axis == "tp" else holder.ep
+    @property
+    def sharded(self) -> bool:
+        """True if a rank may hold a part of the parameter."""
+        return self.dim is not None or len(self.experts) > 1
 
     def held(self, holder: ShardHolder) -> bool:
         """Returns True if a rank with coordinates ``holder`` stores elements of the parameter."""
-        here = self.axis == "tp" or any(holder.ep in each.holders for each in self.ranges)
-        return here and holder.pp in self.owners
+        return holder.pp in self.owners and (not self.experts or bool(self.expert_ranges(holder)))
+
+    def tensor_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
+        """Returns the ranges along ``dim`` that the rank ``holder`` stores, in order."""
+        return tuple(each for each in self.ranges if holder.tp in each.holders)
+
+    def expert_ranges(self, holder: ShardHolder) -> tuple[Range, ...]:
+        """Returns the ranges along ``expert_dim`` that the rank ``holder`` stores; several if experts alternate."""
+        return tuple(each for each in self.experts if holder.ep in each.holders)
+
+    def local(self, full: Tensor, holder: ShardHolder) -> Tensor:
+        """Returns the elements of the full parameter that the rank ``holder`` stores, as a new contiguous tensor if the
+        parameter is sharded."""
+        if not self.sharded:
+            return full
+        if len(self.experts) > 1:
+            full = _rows(full, self.expert_dim, self.expert_ranges(holder))
+        return full if self.dim is None else _rows(full, self.dim, self.tensor_ranges(holder))
 
     @property
     def elements(self) -> int:
         """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
-    def local_shape(self, part: int) -> tuple[int, ...]:
-        """Returns the shape of the shard on index ``part`` of ``axis``."""
-        if self.dim is None:
-            return self.shape
-        held = sum(each.stop - each.start for each in self.ranges if part in each.holders)
-        return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
+    def local_shape(self, holder: ShardHolder) -> tuple[int, ...]:
+        """Returns the shape of the shard on the rank ``holder``."""
+        sizes = list(self.shape)
+        if len(self.experts) > 1:
+            sizes[self.expert_dim] = sum(each.stop - each.start for each in self.expert_ranges(holder))
+        if self.dim is not None:
+            sizes[self.dim] = sum(each.stop - each.start for each in self.tensor_ranges(holder))
+        return tuple(sizes)
 
-    def local_elements(self, part: int) -> int:
-        """Returns the number of elements of the shard on index ``part`` of ``axis``."""
-        return math.prod(self.local_shape(part))
+    def local_elements(self, holder: ShardHolder) -> int:
+        """Returns the number of elements of the shard on the rank ``holder``."""
+        return math.prod(self.local_shape(holder))
 
-    def quantized_shape(self, part: int) -> QuantizedShape | None:
-        """Returns shape and format of the quantized shard on index ``part`` of ``axis``; None if not quantized."""
+    def quantized_shape(self, holder: ShardHolder) -> QuantizedShape | None:
+        """Returns shape and format of the quantized shard on the rank ``holder``; None if not quantized."""
         if self.quantized is None:
             return None
-        cut_columns = self.dim is not None and self.dim == len(self.shape) - 1
-        runs = tuple((each.start, each.stop) for each in self.ranges if cut_columns and part in each.holders)
-        return QuantizedShape(format=self.quantized, shape=self.local_shape(part), runs=runs)
+        dim, own = self.dim, self.tensor_ranges(holder)
+        if dim is None and len(self.experts) > 1:
+            dim, own = self.expert_dim, self.expert_ranges(holder)
+        runs = tuple((each.start, each.stop) for each in own if dim == len(self.shape) - 1)
+        return QuantizedShape(format=self.quantized, shape=self.local_shape(holder), runs=runs)
 
     def counted(self, holder: ShardHolder) -> bool:
-        """Returns True if global norms include the copy on the rank ``holder``, except for the ranges ``copies``.
+        """Returns True if global norms include the copy on the rank ``holder``, except for the ranges ``copies``."""
+        return holder.pp == self.owners[0] and any(each.holders[0] == holder.tp for each in self.ranges)
 
-        A parameter sharded only over the expert axis is counted on tensor rank 0.
-        """
-        part, first = self.part(holder), self.axis == "tp" or holder.tp == 0
-        return first and holder.pp == self.owners[0] and any(each.holders[0] == part for each in self.ranges)
-
-    def copies(self, part: int) -> tuple[tuple[int, int], ...]:
-        """Returns ranges [start, stop) of the flat shard on index ``part`` that global norms count on another rank.
+    def copies(self, holder: ShardHolder) -> tuple[tuple[int, int], ...]:
+        """Returns ranges [start, stop) of the flat shard on the rank ``holder`` counted by norms on another rank.
 
         They exist if a shard has both exclusive and shared rows, such as a fused QKV weight with a shared key.
         """
-        own = [(each.stop - each.start, each.holders[0] == part) for each in self.ranges if part in each.holders]
+        own = [(each.stop - each.start, each.holders[0] == holder.tp) for each in self.tensor_ranges(holder)]
         if self.dim is None or not any(first for _, first in own):
             return ()
         held, inner = sum(size for size, _ in own), math.prod(self.shape[self.dim + 1 :])
@@ -130,7 +149,7 @@ class ShardRow:
         runs = [(end - size, end) for (size, mine), end in zip(own, ends, strict=True) if not mine]
         if not runs:
             return ()
-        outer = range(math.prod(self.shape[: self.dim]))
+        outer = range(math.prod(self.local_shape(holder)[: self.dim]))
         return tuple(((o * held + start) * inner, (o * held + stop) * inner) for o in outer for start, stop in runs)
 
 
@@ -154,7 +173,7 @@ class ShardTable:
 
 
 class Cutting(Protocol):
-    """Interface of one parameter's sharding: the sharded dim and its ranges."""
+    """Interface of one parameter's sharding over the tensor axis: the sharded dim and its ranges."""
 
     @property
     def dim(self) -> int | None:
@@ -180,8 +199,10 @@ class Division:
     """Parameters that are read outside modules."""
     quantized: Mapping[str, WeightFormat] = field(default_factory=dict)
     """Storage formats of quantized frozen weights."""
-    experts: Mapping[str, Cutting] = field(default_factory=dict)
-    """Sharding of expert parameters over the expert axis, in place of an entry in ``cuts``."""
+    experts: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
+    """Sharding of expert parameters over the expert axis."""
+    expert_dims: Mapping[str, int] = field(default_factory=dict)
+    """Dims that stack experts, where it is not the first."""
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:
@@ -204,8 +225,7 @@ def build_table(model: nn.Module, groups: Mapping[str, int], division: Division 
 
 def _row(names: Sequence[str], parameter: nn.Parameter, group: int, division: Division) -> ShardRow:
     name, shape = names[0], tuple(parameter.shape)
-    experts = division.experts.get(name)
-    cut = experts or division.cuts.get(name)
+    cut = division.cuts.get(name)
     whole = Range(0, shape[0] if shape else 1, tuple(range(division.tp)))
     return ShardRow(
         name=name,
@@ -215,10 +235,17 @@ def _row(names: Sequence[str], parameter: nn.Parameter, group: int, division: Di
         owners=division.owners.get(name) or (0,),
         dim=cut.dim if cut else None,
         ranges=cut.ranges if cut else (whole,),
-        partial=any(len(part.holders) > 1 for part in cut.ranges) if cut and not experts else name in division.partial,
+        partial=any(len(part.holders) > 1 for part in cut.ranges) if cut else name in division.partial,
         in_glue=name in division.in_glue,
         trainable=parameter.requires_grad,
         group=group,
         quantized=division.quantized.get(name),
-        axis="ep" if experts else "tp",
+        experts=division.experts.get(name, ()),
+        expert_dim=division.expert_dims.get(name, 0),
     )
+
+
+def _rows(full: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
+    """Returns the ``ranges`` of ``full`` along ``dim``, in order, as a new contiguous tensor."""
+    found = [full.narrow(dim, each.start, each.stop - each.start) for each in ranges]
+    return torch.cat(found or [full.narrow(dim, 0, 0)], dim)

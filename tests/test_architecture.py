@@ -31,8 +31,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "optim",
     ),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "model", "trace", "tensor", "context", "activation_checkpointing", "experts",
-        "kernel_injection", "pipeline",
+        "data_digits", "grid", "shard_table", "comm", "model", "trace", "tensor", "context", "activation_checkpointing",
+        "experts", "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (
         "tp_axis", "collectives", "deferred_linear", "global_tensor", "logits", "overlap", "plan", "layers",
@@ -43,7 +43,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "device", "dispatch", "overlap", "optim", "gpu", "ops", "codecs",
     ),
     "engine.planning.cost_model": (
-        "workload", "layout", "hardware", "links", "estimate", "search",
+        "workload", "layout", "hardware", "links", "expert_exchange", "expert_forms", "estimate", "search",
     ),
     "engine.launch.jobs": (
         "request", "bound_cores", "torchrun", "hostfile", "guard", "probe", "schedulers", "remote", "ssh",
@@ -66,7 +66,7 @@ TORCH_FREE = (
     "engine.parallel.pipeline.schedule.dependencies", "engine.parallel.pipeline.schedule.kinds",
     "engine.parallel.pipeline.schedule.simulate", "engine.parallel.pipeline.schedule.validate",
     "engine.planning.cost_model.workload", "engine.planning.cost_model.links",
-    "engine.planning.cost_model.search", "engine.zero.layout",
+    "engine.planning.cost_model.search", "engine.planning.cost_model.expert_exchange", "engine.zero.layout",
 )  # fmt: skip
 
 # (file, function) -> why it is longer, or has more parameters, than the ceiling.
@@ -132,10 +132,12 @@ BROAD_HANDLERS = {
     ): "the block runs again, with the weights whole that its code has read",
     ("engine/planning/tensor_plan_search.py", "_try_length"): "a note of the plan",
     ("parallel/tensor/auto/search.py", "reference_inside"): "the group is tried in the whole block",
+    ("parallel/context/rowwise_proof.py", "_tried"): "a module that raises in a trial runs on global tensors",
     ("parallel/experts/proof.py", "_can_copy"): "the reason why experts are not shared",
     ("parallel/experts/proof.py", "_call"): "the reason why the experts of a module are not shared",
     ("parallel/experts/proof.py", "_run"): "the reason why the experts of a list are not shared",
     ("parallel/experts/router_bias.py", "routing"): "nobody: the next width is tried",
+    ("parallel/experts/router_choice.py", "_call"): "the reason why the choice of a router is not found",
     ("parallel/comm/agreement.py", "raise_together"): "every rank raises the sentence that it makes of it",
     ("parallel/kernel_injection/equivalence.py", "agrees"): "nobody: a trial asks whether a module can be replaced",
     ("parallel/tensor/auto/equivalence.py", "_prove"): "the verdict, which is a reason in the table, or a PlanError",
@@ -270,7 +272,10 @@ def test_what_counts_as_a_name_of_a_device(code: str, named: bool) -> None:
     assert any(map(names_a_device, ast.walk(ast.parse(code)))) == named
 
 
-CHOOSES_GRIDS = ("parallel/grid.py", "engine/config/", "engine/planning/", "launch/planner/", "launch/verifier/")
+CHOOSES_GRIDS = (
+    "parallel/grid.py", "parallel/data_digits.py", "engine/config/", "engine/planning/", "launch/planner/",
+    "launch/verifier/",
+)  # fmt: skip
 """Code that gives the axes their sizes, and therefore names them."""
 
 

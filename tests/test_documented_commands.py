@@ -184,7 +184,6 @@ TESTED = {
 REASONS = {
     "trine COMMAND --help": "stands for every command; tests/launch/test_cli.py asks some",
     "trine launch": "names the command, whose whole lines are tested above",
-    "trine check config.json --ranks N": "run above with --world, its other name",
     "trine check": "names the command, whose whole lines are run above",
     "trine explain": "names the command, whose whole line is tested above",
     "trine plan": "names the command, whose whole line is run above",

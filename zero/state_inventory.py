@@ -284,7 +284,7 @@ class StateInventory:
 
     def _spread(self, name: str) -> Spread:
         """Axes of a parameter."""
-        experts = any(row.name == name and row.axis == "ep" for row in self.rows)
+        experts = any(row.name == name and row.experts for row in self.rows)
         return self.grid.expert_spread if experts else self.grid.spread
 
     def _optimized(self, flat: FlatBucket) -> tuple[Tensor, ...]:

@@ -49,6 +49,7 @@ RENEW: Mapping[str, str] = MappingProxyType(
             _PLANNING,
         ),
         **dict.fromkeys(("planning-left-out", "planning-memory"), _PLANNING),
+        "planning-experts": "python -m benchmarks planning --experts --write-figures",
         "planning-search": "python -m benchmarks planning --search --write-figures",
         "protocol-defects": "pytest tests/kernels/gpu/overlap/test_protocol.py --write-figures",
         "reliability": "python -m tests.reliability --write-figures",

@@ -15,6 +15,7 @@ from benchmarks.harness.figures import record_cells, record_text
 from benchmarks.planning.agreement import agreement_cells
 from benchmarks.planning.fit import fit
 from benchmarks.planning.published import FITTED, PublishedRow, not_predicted, read_rows
+from benchmarks.planning.recipes import recipe_cells
 from engine.launch.cli import main as run_command
 from engine.parallel.grid import Grid
 from engine.planning.cost_model.hardware import load_gpu
@@ -45,7 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fit", action="store_true", help="choose the factors of each kind of GPU anew and print them")
     parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
     parser.add_argument("--search", action="store_true", help="time searches for 1,024 GPUs instead")
+    parser.add_argument("--experts", action="store_true", help="plan and search published mixtures of experts instead")
     asked = parser.parse_args(arguments)
+    if asked.experts:
+        for mixture in recipe_cells():
+            print(*(f"{row:30} {column:50} {text}" for (row, column), text in mixture.items()), sep="\n", flush=True)
+            if asked.write_figures:
+                record_cells("planning-experts", "mixture on H100s", mixture)
+        return 0
     rows = read_rows()
     if asked.search:
         cells = search_cells()

@@ -351,6 +351,7 @@ LAYERS = {
     "GATHER": ("parameters are gathered, and freed after it", "data"),
     "RANDOM": ("random generators are reseeded", "card"),
     "RECOMPUTE": ("runs again in the backward", "other"),
+    "ROWS": ("positions of this rank", "data"),
     "COUNT": ("rows of experts are counted", "card"),
     "EXPERTS": ("rows go to their experts' ranks", "data"),
     "FP32": ("inputs are cast to fp32", "card"),

@@ -9,8 +9,8 @@ fused     kernels that communicate; collectives for unsuitable products
 """
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -36,13 +36,15 @@ from engine.kernels.dispatch import Kernels, has_triton, runs_triton
 from engine.optim.built_in import built_in_optimizer
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.optim.param_groups import show_inner
-from engine.parallel.activation_checkpointing.blocks import recompute_blocks
+from engine.parallel.activation_checkpointing.blocks import Again, recompute_blocks
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
+from engine.parallel.activation_checkpointing.tiles import run_in_tiles
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
-from engine.parallel.context.followed import follow_sequences
+from engine.parallel.context.recurrence.followed import follow_sequences
+from engine.parallel.context.rowwise import run_rowwise
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.grid import Grid, ShardHolder
@@ -63,9 +65,11 @@ from engine.planning.budgets import (
     pipeline_format,
     ranks_with_secondary_shards,
     reduces_each_microbatch,
+    sequence_unit,
     tensor_format,
     wire_formats,
 )
+from engine.planning.expert_plan import find_expert_plan
 from engine.planning.found_styles import FoundStyles
 from engine.planning.fused_layers import measured_overlap
 from engine.planning.plan import Plan, build_plan, stages_wanted
@@ -73,9 +77,11 @@ from engine.planning.profile_calls import Costs, profile_run
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch
+from engine.program.batch_rows import BatchRows
 from engine.program.context_program import with_context
 from engine.program.expert_load import ExpertCounter
 from engine.program.program import Program
+from engine.program.router_replay import RouterReplay
 from engine.step.runtime import PipelineRuntime, RankRuntime
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
@@ -122,7 +128,8 @@ def search_model(model: nn.Module, config: Config, request: Request, example: Ba
     """Returns the tensor-parallel styles found for this run; see
     :class:`engine.planning.tensor_plan_search.SearchedProgram`.
     """
-    return search_styles(config, _plan_request(model, config, request, example))
+    wish = _plan_request(model, config, request, example)
+    return search_styles(config, replace(wish, shared_experts=find_expert_plan(model, config)))
 
 
 def _plan_request(model: nn.Module, config: Config, request: Request, example: Batch) -> PlanRequest:
@@ -156,9 +163,7 @@ def build(
 def assemble_rank(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Shards the model, installs patches and makes the optimizer; returns this rank's runtime. Input is equal on all
-    ranks.
-    """
+    """Shards and patches the model, and returns this rank's runtime with an optimizer. Input is equal on all ranks."""
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
@@ -170,7 +175,11 @@ def assemble_rank(
     _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     # before the gatherer, whose hooks go around these patches: they run while parameters are gathered
-    experts, on_host, streams = _within_gathers(model, plan, comm, axis, device, patches)
+    _keep_out(model, plan, patches)
+    replay = _replay(model, plan, request.rows, patches)
+    experts, streams = _within_gathers(model, plan, comm, axis, device, patches)
+    again, program = _runs_again(streams, replay), replace(program, replay=replay)
+    on_host = _recompute(model, plan, axis, device, patches, again)
     gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
     average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
@@ -178,8 +187,8 @@ def assemble_rank(
         average=average, reducer=reducer, encoder=encoder, gatherer=gatherer, grid=comm.grid)  # fmt: skip
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
-        reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
-    traces = TraceCache(plan, program, axis, example, holder) if plan.partition is not None else None
+        reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts, replay=replay)  # fmt: skip
+    traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -203,32 +212,66 @@ def assemble_rank(
     )
 
 
+def _replay(model: nn.Module, plan: Plan, rows: BatchRows, patches: ForwardPatches) -> RouterReplay | None:
+    """Lets the routers of the plan take the choices of a batch; None: they choose."""
+    if plan.replay is None:
+        return None
+    replay = RouterReplay(plan.replay.routers, plan.replay.layers, rows)
+    if _compiles(model, plan):
+        leave_out_of_compilation(model, plan.replay.modules, patches)
+    replay.install(model, patches)
+    return replay
+
+
+def _runs_again(streams: RandomStreams, replay: RouterReplay | None) -> Again:
+    """Returns the state that a block restores when it runs again: draws on the host, and choices of experts."""
+
+    def begin() -> Callable[[], AbstractContextManager[None]]:
+        context = replay.again() if replay is not None else nullcontext
+
+        def enter() -> AbstractContextManager[None]:
+            streams.draw_again()
+            return context()
+
+        return enter
+
+    return begin
+
+
 def _within_gathers(
     model: nn.Module, plan: Plan, comm: Comm, axis: TensorAxis, device: torch.device, patches: ForwardPatches
-) -> tuple[ExpertCounter | None, HostActivations, RandomStreams]:
-    """Wraps forwards in the parts that run while parameters are gathered, from inside to outside; recomputation is
-    last."""
+) -> tuple[ExpertCounter | None, RandomStreams]:
+    """Wraps forwards in the parts that run while parameters are gathered, from inside to outside."""
     if plan.config.cp > 1:
         follow_sequences(model, plan.context, patches)
-    _keep_out(model, plan, patches)
-    counter = ExpertCounter(plan.experts, device, axis.index) if plan.experts else None
+    ranks = {"tp": axis.index, "cp": comm.grid.coord().cp}
+    counter = ExpertCounter(plan.experts, device, ranks) if plan.experts else None
     if (shared := plan.shared_experts) is not None:
         uncounted = partial(counter.counting, None) if counter is not None else nullcontext
-        share_experts(model, shared.routed, comm, axis, patches)
+        share_experts(model, shared.routed, comm, axis, patches, _compiles(model, plan))
         share_listed(model, shared.listed, comm, axis, patches, uncounted)
         if _compiles(model, plan):
             leave_out_of_compilation(model, shared.blocks, patches)
     if counter is not None:
         counter.install(model, patches)
-    streams = RandomStreams(model, device, patches)
-    policy = plan.config.activation_checkpointing
-    return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams
+    return counter, RandomStreams(model, device, patches)
+
+
+def _recompute(
+    model: nn.Module, plan: Plan, axis: TensorAxis, device: torch.device, patches: ForwardPatches, again: Again
+) -> HostActivations:
+    """Wraps forwards in tiles, in positions of this rank, and in recomputation, from inside to outside."""
+    if plan.tiles is not None:
+        run_in_tiles(model, plan.tiles, patches, again)
+    run_rowwise(model, plan.rowwise, patches)
+    return recompute_blocks(model, plan.config.activation_checkpointing, patches, axis, device, again)
 
 
 def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:
     """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
-    program = request.program(model, plan.precision, device, comm)
-    return with_context(program, TensorAxis(comm, "cp"), plan.context.in_blocks)
+    program, axis, config = request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"), plan.config
+    method, unit, in_blocks = config.parallel.context_method, sequence_unit(config), plan.context.in_blocks
+    return with_context(program, axis, method, staged=comm.grid.pp > 1, unit=unit, in_blocks=in_blocks)
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

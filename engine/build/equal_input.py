@@ -109,7 +109,7 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     named = [*model.named_parameters(), *model.named_buffers()]
     sums = torch.tensor([int(bit_sum(tensor)) for _, tensor in named], dtype=torch.int64)
     names = repr([name for name, _ in named])
-    division = repr([(row.name, row.owners, row.ranges) for row in plan.table]) + repr(
+    division = repr([(row.name, row.owners, row.ranges, row.experts, row.expert_dim) for row in plan.table]) + repr(
         plan.partition and plan.partition.boundaries
     )
     texts = (names.encode(), sums.numpy().tobytes(), division.encode())

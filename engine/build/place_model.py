@@ -20,7 +20,6 @@ from engine.parallel.model.quantized_layers import quantize_part, read_quantized
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.shard_table import ShardRow
 from engine.parallel.tensor.layers.apply_plan import apply_plan
-from engine.parallel.tensor.layers.linear import local_rows
 from engine.parallel.tensor.layers.size_answers import WholeSizeAnswers
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.budgets import hosts_parameters, reduces_each_microbatch, shards_parameters, wire_formats
@@ -84,7 +83,7 @@ def place_model(
     sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(holder)}
     buckets = reserve(plan.layouts[holder], parameters, _ownership(plan, comm.grid), device)
-    codes = _codes(rows.values(), holder)
+    codes, experts = _codes(rows.values(), holder), {row.name: row for row in plan.table if row.experts}
     places = {
         slot.name: (flat, slot, view)
         for flat in buckets
@@ -92,7 +91,7 @@ def place_model(
     }
 
     def keep(name: str, full: Tensor) -> Tensor:
-        part = _quantized(full, rows[name], plan, holder) if name in codes else _part(full, rows[name], holder)
+        part = _quantized(full, rows[name], plan, holder) if name in codes else rows[name].local(full, holder)
         if name not in places:
             return part
         flat, slot, view = places[name]
@@ -104,7 +103,7 @@ def place_model(
             return places[name][2]
         if name in codes:
             return torch.zeros(codes[name].bytes, dtype=torch.uint8, device=device)
-        return torch.zeros(rows[name].local_shape(rows[name].part(holder)), dtype=rows[name].dtype, device=device)
+        return torch.zeros(rows[name].local_shape(holder), dtype=rows[name].dtype, device=device)
 
     if _forget_backward(parameters.values()) and comm.grid.rank == 0:
         logger.warning("the gradients that an earlier backward has left on the model are dropped")
@@ -115,16 +114,16 @@ def place_model(
     for name in codes.keys() - meta:
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
-    _shard(model, plan, axis, patches, already_cut=meta | codes.keys())
-    for name in {row.name for row in rows.values() if row.axis == "ep"} - meta - codes.keys():
-        parameters[name].data = _part(parameters[name].data, rows[name], holder)
+    for name in experts.keys() - meta - codes.keys():  # of other stages too: a trace reads their shapes
+        parameters[name].data = experts[name].local(parameters[name].data, holder)
+    _shard(model, plan, axis, patches, already_cut=meta | codes.keys() | experts.keys())
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
     for flat in buckets:  # after sharding, which changes the parameters' data
         fill(flat, placed=meta)
     refuse_calls(model, plan.config, bool(codes), patches)
-    leave_parts(model, config, any(row.dim is not None for row in rows.values()), patches)
+    leave_parts(model, config, any(row.sharded for row in rows.values()), patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 
@@ -135,11 +134,6 @@ def _shard(
         parameters = dict(model.named_parameters())
         views = apply_plan(model, plan.tensor, axis, patches, already_cut)
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
-
-
-def _part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
-    """Returns the elements of a parameter that this rank holds, as a new contiguous tensor if it is sharded."""
-    return full if row.dim is None else local_rows(full, row.dim, row.ranges, row.part(holder))
 
 
 def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
@@ -185,12 +179,12 @@ def _ownership(plan: Plan, grid: Grid) -> Ownership:
 
 def _codes(rows: Iterable[ShardRow], holder: ShardHolder) -> dict[str, QuantizedShape]:
     """Returns the codes and scales that this rank stores in place of weights."""
-    found = {row.name: row.quantized_shape(row.part(holder)) for row in rows}
+    found = {row.name: row.quantized_shape(holder) for row in rows}
     return {name: form for name, form in found.items() if form is not None}
 
 
 def _quantized(full: Tensor, row: ShardRow, plan: Plan, holder: ShardHolder) -> Tensor:
-    return quantize_part(full.to(_frozen_dtype(row, plan)), row, row.part(holder))
+    return quantize_part(full.to(_frozen_dtype(row, plan)), row, holder)
 
 
 def _frozen_dtype(row: ShardRow, plan: Plan) -> torch.dtype:

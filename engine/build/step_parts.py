@@ -12,6 +12,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertCounter
+from engine.program.router_replay import RouterReplay
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import (
     AverageOfWeights,
@@ -22,6 +23,7 @@ from engine.step.rank_parts import (
     EqualGradients,
     EqualWeights,
     MomentsOnDisk,
+    ReplayedRouters,
     StatesOnHost,
     WrittenBuffers,
 )
@@ -52,6 +54,8 @@ class PartRequest:
     gatherer: ParameterGatherer | None
     experts: ExpertCounter | None
     """Counter of tokens per expert; None: not counted."""
+    replay: RouterReplay | None
+    """Replay of recorded routing; None: routers choose."""
     average: WeightAverage | None
     """Moving average of the weights; None without ``"ema"``."""
 
@@ -128,6 +132,10 @@ def _experts(request: PartRequest) -> StepPart | None:
     return CountedExperts(request.experts) if request.experts is not None else None
 
 
+def _replay(request: PartRequest) -> StepPart | None:
+    return ReplayedRouters(request.replay) if request.replay is not None else None
+
+
 def _routers(request: PartRequest) -> StepPart | None:
     plan, starts = request.plan, dict[str, int]()
     if not plan.router_biases:
@@ -140,6 +148,6 @@ def _routers(request: PartRequest) -> StepPart | None:
 
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
     _delayed, _disk, _states, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average, _experts,
-    _routers,
+    _routers, _replay,
 )  # fmt: skip
 """Function of each feature that returns its step part; ``PartOrder`` defines the order of calls."""

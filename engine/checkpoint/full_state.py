@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.kernels.codecs.weight_format import dequantize
 from engine.parallel.comm.backend import state_link
 from engine.parallel.comm.comm import Comm
+from engine.parallel.grid import Axis
 from engine.parallel.shard_table import ShardRow
 from engine.parallel.tensor.layers.apply_plan import assemble
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
@@ -111,7 +112,7 @@ class FullState:
 
     def _takes_part(self, row: ShardRow) -> bool:
         """Returns True if this rank's elements of a row are gathered: those of the first ranks that hold them."""
-        return self._first if row.axis == "tp" else self._comm.grid.is_first("edp")
+        return self._first if not row.experts else self._comm.grid.is_first("edp")
 
     def _whole(self, row: ShardRow, held: Mapping[str, Tensor], averaged: bool) -> Tensor | None:
         """Returns the full row on rank 0 and on its first stage; None elsewhere."""
@@ -127,26 +128,35 @@ class FullState:
 
     def _values(self, row: ShardRow, part: Tensor) -> Tensor:
         """Returns the values of this rank's part, decoded if the rank stores codes."""
-        codes = row.quantized_shape(row.part(self._comm.grid.holder()))
+        codes = row.quantized_shape(self._comm.grid.holder())
         return part if codes is None else dequantize(part, codes, self._dtype(row))
 
     def _over_holders(self, row: ShardRow, given: Tensor | None) -> Tensor:
-        """Returns the full row, from the elements of all indices of the axis that shards it; None: here are none."""
-        ranks, own = self._comm.grid.size(row.axis), row.part(self._comm.grid.holder())
-        part = torch.zeros(row.shape, dtype=self._dtype(row)) if given is None else self._values(row, given)
-        if ranks == 1 or (row.dim is None and row.axis == "tp"):
-            return part
-        if row.dim is None:  # an expert of one rank
-            whole = part.to(self._device)
-            self._comm.all_reduce(whole, row.axis, LABEL).wait()
-            return whole
-        shapes = [row.local_shape(index) for index in range(ranks)]
-        widest = max(map(prod, shapes))
-        full = torch.zeros(ranks, widest, dtype=part.dtype, device=self._device)
+        """Returns the full row, from the elements of all tensor and expert ranks that shard it; None: here are none."""
+        grid = self._comm.grid
+        here = grid.holder()
+        shape = row.local_shape(here)
+        part = torch.zeros(shape, dtype=self._dtype(row)) if given is None else self._values(row, given)
+        if row.dim is not None and grid.tp > 1:
+            shapes = [row.local_shape(here._replace(tp=index)) for index in range(grid.tp)]
+            part = assemble(self._from_all(part, shapes, "tp"), ParameterCut(row.dim, row.ranges))
+        if len(row.experts) > 1:
+            sizes = [row.local_shape(here._replace(ep=index))[row.expert_dim] for index in range(grid.size("ep"))]
+            before, after = row.shape[: row.expert_dim], row.shape[row.expert_dim + 1 :]
+            parts = self._from_all(part, [(*before, size, *after) for size in sizes], "ep")
+            return assemble(parts, ParameterCut(row.expert_dim, row.experts))
+        if row.experts:  # an expert of one rank
+            part = part.to(self._device)
+            self._comm.all_reduce(part, "ep", LABEL).wait()
+        return part
+
+    def _from_all(self, part: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis) -> list[Tensor]:
+        """Returns the parts of all ranks along ``axis``, which have ``shapes``."""
+        own, widest = self._comm.grid.index(axis), max(map(prod, shapes))
+        full = torch.zeros(len(shapes), widest, dtype=part.dtype, device=self._device)
         full[own, : part.numel()] = part.reshape(-1).to(self._device)
-        self._comm.all_gather(full.view(-1), full[own].clone(), row.axis, LABEL).wait()
-        parts = [line[: prod(shape)].view(shape) for line, shape in zip(full, shapes, strict=True)]
-        return assemble(parts, ParameterCut(row.dim, row.ranges))
+        self._comm.all_gather(full.view(-1), full[own].clone(), axis, LABEL).wait()
+        return [line[: prod(shape)].view(shape) for line, shape in zip(full, shapes, strict=True)]
 
     def _to_first_stage(
         self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, stage: int

@@ -21,12 +21,13 @@ from engine.config.between import (
     check_rates,
     check_recomputation,
     check_reruns,
+    check_tiles,
     check_zero,
 )
 from engine.config.config_file import overridden, read_config_file, remarks
 from engine.config.deepspeed.keys import KEYS
 from engine.config.deepspeed.translate import translate
-from engine.config.grid_rules import check_context, check_nodes, check_parallel, check_wire
+from engine.config.grid_rules import check_nodes, check_parallel, check_wire
 from engine.config.optim_sections import (
     COUNT,
     GLOBS,
@@ -152,6 +153,8 @@ class Config:
     """Moving average of the weights; null computes none."""
     router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
     """Step of the router biases towards an even expert load after each update; 0: biases do not change."""
+    router_replay: bool = setting(False, Flag())
+    """Experts of each position are read from batch["routed_experts"] where it has them; elsewhere routers choose."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
@@ -356,10 +359,10 @@ def _check_between(config: Config, problems: Problems) -> None:
         # without a section the optimizer may be one from code
         check_rates(config.scheduler, config.optimizer if "optimizer" in config.written else None, problems)
     check_recomputation(config.activation_checkpointing, problems)
+    check_tiles(config.activation_checkpointing, config.parallel, config.compile, problems)
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)
     check_parallel(config.parallel, problems)
-    check_context(config.parallel, problems)
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)

@@ -15,6 +15,7 @@ from engine.config.sections import (
     IntegrityConfig,
     MonitorConfig,
     OffloadConfig,
+    ParallelConfig,
     TorchAutocastConfig,
     WatchdogConfig,
     ZeroConfig,
@@ -79,6 +80,19 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
             "activation_checkpointing.every",
             f"{given.every} together with save; give only save to keep operators of all blocks, or only every to "
             "recompute whole blocks.",
+        )
+
+
+def check_tiles(
+    given: ActivationCheckpointingConfig, parallel: ParallelConfig, compiled: bool, problems: Problems
+) -> None:
+    """Adds a problem if modules cannot run in tiles of tokens."""
+    other = "compile true" if compiled else f"parallel.tensor {shown_value(parallel.tensor)}"
+    why = "compiled blocks run as a whole" if compiled else "a tile would repeat the sums over tensor ranks"
+    if given.tile_tokens is not None and (compiled or parallel.tensor != 1):
+        problems.add(
+            "activation_checkpointing.tile_tokens",
+            f"{shown_value(given.tile_tokens)} with {other}: {why}; leave one of them out.",
         )
 
 

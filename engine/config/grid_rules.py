@@ -3,7 +3,8 @@
 from engine.config.rules import Problems
 from engine.config.sections import IntegrityConfig, ParallelConfig, WireConfig, ZeroConfig
 from engine.config.wording import shown_value
-from engine.parallel.grid import Grid, expert_problem
+from engine.parallel.data_digits import expert_problem
+from engine.parallel.grid import Grid
 from engine.parallel.pipeline.schedule.kinds import training_schedule
 from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
@@ -31,25 +32,14 @@ def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
         )
 
 
-def check_context(parallel: ParallelConfig, problems: Problems) -> None:
-    """Notes axes that sequences are not sharded together with."""
-    if parallel.context == 1:
-        return
-    for axis in ("tensor", "pipeline", "expert"):
-        if (size := getattr(parallel, axis)) != 1:
-            problems.add(
-                "parallel.context",
-                f"{shown_value(parallel.context)} with parallel.{axis} {shown_value(size)}: sequences are sharded in "
-                f"layers that each rank computes whole; set parallel.{axis} to 1, or leave parallel.context out.",
-            )
-
-
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
     """Adds problems if data ranks do not divide evenly into nodes, shard or expert groups. Sizes must be known."""
     asked, ranks, shared = zero.zero_hpz_partition_size, parallel.data, zero.shard_size
     fits = shared is None or (isinstance(ranks, int) and ranks % shared == 0)
-    if fits and isinstance(ranks, int) and (problem := expert_problem(parallel.expert, ranks, shared)) is not None:
-        problems.add("parallel.expert", f"{parallel.expert} {problem}.")
+    if fits and isinstance(ranks, int) and isinstance(parallel.context, int):
+        problem = expert_problem(parallel.expert, ranks, parallel.context, shared)
+        if problem is not None:
+            problems.add("parallel.expert", f"{parallel.expert} {problem}.")
     if shared is not None and isinstance(ranks, int) and ranks % shared:
         problems.add(
             "zero_optimization.shard_size",

@@ -69,7 +69,7 @@ def _shape(rule: Rule) -> Schema:
         case TextMap():
             return {"type": "object", "additionalProperties": {"type": "string", "minLength": 1}}
         case AnyOf():
-            return {"anyOf": [_rule(each) for each in rule.rules]}
+            return {"anyOf": [*map(_rule, rule.rules), *([_section(rule.section)] if rule.section else [])]}
         case Typed():
             return _typed(rule) if rule.several is None else {"anyOf": [_typed(rule), _listed(rule, rule.several)]}
         case Sections():

@@ -19,6 +19,8 @@ _KEYS: Mapping[str, str] = MappingProxyType({
     "parallel.expert":
         "ep ep_size ep_degree expert_parallelism expert_parallel_size expert_parallel_degree"
         " expert_model_parallel_size moe_ep_size autoep_size",
+    "parallel.expert_tensor":
+        "etp etp_size expert_tensor_parallel expert_tensor_parallel_size expert_tensor_parallel_degree",
     "parallel.tensor_plan": "tp_plan parallelize_plan injection_policy",
     "parallel.pipeline":
         "pp pp_size pp_degree pipeline_parallel pipeline_parallelism pipeline_parallel_size pipeline_parallel_degree"
@@ -30,7 +32,7 @@ _KEYS: Mapping[str, str] = MappingProxyType({
     "parallel.split":
         "split_points pipeline_split_points pipeline_parallel_split_points pipeline_model_parallel_layout",
     "parallel.sequence_parallel": "sp enable_sequence_parallel use_sequence_parallel",
-    "parallel.sequence_parallel, which shards activations over the tensor ranks":
+    "parallel.context":
         "cp cp_size cp_degree context context_parallel context_parallelism context_parallel_size"
         " context_parallel_degree sp_size ulysses ulysses_sequence_parallel_size",
     "train_batch_size (rows of a step over all data ranks)": "global_batch_size total_batch_size gbs",
@@ -179,7 +181,7 @@ _NOT_KEYS: Mapping[str, str] = MappingProxyType({
         " overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step align_grad_reduce"
         " tp_comm_overlap zero3_init_flag zero3_save_16bit_model sync_batchnorm no_sync",
     "the engine finds the experts of the model; parallel.expert is the number of ranks that share them":
-        "experts num_experts expert_tensor_parallel_size",
+        "experts num_experts",
     "training is in fp32, bf16 or fp16 (bf16.enabled, fp16.enabled)":
         "fp8 float8 fp8_config fp8_recipe fp8_format enable_fp8 fp4 int8 torchao",
     "TF32 is a switch of torch: torch.backends.cuda.matmul.allow_tf32": "tf32 allow_tf32 use_tf32",

@@ -206,7 +206,23 @@ def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, An
                 move(present, key, value, old, problems)
             sets = " and ".join(f"{key} {shown_value(value)}" for key, value in keys.items())
             notes.append(f"{old}: a key of earlier versions; it sets {sets or 'nothing more'}.")
+    _spread_context(present, problems)
     return present, notes
+
+
+def _spread_context(present: dict[str, Any], problems: Problems) -> None:
+    """Spreads an object under ``parallel.context`` over the keys of its size and its method."""
+    parallel = present.get("parallel")
+    given = parallel.get("context") if isinstance(parallel, Mapping) else None
+    if not isinstance(parallel, Mapping) or not isinstance(given, Mapping):
+        return
+    for key in (key for key in given if key not in ("size", "method")):
+        problems.unknown("parallel.context", key, ("size", "method"))
+    if "size" not in given:
+        problems.add("parallel.context.size", "missing; give the number of context ranks.")
+    present["parallel"] = {**parallel, "context": given.get("size", 1)}
+    if "method" in given:
+        move(present, "parallel.context_method", given["method"], "parallel.context.method", problems)
 
 
 def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:

@@ -320,6 +320,8 @@ class AnyOf(Rule):
     """
 
     rules: tuple[Rule, ...]
+    section: type[Any] | None = None
+    """Dataclass of an object that is accepted too: the reader spreads its keys over several keys."""
 
     def accept(self, value: object) -> object:
         for rule in self.rules[:-1]:

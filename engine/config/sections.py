@@ -4,7 +4,7 @@ Names are DeepSpeed's wherever it has the same setting. The text under a field i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal
 
@@ -13,11 +13,13 @@ from engine.config.reader import Section, setting
 from engine.config.rules import AnyOf, Choice, Flag, FrozenMap, Int, ListOf, OperatorName, Real, Text, TextMap
 from engine.config.wording import shown_value
 from engine.errors import ConfigError
+from engine.parallel.context.choose import Method
 from engine.parallel.grid import Order
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
 AUTO = Choice(options=("auto",), noun="auto")
 AXIS = AnyOf(rules=(AUTO, SIZE), remedy='give a whole number of at least 1, or "auto" for one axis')
+METHOD = one_of("auto", "gather", "need", "heads", "ring", noun="a method of attention")
 BLOCKS = Choice(options=(64, 128, 256, 512, 1024, 2048), noun="a block size")
 NUMBERS = Choice(options=("exact", "bf16", "fp16", "int8", "int4"), noun="a format of numbers")
 FOLDER = Text(noun="a path", null=True, remedy="give a path in quotes, or null for none")
@@ -39,6 +41,16 @@ class ScheduleCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextConfig:
+    """Context axis as an object: the keys ``parallel.context`` and ``parallel.context_method``."""
+
+    size: int | Literal["auto"] = setting(1, AXIS, required=True)
+    """Size of the context axis."""
+    method: Method | Literal["auto"] = setting("auto", METHOD)
+    """Method of attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """Grid of data x tensor x pipeline ranks, and the partition of the model over it."""
 
@@ -48,12 +60,21 @@ class ParallelConfig:
     """Size of the tensor axis: ranks that each have a shard of every layer."""
     pipeline: int | Literal["auto"] = setting(1, AXIS)
     """Size of the pipeline axis: ranks that each compute a stage of consecutive layers."""
-    context: int | Literal["auto"] = setting(1, AXIS)
-    """Size of the context axis: ranks that each compute a part of the positions of every sequence."""
+    context: int | Literal["auto"] = setting(1, replace(AXIS, section=ContextConfig))
+    """Size of the context axis: ranks that each compute a part of the positions of every sequence; or an object with
+    ``size`` and ``method``.
+    """
+    context_method: Method | Literal["auto"] = setting("auto", METHOD)
+    """Keys that travel in attention: all of them ("gather"), only needed ones ("need"), those of some heads ("heads"),
+    or one rank's after another's ("ring"); "auto": least exposed time within memory.
+    """
     expert: int = setting(1, SIZE)
     """Number of data ranks among which the experts of each MoE layer are divided; tokens are sent to the ranks of their
     experts.
     """
+    expert_tensor: Literal["auto", "whole", "cut"] = setting(
+        "auto", one_of("auto", "whole", "cut", noun="a form of experts on tensor ranks"))  # fmt: skip
+    """Form of these experts on tensor ranks: whole, dividing the tokens, or cut along their width; "auto": by cost."""
     order: Order = setting("tp-dp-pp", one_of("tp-dp-pp", "tp-pp-dp", noun="an order of the axes"))
     """Axes from innermost to outermost: adjacent ranks are data ranks, or stages of one replica."""
     sequence_parallel: bool = setting(False, Flag())
@@ -288,6 +309,11 @@ class ActivationCheckpointingConfig:
     """Mode of the other blocks, with mode offload and ``every``."""
     inputs: Literal["device", "host"] = setting("device", one_of("device", "host", noun="a place"))
     """Memory in which recomputed blocks store their inputs: the device's or the host's."""
+    tile_tokens: int | Literal["auto"] | None = setting(None, AnyOf(
+        rules=(AUTO, Int(low=1)), null=True, remedy='give a whole number of at least 1, "auto" or null'))  # fmt: skip
+    """Tokens that a module of positions, such as a feed-forward layer, computes at a time, and again in the backward;
+    auto: chosen by bytes; null: all at once.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

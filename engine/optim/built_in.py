@@ -172,7 +172,7 @@ def refuse_experts(rows: Iterable[ShardRow], rules: Mapping[int, MatrixRule]) ->
     Raises:
         PlanError: a rule updates a parameter of experts that data ranks share.
     """
-    name = next((row.name for row in rows if row.trainable and row.axis == "ep" and row.group in rules), None)
+    name = next((row.name for row in rows if row.trainable and row.experts and row.group in rules), None)
     if name is not None:
         raise PlanError(
             f"the optimizer updates {name!r} as a whole matrix, but parallel.expert shares it among data ranks, and "
@@ -205,8 +205,8 @@ class MatrixOwners:
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
         """Groups of data ranks that exchange matrices with each other."""
-        count = self._shares
-        return tuple(tuple(range(first, first + count)) for first in range(0, self.config.row_ranks, count))
+        count, grid = self._shares, self.config.grid(0)
+        return tuple(tuple(range(first, first + count)) for first in range(0, grid.size(grid.sums), count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
         """Returns the exchanges of matrices at a grid position; None if it has no matrix."""
@@ -272,7 +272,7 @@ class MatrixOwners:
 
     def _cuts(self, row: ShardRow) -> tuple[int, ...]:
         """Returns the elements of a matrix that each tensor rank stores."""
-        return tuple(prod(row.local_shape(index)) for index in range(self.config.tp))
+        return tuple(row.local_elements(ShardHolder(tp=index)) for index in range(self.config.tp))
 
     def _cost(self, row: ShardRow) -> int:
         """Returns the work of a rank; tensor ranks share the work of matrices that they shard."""
@@ -302,7 +302,7 @@ def _dividing(rows: Sequence[ShardRow], config: Config) -> tuple[tuple[tuple[Axi
     Experts are divided over "ep" too. Shard groups that do not contain whole groups of experts sum over all data ranks.
     """
     grid, shards = config.grid(0), config.shards if config.zero_optimization.stage else 1
-    copied = shards < grid.experts and any(row.axis == "ep" for row in rows)
+    copied = shards < grid.experts and any(row.experts for row in rows)
     data: tuple[Axis, int] = (grid.shard_line, grid.size(grid.shard_line)) if copied else (grid.sharding, shards)
     axes: list[tuple[Axis, int]] = [data, ("tp", config.tp)]
     return tuple(each for each in axes if each[1] > 1), copied

@@ -15,12 +15,12 @@ from engine.config import Config
 from engine.errors import PlanError, first_line
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.param_groups import GivenOptimizer
-from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
+from engine.parallel.activation_checkpointing.blocks import recomputed_blocks, selective_blocks
+from engine.parallel.activation_checkpointing.tiles import TilePlan, plan_tiles
 from engine.parallel.comm.traffic import Tally
-from engine.parallel.context.followed import ContextPlan, follow_sequences, with_refusal
-from engine.parallel.context.relay import RECURRENT_STATE
+from engine.parallel.context.recurrence.followed import ContextPlan
+from engine.parallel.context.rowwise import RowwiseModule, running_rowwise
 from engine.parallel.kernel_injection.inject import Replacement
-from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.auto_schedule import (
@@ -35,7 +35,6 @@ from engine.parallel.pipeline.partition.cost_model import stage_costs
 from engine.parallel.pipeline.partition.partition import Partition, make_cut
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
-from engine.parallel.tensor.global_tensor.global_tensor import LocalOnlyError
 from engine.parallel.tensor.layers.planned_traffic import (
     CollectiveRecorder,
     LogitUse,
@@ -43,7 +42,6 @@ from engine.parallel.tensor.layers.planned_traffic import (
     find_logit_use,
     loss_traffic,
     traffic_by_call,
-    traffic_over,
 )
 from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
@@ -51,14 +49,13 @@ from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import shards_parameters, tensor_format
-from engine.planning.example_trace import trace_example
-from engine.planning.expert_plan import ExpertPlan
+from engine.planning.example_trace import SharedSequences, trace_example, trace_rowwise
+from engine.planning.expert_plan import ExpertPlan, around_experts, form_on_tensor_ranks
 from engine.planning.found_styles import FoundStyles, kept_or_found
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import SearchedProgram
 from engine.program.batch import Batch
-from engine.program.context_program import ContextProgram, with_context
 from engine.program.program import Program
 
 
@@ -89,8 +86,9 @@ class PlanRequest:
 
 
 def needs_example(config: Config) -> bool:
-    """Returns True if planning needs a microbatch: for tensor, pipeline and context parallelism."""
-    return config.tp > 1 or config.pp > 1 or config.cp > 1
+    """Returns True if planning needs a microbatch: for tensor, pipeline and context parallelism, and for tiles."""
+    tiled = config.activation_checkpointing.tile_tokens is not None
+    return tiled or config.tp > 1 or config.pp > 1 or config.cp > 1
 
 
 def needs_search(config: Config) -> bool:
@@ -107,10 +105,11 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
     parallel = config.parallel
     searched = request.searched or SearchedProgram(request.program, request.example)
     low_rank = parallel.tensor_proof == "auto"
-    settings = {"tensor": config.tp, "sequence": parallel.sequence_parallel, "low rank": low_rank}
+    whole = request.shared_experts.uncut if request.shared_experts is not None else ()
+    settings = {"tensor": config.tp, "sequence": parallel.sequence_parallel, "low rank": low_rank, "whole": whole}
     return kept_or_found(
         lambda: searched.digest.of(settings),
-        lambda: searched.find_styles(config.tp, parallel.sequence_parallel, low_rank),
+        lambda: searched.find_styles(config.tp, parallel.sequence_parallel, low_rank, whole),
     )
 
 
@@ -120,16 +119,20 @@ class Analysis:
 
     trace: ModelTrace | None = None
     partition: Partition | None = None
-    traffic: Mapping[int, Tally] = field(default_factory=dict)
-    context_traffic: tuple[Tally, ...] = ()
-    """Traffic over cp for one microbatch, by context rank."""
+    traffic: tuple[Mapping[int, Tally], ...] = ()
     context: ContextPlan = field(default_factory=ContextPlan)
     notes: tuple[str, ...] = ()
     decision: ScheduleDecision | None = None
     tensor: TensorPlan | None = None
     """Tensor-parallel plan of layers; None for one tensor rank."""
+    shared_experts: ExpertPlan | None = None
+    """Experts that data ranks share, in their form on tensor ranks; None without such experts."""
     measured: Cost | None = None
     """Measured costs of the stages for a schedule named in the configuration; None if none were measured."""
+    rowwise: tuple[RowwiseModule, ...] = ()
+    """Modules that are proven to treat positions one by one, with context ranks."""
+    tiles: TilePlan | None = None
+    """Modules that run in tiles of tokens; None: not configured."""
 
 
 def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
@@ -138,78 +141,76 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     Raises:
         PlanError: the model cannot be traced, or cannot be sharded or partitioned as configured.
     """
-    if not needs_example(config):
+    tokens, on_ranks = config.activation_checkpointing.tile_tokens, config.cp > 1 and config.tp == 1
+    found = _rowwise(config, request) if on_ranks or tokens else ()
+    local, tiles = found if on_ranks else (), plan_tiles(found, tokens, config.cp)
+    with running_rowwise(request.program.model, local):
+        analysis = _analysis(config, request, stages)
+    return replace(analysis, rowwise=local, tiles=tiles, notes=(*analysis.notes, *(tiles.notes if tiles else ())))
+
+
+def _analysis(config: Config, request: PlanRequest, stages: int) -> Analysis:
+    if config.tp == config.pp == config.cp == 1:
         return _order_of_calls(config, request)
-    if config.cp > 1:
-        return _of_sequences(config, request)
     # The tensor plan comes first, because the trace below runs with sharded layers: its values must have the
     # shapes that a tensor rank sends. Without tensor parallelism the trace sees the full layers.
     tensor = _tensor_plan(config, request)
+    experts = request.shared_experts
+    if tensor is not None and experts is not None:
+        tensor, experts = form_on_tensor_ranks(config, request.program.model, request.example, tensor, experts)
+    sequences = SharedSequences(config, request.program, request.example)
+    found = _analyze(config, request, stages, tensor, sequences)
+    return replace(found, shared_experts=experts, context=sequences.plan)
+
+
+def _analyze(
+    config: Config, request: PlanRequest, stages: int, tensor: TensorPlan | None, sequences: SharedSequences
+) -> Analysis:
     if tensor is not None:
         _check_hooks(request.program.model, tensor)
-    watch = _watch(config, request, tensor) if tensor else None
+    watch = _watch(config, request, tensor, sequences.axes) if tensor or sequences.axes else None
     try:
-        trace = _trace(config, request, stages, tensor, watch)
+        trace = _trace(config, request, sequences, stages, tensor, watch)
         # Only a trace shows which replicated parameters meet sharded and full activations. Their gradient is summed at
         # each sharded use, which changes the traffic over tp, so the model is traced again with them in the plan.
-        if tensor and watch and watch.used_both_ways:
+        if tensor and isinstance(watch, TrafficRecorder) and watch.used_both_ways:
             tensor = replace(tensor, equal=watch.used_both_ways)
-            watch = _watch(config, request, tensor)
-            trace = trace_example(request.program, request.example, stages, watch, split=config.parallel.split)
+            watch = _watch(config, request, tensor, sequences.axes)
+            trace = sequences.trace(stages, watch)
     except _WrongPlanError:
         raise
     except PlanError as problem:
         _refuse_unfollowed(config, tensor, problem)
         _check_reads(watch)
-        unknown = f"bytes over tp are not known before they are sent: {_on_one_stage(problem)}"
+        names = " and ".join(axis for axis, ranks in (("tp", config.tp), ("cp", config.cp)) if ranks > 1)
+        unknown = f"bytes over {names} are not known before they are sent: {_on_one_stage(problem)}"
         return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
-    notes = _ran_on_zeros(trace)
-    if tensor is not None and watch is not None:
+    notes = (*sequences.notes, *_ran_on_zeros(trace))
+    if tensor is not None and isinstance(watch, TrafficRecorder):
         notes = (*notes, *tensor.notes, *_prove(config, request, tensor))
         _check_partial(request.program.model, tensor, trace, watch)
     partition, decision, costs = _cut(config, trace, request.costs, stages)
     notes = (*notes, *costs)
     measured = _measured(partition, request.costs) if decision is None else None
     found = Analysis(trace=trace, partition=partition, notes=notes, decision=decision, measured=measured)
-    if tensor is None or watch is None:
+    if watch is None:
         return found
-    tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
-    use = find_logit_use(tensor, trace, config.tp)
-    traffic = _by_stage(trace, partition, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
-    return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
+    loss = None
+    if tensor is not None and isinstance(watch, TrafficRecorder):
+        tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
+        use = find_logit_use(tensor, trace, config.tp)
+        loss, notes = loss_traffic(use, config.tp), (*notes, *_notes_on_logits(use))
+    calls = (traffic_by_call(watch.sent, trace, rank) for rank in range(config.cp))
+    traffic = tuple(_by_stage(trace, partition, each, loss) for each in calls)
+    return replace(found, traffic=traffic, notes=notes, tensor=tensor)
 
 
-def _of_sequences(config: Config, request: PlanRequest) -> Analysis:
-    """Traces the example as a context rank runs it, and counts the bytes that each rank sends over cp.
-
-    A module that needs the memory of a full sequence refuses a sharded one. Its inputs are gathered in the next trace.
-    """
-    axis, model = DryAxis(config.cp), request.program.model
-    watch = CollectiveRecorder(model, recomputed_blocks(model, config.activation_checkpointing), axis)
-    found = ContextPlan()
-    while True:
-        program, patches = with_context(request.program, axis, found.in_blocks), ForwardPatches()
-        try:
-            follow_sequences(model, found, patches)
-            trace = trace_example(program, request.example, 1, watch)
-            if found.in_blocks or all(one.what.label != RECURRENT_STATE for one in watch.sent):
-                break
-            found = replace(found, in_blocks=True)  # a state then passes each border once
-        except (PlanError, LocalOnlyError) as problem:
-            more = with_refusal(model, found, problem)
-            if more is None and isinstance(problem, PlanError):
-                unknown = f"bytes over cp are not known before they are sent: {_on_one_stage(problem)}"
-                return Analysis(notes=(unknown,), context=found)
-            if more is None:
-                raise
-            found = more
-        finally:
-            patches.remove()
-    assert isinstance(program, ContextProgram)
-    notes = (*program.notes, *_ran_on_zeros(trace))
-    by_rank = tuple(traffic_over("cp", watch.sent, config.cp, index) for index in range(config.cp))
-    return Analysis(trace=trace, context_traffic=by_rank, notes=notes, context=found)
+def _rowwise(config: Config, request: PlanRequest) -> tuple[RowwiseModule, ...]:
+    """Finds the modules that treat positions one by one, except around experts that read the rows of all ranks."""
+    names = around_experts(config, request.program.model, request.shared_experts)
+    rows = trace_rowwise(request.program, request.example)
+    return tuple(each for each in rows if not any(is_inside(name, each.name) for name in names))
 
 
 def _on_one_stage(error: Exception) -> str:
@@ -231,10 +232,15 @@ def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanE
 
 
 def _trace(
-    config: Config, request: PlanRequest, stages: int, tensor: TensorPlan | None, watch: TrafficRecorder | None
+    config: Config,
+    request: PlanRequest,
+    sequences: SharedSequences,
+    stages: int,
+    tensor: TensorPlan | None,
+    watch: CollectiveRecorder | None,
 ) -> ModelTrace:
     try:
-        return trace_example(request.program, request.example, stages, watch, split=config.parallel.split)
+        return sequences.trace(stages, watch)
     except PlanError:
         raise
     except Exception as error:
@@ -265,7 +271,7 @@ def _failure(config: Config, request: PlanRequest, tensor: TensorPlan) -> Except
     """Returns the error of the forward with this plan, on shapes; None if tracing refuses the forward."""
     failure = None
     try:
-        trace_example(request.program, request.example, 1, _watch(config, request, tensor))
+        trace_example(request.program, request.example, 1, _watch(config, request, tensor, ()))
     except PlanError:
         pass
     except Exception as error:
@@ -313,20 +319,27 @@ def _notes_on_logits(use: LogitUse) -> tuple[str, ...]:
     return (*gathers, *unknown)
 
 
-def _watch(config: Config, request: PlanRequest, tensor: TensorPlan) -> TrafficRecorder:
+def _watch(
+    config: Config, request: PlanRequest, tensor: TensorPlan | None, axes: tuple[DryAxis, ...]
+) -> CollectiveRecorder:
     model = request.program.model
     recomputed = recomputed_blocks(model, config.activation_checkpointing)
-    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config))
+    partly = selective_blocks(model, config.activation_checkpointing)
+    if tensor is None:
+        return CollectiveRecorder(model, recomputed, *axes, partly=partly)
+    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config), *axes, partly=partly)
 
 
-def _by_stage(trace: ModelTrace, cut: Partition | None, calls: Mapping[int, Tally], loss: Tally) -> dict[int, Tally]:
-    """Returns the traffic of a tensor rank over tp for one microbatch, by stage; the last stage adds the loss."""
+def _by_stage(
+    trace: ModelTrace, cut: Partition | None, calls: Mapping[int, Tally], loss: Tally | None = None
+) -> dict[int, Tally]:
+    """Returns the traffic of a rank over tp and cp for one microbatch, by stage; the last stage adds the loss."""
     stage_of_call = cut.stage_of_call if cut else (0,) * len(trace.calls)
     traffic = {stage: Tally() for stage in range(max(stage_of_call, default=0) + 1)}
     for call, tally in calls.items():
         traffic[stage_of_call[call]] = Tally((*traffic[stage_of_call[call]].rows(), *tally.rows()))
     last = max(traffic)
-    traffic[last] = Tally((*traffic[last].rows(), *loss.rows()))
+    traffic[last] = Tally((*traffic[last].rows(), *(loss.rows() if loss is not None else ())))
     return traffic
 
 
@@ -371,9 +384,9 @@ def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
     return Analysis(trace=trace, notes=_ran_on_zeros(trace))
 
 
-def _check_reads(watch: TrafficRecorder | None) -> None:
+def _check_reads(watch: CollectiveRecorder | None) -> None:
     """Refuses sharded parameters that code outside their module reads, because that code needs the full parameter."""
-    for name in watch.read_outside if watch else ():
+    for name in watch.read_outside if isinstance(watch, TrafficRecorder) else ():
         raise PlanError(
             f"parameter {name!r} is sharded over the tensor ranks, but code outside its module reads it too; give "
             f'its module the style "replicate" in parallel.tensor_plan.'
@@ -413,8 +426,6 @@ def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
         plan = found.plan(model, config.tp, parallel.sequence_parallel)
     else:
         plan = find_tensor_plan(model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
-    if request.shared_experts is not None:
-        plan = plan.without(request.shared_experts.modules)
     nothing = (
         f"parallel.tensor {config.tp} shares nothing of this model: every tensor rank holds and computes all of it, so "
         "give these ranks to parallel.data, or name layers in parallel.tensor_plan",

@@ -259,6 +259,11 @@ def tensor_format(config: Config) -> ActivationFormat | None:
     return ActivationFormat(wire, ACTIVATIONS) if wire is not None and config.tp > 1 else None
 
 
+def sequence_unit(config: Config) -> int:
+    """Returns the divisor of the positions of a context rank, which tensor ranks shard under sequence parallelism."""
+    return config.tp if config.parallel.sequence_parallel else 1
+
+
 def _number_format(name: str, block: int) -> NumberFormat | None:
     formats: dict[str, NumberFormat] = {
         "bf16": CastFormat(torch.bfloat16),
@@ -270,9 +275,10 @@ def _number_format(name: str, block: int) -> NumberFormat | None:
 
 
 def data_ranks_of_a_node(config: Config) -> int:
-    """Returns the number of data ranks on a node; all of them without ``parallel.gpus_per_node``."""
-    node = config.parallel.gpus_per_node
-    return config.dp if node is None else min(config.dp, max(1, node // config.grid(0).stride("dp")))
+    """Returns the number of data and context ranks on a node; all of them without ``parallel.gpus_per_node``."""
+    node, grid = config.parallel.gpus_per_node, config.grid(0)
+    ranks = grid.size(grid.sums)
+    return ranks if node is None else min(ranks, max(1, node // grid.stride(grid.sums)))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:
@@ -353,11 +359,12 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
             summed = bucket.elements // (ranks if sharded else 1) * widths.sums.itemsize
             tally.add(Traffic("pp", "ties", 1, sent_bytes("all_reduce", summed, len(bucket.ties))))
     parts: dict[torch.dtype, int] = {}
+    held = {slot.name: slot.stop - slot.start for bucket in layout.buckets for slot in bucket.slots}
     for row in rows:
         if row.partial and row.trainable:
             name = str(precision.parameter(row.name, row.dtype)).removeprefix("torch.")
             sums = precision.widths(name).sums
-            parts[sums] = parts.get(sums, 0) + row.elements
+            parts[sums] = parts.get(sums, 0) + (held[row.name] if row.equal_on_tensor_ranks else row.elements)
     for sums, elements in parts.items():
         tally.add(Traffic("tp", LABEL, 1, sent_bytes("all_reduce", elements * sums.itemsize, config.tp)))
     return tally
@@ -426,7 +433,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
 
 def frozen_bytes(row: ShardRow, holder: ShardHolder, precision: Precision) -> int:
     """Returns the bytes of a frozen parameter that a rank stores outside of buckets."""
-    quantized = row.quantized_shape(row.part(holder))
+    quantized = row.quantized_shape(holder)
     if quantized is not None:
         return quantized.bytes
-    return row.local_elements(row.part(holder)) * precision.frozen(row.name, row.dtype).itemsize
+    return row.local_elements(holder) * precision.frozen(row.name, row.dtype).itemsize

@@ -1,15 +1,17 @@
 """Plan of the experts: the modules whose experts data ranks share, and the sharding of their parameters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from engine.config import Config
 from engine.errors import PlanError
+from engine.parallel.data_digits import expert_sizes
 from engine.parallel.experts.forms import (
-    ExpertCut,
     ListedExperts,
     RoutedExperts,
     alike_lists,
@@ -19,12 +21,24 @@ from engine.parallel.experts.forms import (
     owner_cut,
     possible_stacks,
     stacked_experts,
+    stacks_differ,
 )
-from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
+from engine.parallel.experts.proof import Unproven, prove_adapted, prove_listed, prove_routed
 from engine.parallel.experts.router_bias import RouterBias, find_router_bias
-from engine.parallel.model.parametrized_weights import adapted_modules
+from engine.parallel.experts.router_choice import RouterChoice, find_router_choice
+from engine.parallel.experts.width import WidthCut, prove_width
+from engine.parallel.model.blocks import find_units
+from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.parametrized_weights import adapter_chain, outermost_adapters
 from engine.parallel.model.rng_streams import HostState
-from engine.program.expert_load import find_experts
+from engine.parallel.shard_table import Range
+from engine.parallel.tensor.plan.tensor_plan import AttributeChange, ParameterCut, TensorPlan
+from engine.planning.cost_model.expert_forms import SharedExpertWork
+from engine.planning.cost_model.hardware import load_gpu
+from engine.planning.cost_model.layout import TrainingLayout
+from engine.planning.cost_model.workload import ExpertWork
+from engine.program.batch import Batch
+from engine.program.expert_load import chosen_experts, find_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +48,15 @@ class ExpertPlan:
     ranks: int
     routed: tuple[RoutedExperts, ...]
     listed: tuple[ListedExperts, ...]
-    cuts: Mapping[str, ExpertCut]
-    """Division of the parameters of experts, by name."""
+    cuts: Mapping[str, tuple[Range, ...]]
+    """Ranges of each parameter of experts, with the expert rank that holds them, by name; of the first dim, or that in
+    ``dims``."""
     unproven: tuple[Unproven, ...] = ()
     """Modules that stack experts, and hold all of them on every rank."""
+    form: str = ""
+    """Form of the experts on tensor ranks with its reason, for the banner; empty with one tensor rank."""
+    whole: tuple[Unproven, ...] = ()
+    """Modules whose experts are whole on tensor ranks, although others are cut, with the reason."""
 
     @property
     def shared(self) -> tuple[RoutedExperts | ListedExperts, ...]:
@@ -45,9 +64,20 @@ class ExpertPlan:
         return (*self.routed, *self.listed)
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of the modules that own experts."""
-        return (*(each.name for each in self.routed), *(name for each in self.listed for name in each.names))
+    def dims(self) -> Mapping[str, int]:
+        """Dims of the parameters that stack experts along another dim than the first, by name."""
+        return {name: own.dim for each in self.routed for name, own in each.parameters.items() if own.dim}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The different numbers of experts of its layers."""
+        return tuple(dict.fromkeys(each.experts for each in self.shared))
+
+    @property
+    def uncut(self) -> tuple[str, ...]:
+        """Names of the modules that own experts which tensor ranks do not cut."""
+        listed = (name for each in self.listed if not each.cut for name in each.names)
+        return (*(each.name for each in self.routed if each.added is None), *listed)
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -56,16 +86,84 @@ class ExpertPlan:
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Parameters that have a part of the gradient on each tensor rank: tensor ranks divide the rows of experts."""
+        """Parameters that have a part of the gradient on each tensor rank: ranks divide the rows or the width of
+        experts. Those that ranks cut have entries in the tensor plan."""
         common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
         return (*(name for each in self.routed for name in each.parameters), *common)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the banner: modules whose experts stay on every rank, with the reason."""
-        return tuple(
+        """Lines for the banner: modules whose experts stay on every rank, or on every tensor rank, with the reason."""
+        everywhere = (
             f"parallel.expert: every rank holds all experts of {each.name}: {each.reason}" for each in self.unproven
         )
+        whole = (f"parallel.expert_tensor: experts of {each.name} are whole: {each.reason}" for each in self.whole)
+        return (*everywhere, *whole)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """Routers that take the experts of each row from a batch."""
+
+    routers: tuple[tuple[RouterChoice, int], ...]
+    """The routers in their order, each with the number of its layer."""
+    layers: int
+    """Number of layers, with layers without experts."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the routers."""
+        return tuple(choice.router for choice, _ in self.routers)
+
+
+def find_replay_plan(model: nn.Module, config: Config) -> ReplayPlan | None:
+    """Finds the choices of all routers of ``model`` by trial; None without ``router_replay``.
+
+    Raises:
+        ConfigError: the model has no experts.
+        PlanError: the choice of a router was not found, or routers choose different numbers of experts.
+    """
+    if not config.router_replay:
+        return None
+    proven, found = dict[object, RouterChoice | str](), dict[tuple[str, int], RouterChoice]()
+    drawn = HostState.take()
+    with torch.random.fork_rng([]):  # trials may draw
+        for stack in find_experts(model, "router_replay"):
+            name, _, child = stack.name.rpartition(".")
+            kind = (module_kind(block := model.get_submodule(name)), child)
+            if kind not in proven:
+                proven[kind] = find_router_choice(block, child, stack.experts)
+            if isinstance(made := proven[kind], str):
+                raise PlanError(
+                    f"router_replay is true, but the choice of the router of {stack.name} was not found: {made}; leave "
+                    "router_replay out."
+                )
+            choice = made.inside(name)
+            found[choice.router, choice.place] = choice
+    drawn.put()
+    odd = next((each for each in found.values() if each.chosen != next(iter(found.values())).chosen), None)
+    if odd is not None:
+        raise PlanError(
+            f"router_replay is true, but {odd.router} chooses {odd.chosen} experts for a row, and another router "
+            "chooses another number, so that routed_experts has no shape; leave router_replay out."
+        )
+    return _numbered(tuple(found.values()), find_units(model).blocks)
+
+
+def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> ReplayPlan:
+    """Returns the plan with the number of each router's block; without one block for each router, they are counted."""
+    owners = {name: number for number, name in enumerate(blocks)}
+    layers = [next((owners[b] for b in blocks if f"{each.router}.".startswith(f"{b}.")), -1) for each in routers]
+    if -1 in layers or len(set(layers)) < len(routers):
+        return ReplayPlan(tuple(zip(routers, range(len(routers)), strict=True)), len(routers))
+    return ReplayPlan(tuple(zip(routers, layers, strict=True)), len(blocks))
+
+
+def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) -> tuple[str, ...]:
+    """Returns the names of modules whose experts are shared, counted or replayed, which read the rows of all ranks."""
+    replay = find_replay_plan(model, config)
+    counted = find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else ()
+    return (*(shared.blocks if shared else ()), *(replay.modules if replay else ()), *(each.name for each in counted))
 
 
 def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
@@ -79,7 +177,7 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
         return None
     drawn = HostState.take()
     with torch.random.fork_rng([]):  # trials may draw
-        routed, refused = _routed(model)
+        routed, refused = _routed(model, ranks)
         listed, others = _listed(model)
     drawn.put()
     unproven = (*refused, *others)
@@ -88,9 +186,10 @@ def find_expert_plan(model: nn.Module, config: Config) -> ExpertPlan | None:
     shared: tuple[RoutedExperts | ListedExperts, ...] = (*routed, *listed)
     fewest = min(shared, key=lambda each: each.experts)
     if fewest.experts < ranks:
+        fitting = expert_sizes(config.dp, config.cp, config.zero_optimization.shard_size)
         raise PlanError(
             f"parallel.expert is {ranks}, but {fewest.name} has {fewest.experts} experts, and every rank needs at "
-            f"least one; give a size from 1 to {fewest.experts}."
+            f"least one; give one of {', '.join(str(size) for size in fitting if size <= fewest.experts)}."
         )
     return ExpertPlan(ranks, routed, listed, _cuts(model, ranks, routed, listed), unproven)
 
@@ -103,7 +202,8 @@ def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ..
     """
     if not config.router_bias_update_rate:
         return ()
-    found = (find_router_bias(model, stack.name, stack.experts) for stack in find_experts(model))
+    stacks = find_experts(model, "router_bias_update_rate")
+    found = (find_router_bias(model, stack.name, stack.experts) for stack in stacks)
     biases = tuple(each for each in found if each is not None)
     if not biases:
         raise PlanError(
@@ -113,19 +213,20 @@ def find_router_biases(model: nn.Module, config: Config) -> tuple[RouterBias, ..
     return biases
 
 
-def _routed(model: nn.Module) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:
+def _routed(model: nn.Module, ranks: int) -> tuple[tuple[RoutedExperts, ...], tuple[Unproven, ...]]:
     proven: dict[object, RoutedExperts | Unproven] = {}
     found = list[RoutedExperts | Unproven]()
-    adapted = adapted_modules(model)
-    for name, module in model.named_modules():
+    adapters = outermost_adapters(model)
+    for own, module in model.named_modules():
         if next(possible_stacks(module), None) is None:
+            if "expert" in own.lower() and stacks_differ(module):
+                found.append(Unproven(own, "its matrices stack different numbers of experts"))
             continue
-        if module in adapted:
-            found.append(Unproven(name, "adapters of their stacked parameters add to the experts of all ranks"))
-            continue
-        kind = module_kind(module)
+        name = adapters.get(module, own)
+        called = model.get_submodule(name)
+        kind = tuple(module_kind(each) for _, each in adapter_chain(called))
         if kind not in proven:
-            proven[kind] = prove_routed(name, module)
+            proven[kind] = prove_routed(name, module) if called is module else prove_adapted(name, called, ranks)
         if isinstance(proven[kind], RoutedExperts) or stacked_experts(module):
             found.append(proven[kind].named(name))
     routed = tuple(each for each in found if isinstance(each, RoutedExperts))
@@ -151,8 +252,8 @@ def _listed(model: nn.Module) -> tuple[tuple[ListedExperts, ...], tuple[Unproven
 
 def _cuts(
     model: nn.Module, ranks: int, routed: tuple[RoutedExperts, ...], listed: tuple[ListedExperts, ...]
-) -> dict[str, ExpertCut]:
-    cuts = {name: expert_cut(each.experts, ranks, rows) for each in routed for name, rows in each.parameters.items()}
+) -> dict[str, tuple[Range, ...]]:
+    cuts = {name: expert_cut(each.experts, ranks, own) for each in routed for name, own in each.parameters.items()}
     for each in listed:
         bounds = expert_bounds(each.experts, ranks)
         for rank in range(ranks):
@@ -169,3 +270,90 @@ def _missing(unproven: tuple[Unproven, ...]) -> str:
             "and no block calls a list of equal modules with rows"
         )
     return f"the experts of {unproven[0].name} cannot be shared, because {unproven[0].reason}"
+
+
+def form_on_tensor_ranks(
+    config: Config, model: nn.Module, example: Batch, plan: TensorPlan, shared: ExpertPlan
+) -> tuple[TensorPlan, ExpertPlan]:
+    """Returns the tensor plan and the experts with those that tensor ranks cut along their width.
+
+    Raises:
+        PlanError: ``parallel.expert_tensor`` is "cut", and a module's experts cannot be cut.
+    """
+    wanted, ranks = config.parallel.expert_tensor, f"on {config.tp} tensor ranks"
+    cut, reason = wanted == "cut", "parallel.expert_tensor"
+    if wanted == "auto":
+        cut, reason = _cheaper_form(config, model, example, shared)
+        reason = f"auto: {reason}"
+    if not cut:
+        return plan.without(shared.uncut), replace(shared, form=f"whole {ranks} ({reason})")
+    proven, refused = dict[object, WidthCut | str](), dict[str, str]()
+    routed, listed = list[RoutedExperts](), list[ListedExperts]()
+    for each in shared.routed:
+        module = model.get_submodule(each.name)
+        kind = (module_kind(module), tuple(_inside(plan, each.name).items()))
+        if kind not in proven:
+            proven[kind] = prove_width(module, each, *_changes(plan, each.name), config.tp)
+        width = proven[kind]
+        if isinstance(width, str):
+            refused[each.name] = width
+        routed.append(each if isinstance(width, str) else replace(each, added=width.added))
+    for block in shared.listed:
+        problem = _list_problem(plan, block)
+        if problem is not None:
+            refused[block.name] = problem
+        listed.append(replace(block, cut=problem is None))
+    if refused and wanted == "cut":
+        name, why = next(iter(refused.items()))
+        raise PlanError(
+            f'parallel.expert_tensor is "cut", but the experts of {name} cannot be cut along their width: {why}; set '
+            'it to "auto" or "whole".'
+        )
+    if len(refused) == len(shared.shared):
+        form, refused = f"whole {ranks} (auto: {next(iter(refused.values()))})", {}
+    else:
+        form = f"cut along their width {ranks} ({reason})"
+    whole = tuple(Unproven(name, why) for name, why in refused.items())
+    found = replace(shared, routed=tuple(routed), listed=tuple(listed), form=form, whole=whole)
+    return plan.without(found.uncut).with_summed([each.name for each in routed if each.added is not None]), found
+
+
+def _inside(plan: TensorPlan, module: str) -> dict[str, ParameterCut]:
+    """Returns the cuts of the parameters of a module, by name in it."""
+    return {name[len(module) + 1 :]: cut for name, cut in plan.parameters.items() if is_inside(name, module)}
+
+
+def _changes(plan: TensorPlan, module: str) -> tuple[dict[str, ParameterCut], tuple[AttributeChange, ...]]:
+    return _inside(plan, module), tuple(change for change in plan.attributes if change.module == module)
+
+
+def _list_problem(plan: TensorPlan, block: ListedExperts) -> str | None:
+    """Returns the reason why experts of a list are not cut; None if the layers of each are."""
+    if not all(any(is_inside(layer, name) for layer in plan.layers) for name in block.names):
+        return "the tensor plan does not cut their layers"
+    if any(is_inside(shown, name) for name in block.names for shown in plan.shown):
+        return "the tensor plan cuts them through views"
+    return None
+
+
+def _cheaper_form(config: Config, model: nn.Module, example: Batch, shared: ExpertPlan) -> tuple[bool, str]:
+    """Returns True if experts that tensor ranks cut cost less than whole ones, and the reason."""
+    gpu, first = load_gpu("h100"), shared.shared[0]
+    owned = sum(parameter.numel() for name in shared.uncut for parameter in model.get_submodule(name).parameters())
+    tokens = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    widths = [1 if leaf.dim() == 2 else leaf.shape[-1] for leaf in tokens]
+    layout = TrainingLayout(
+        dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp, ep=config.parallel.expert, order=config.parallel.order,
+        stage=config.zero_optimization.stage, micro=config.micro, microbatches=config.accumulation,
+    )  # fmt: skip
+    work = SharedExpertWork(
+        tokens=max((leaf.numel() // width for leaf, width in zip(tokens, widths, strict=True)), default=config.micro),
+        width=first.width,
+        layers=ceil(len(shared.shared) / config.pp),
+        work=ExpertWork(
+            owned / len(shared.shared), first.experts, chosen_experts(model, first.experts), len(shared.shared)
+        ),
+        itemsize=2 if config.bf16.enabled or config.fp16.enabled else 4,
+        listed=bool(shared.listed),
+    )
+    return work.choose(layout, gpu, config.parallel.gpus_per_node or round(gpu.gpus_per_node))

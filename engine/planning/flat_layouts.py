@@ -128,12 +128,11 @@ def _items(
     for row in rows:
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
         if row.trainable or (users.gathers is not None and dtype in SHARDED_DTYPES):
-            part = row.part(holder)
-            codes = row.quantized_shape(part)
+            codes = row.quantized_shape(holder)
             items.append(
                 Item(
                     name=row.name,
-                    shape=row.local_shape(part) if codes is None else (codes.bytes,),
+                    shape=row.local_shape(holder) if codes is None else (codes.bytes,),
                     dtype=str(dtype if codes is None else torch.uint8).removeprefix("torch."),
                     group=row.group,
                     counted=row.counted(holder),
@@ -143,9 +142,9 @@ def _items(
                     gathers=users.turns(row, pp),
                     trainable=row.trainable,
                     stages=users.stages(row, pp),
-                    copies=row.copies(part) if pp == row.owners[0] else (),
+                    copies=row.copies(holder) if pp == row.owners[0] else (),
                     exact=encoded and _has_own_and_shared_rows(row),
-                    spread=grid.expert_spread if row.axis == "ep" else None,
+                    spread=grid.expert_spread if row.experts else None,
                 )
             )
     return items

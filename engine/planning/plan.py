@@ -15,9 +15,11 @@ from engine.kernels.codecs.weight_format import WeightFormat
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_state, layer_routes, refuse_experts
 from engine.optim.param_groups import assign_groups
+from engine.parallel.activation_checkpointing.tiles import TilePlan
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
-from engine.parallel.context.followed import ContextPlan
+from engine.parallel.context.recurrence.followed import ContextPlan
+from engine.parallel.context.rowwise import RowwiseModule
 from engine.parallel.experts.router_bias import RouterBias
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.kernel_injection.inject import Replacement
@@ -53,7 +55,13 @@ from engine.planning.budgets import (
     stored_bytes,
     wire_formats,
 )
-from engine.planning.expert_plan import ExpertPlan, find_expert_plan, find_router_biases
+from engine.planning.expert_plan import (
+    ExpertPlan,
+    ReplayPlan,
+    find_expert_plan,
+    find_replay_plan,
+    find_router_biases,
+)
 from engine.planning.flat_layouts import FlatLayouts, Users
 from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
@@ -88,10 +96,8 @@ class Plan:
     """Trace of the example batch; None if none was needed, or if the model cannot be traced and needs no pipeline."""
     partition: Partition | None = None
     """Partition into stages; None without a pipeline."""
-    tensor_traffic: Mapping[int, Tally] = field(default_factory=dict)
-    """Traffic of a tensor rank over tp for one microbatch, by stage."""
-    context_traffic: tuple[Tally, ...] = ()
-    """Traffic over cp for one microbatch, by context rank; empty without context ranks."""
+    layer_traffic: tuple[Mapping[int, Tally], ...] = ()
+    """Traffic of a rank over tp and cp for one microbatch, by context rank and stage; empty if none is known."""
     context: ContextPlan = field(default_factory=ContextPlan)
     """Modules of a model over sharded sequences that need full ones."""
     gather_groups: GatherGroups | None = None
@@ -108,8 +114,14 @@ class Plan:
     """True if the script passes a learning-rate schedule; None: unknown, in a plan without a run."""
     router_biases: tuple[RouterBias, ...] = ()
     """Bias buffers of routers that each step adjusts towards an even load."""
+    replay: ReplayPlan | None = None
+    """Routers that take the experts of each row from a batch; None: routers choose."""
     shared_experts: ExpertPlan | None = None
     """Experts divided among data ranks; None: every data rank has all experts."""
+    rowwise: tuple[RowwiseModule, ...] = ()
+    """Modules that treat positions one by one; () without context ranks."""
+    tiles: TilePlan | None = None
+    """Modules that run in tiles of tokens; None: not configured."""
 
     def grid(self, rank: int) -> Grid:
         """Returns the grid of ranks with the coordinates of ``rank``."""
@@ -179,7 +191,7 @@ class Plan:
         """Returns the planned state bytes and traffic of ``rank``."""
         coord = self.grid(rank).coord()
         holder = self.grid(0).holder(coord)
-        held = sum(row.local_elements(row.part(holder)) for row in self.table.held_by(holder))
+        held = sum(row.local_elements(holder) for row in self.table.held_by(holder))
         state = self.state(coord)
         return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 
@@ -260,6 +272,11 @@ class Plan:
         within = SecondaryLayout(node, frozenset(range(len(sizes))) - pinned - apart) if node > 1 else NO_SHARDS
         return GatherPlan(order, self.schedule.passes(coord.pp), pinned, sizes, wire, within)
 
+    @property
+    def tensor_traffic(self) -> Mapping[int, Tally]:
+        """Traffic of a rank with the first positions over tp and cp for one microbatch, by stage."""
+        return self.layer_traffic[0] if self.layer_traffic else {}
+
     def _is_fed(self, stage: int) -> bool:
         """Returns True if an earlier stage has trained parameters, so that this stage computes gradients of its
         inputs."""
@@ -282,10 +299,9 @@ class Plan:
             parts.append(Tally(layers.traffic()))
         counted = sum(stack.experts for stack in self.experts)
         parts.append(control_traffic(self.config, self.grid(0).world_size, counted))
-        if self.context_traffic:
-            parts.append(self.context_traffic[coord.cp].times(microbatches))
+        by_stage = self.layer_traffic[coord.cp] if self.layer_traffic else {}
         for stage in self.stages(coord.pp):
-            parts.append(self.tensor_traffic.get(stage, Tally()).times(microbatches))
+            parts.append(by_stage.get(stage, Tally()).times(microbatches))
             if self.partition is not None and self.trace is not None:
                 ranks = self.schedule.rank_of_stage
                 form, values = pipeline_format(self.config), self.trace.values
@@ -303,8 +319,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
 
     Raises:
         ConfigError: a pattern in the optimizer groups matches nothing.
-        PlanError: no parameter is trainable, a dtype cannot be trained, sizes are not divisible, or no partition into
-            stages exists.
+        PlanError: nothing is trainable, a dtype cannot be trained, sizes do not divide, or no partition exists.
         ScheduleError: the schedule is unknown, or does not suit the number of ranks or microbatches.
     """
     model, given = request.program.model, request.given
@@ -314,6 +329,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
     request = replace(request, shared_experts=find_expert_plan(model, config))
     analysis = analyze(config, request, requested.stages if requested else config.pp)
+    request = replace(request, shared_experts=analysis.shared_experts or request.shared_experts)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
@@ -334,8 +350,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         tensor=analysis.tensor,
         trace=analysis.trace,
         partition=analysis.partition,
-        tensor_traffic=analysis.traffic,
-        context_traffic=analysis.context_traffic,
+        layer_traffic=analysis.traffic,
         context=analysis.context,
         gather_groups=gathers,
         decision=analysis.decision,
@@ -345,6 +360,9 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         shared_experts=request.shared_experts,
         experts=find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else (),
         router_biases=find_router_biases(model, config),
+        rowwise=analysis.rowwise,
+        tiles=analysis.tiles,
+        replay=find_replay_plan(model, config),
     )
     return _settled(plan)
 
@@ -381,7 +399,7 @@ def _settled(plan: Plan) -> Plan:
         return plan
     if plan.moments is None:
         raise refuse_unknown()
-    positions = [plan.grid(0).rank_at(pp=at.pp, tp=at.tp, dp=at.ep) for at in plan.layouts]
+    positions = [plan.grid(0).rank_at(pp=at.pp, tp=at.tp, ep=at.ep) for at in plan.layouts]
 
     def at(ratio: float) -> Plan:
         return replace(plan, config=with_ratio(plan.config, ratio))
@@ -406,7 +424,6 @@ def _division(
 ) -> Division:
     stages = analysis.partition.owners if analysis.partition else {}
     ranks = schedule.rank_of_stage
-    experts = shared.cuts if shared is not None else {}
     partial = analysis.tensor.partial if analysis.tensor else frozenset[str]()
     return Division(
         tp=config.tp,
@@ -415,7 +432,8 @@ def _division(
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.trace.read_by_glue if analysis.trace else (),
         quantized=quantized,
-        experts=experts,
+        experts=shared.cuts if shared is not None else {},
+        expert_dims=shared.dims if shared is not None else {},
     )
 
 

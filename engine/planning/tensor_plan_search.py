@@ -42,6 +42,7 @@ from engine.program.program import Program
 ROWS = 2
 LENGTH = 16
 """Most tokens per row of the traced example; results do not depend on size."""
+_Names = tuple[str, ...]
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Sizes of the tensor axis that an error may propose."""
 
@@ -88,10 +89,10 @@ class SearchedProgram:
         """Digest of everything on which a search depends, except its settings."""
         return ProgramDigest(self.program, self.example)
 
-    def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True) -> FoundStyles:
+    def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True, whole: _Names = ()) -> FoundStyles:
         """Returns tensor-parallel styles of layers for ``tp`` tensor ranks.
 
-        ``low_rank``: large matrices are low-rank random products during search and proof.
+        ``low_rank``: large matrices are low-rank random products. ``whole``: modules that may stay unsharded.
 
         Raises:
             PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
@@ -101,7 +102,7 @@ class SearchedProgram:
             found = distinct_units(self, tp)
             words = {} if found.choice else _vocabularies(model, found.trace, self.called, tp)
             shared = blocks_with_shared_layers(model, [name for unit in found.units for name in unit.alike])
-            search = _Search(self.program, tp, sequence, low_rank, shared, dict(words))
+            search = _Search(self.program, tp, sequence, low_rank, shared, whole, dict(words))
             for unit in found.units:
                 search.take(unit)
         patterns = as_patterns(model, search.styles)
@@ -365,6 +366,7 @@ class _Search:
     low_rank: bool
     shared: frozenset[str]
     """Blocks that hold a layer of another block too, which stay whole."""
+    whole: _Names
     styles: dict[str, str] = field(default_factory=dict)
     reasons: list[Reason] = field(default_factory=list)
     known: list[Decided] = field(default_factory=list)
@@ -422,7 +424,7 @@ class _Search:
         search = Search(block, truth, self.sequence, tuple(self.known))
         found = search.decide(groups, self.tp)
         for one in found:
-            if one.way.how == "replicate":
+            if one.way.how == "replicate" and not self._may_stay_whole(unit, one.group.row):
                 self._refuse_if_others_fit(unit, patterns, one.group, search)
         return found
 
@@ -442,6 +444,7 @@ class _Search:
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
         groups = patterns.groups(self.tp)
         taken = {name for group in groups for name in group.cuts}
+        taken |= {one.weight for one in patterns.products if self._may_stay_whole(unit, one.weight)}
         loose = dict.fromkeys(product.weight for product in patterns.products if product.weight not in taken)
         rows = {group.row for group in groups}
         # the largest first, since sizes that divide it follow from what its ranks need
@@ -452,6 +455,9 @@ class _Search:
                 fits = [s for s in _SIZES if rows | {missed.row} <= {g.row for g in patterns.groups(s)}]
                 raise self._does_not_fit(unit, patterns, missed, fits)
         return groups
+
+    def _may_stay_whole(self, unit: Unit, name: str) -> bool:
+        return any(is_inside(f"{unit.name}.{name}".strip("."), module) for module in self.whole)
 
     def _refuse_if_others_fit(
         self, unit: Unit, patterns: GradientSparsity, group: CoupledParameters, search: Search

@@ -173,6 +173,8 @@ def _asked(config: Config) -> str | None:
         return f"parallel.tensor is {config.tp}"
     if config.pp > 1:
         return f"parallel.pipeline is {config.pp}"
+    if config.parallel.expert > 1:
+        return f"parallel.expert is {config.parallel.expert}"
     if config.zero_optimization.stage == 3:
         return "zero_optimization.stage is 3"
     if config.quantize_frozen is not None:

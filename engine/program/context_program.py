@@ -1,10 +1,15 @@
 """Program of a rank that computes a part of the positions of every sequence (context parallelism)."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
+
+from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.context.placed import PlacedTensor
+from engine.parallel.context.choose import Method
+from engine.parallel.context.recurrence.placed import PlacedTensor
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_owner
@@ -20,6 +25,8 @@ class ContextProgram(Program):
     """Model and loss over sequences that are sharded over the axis "cp"."""
 
     sequences: ContextOfSequences | None = field(default=None, compare=False)
+    staged: bool = False
+    """True if a forward runs one pipeline stage, so that the layer that reads the batch may be on another rank."""
 
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Returns output and loss of one microbatch, equal on all context ranks; the first one starts the backward."""
@@ -41,26 +48,44 @@ class ContextProgram(Program):
         """Returns the output of one microbatch, gathered over the axis "cp"."""
         return gather_sequences(Program.output(self, microbatch))
 
+    def on_shapes(self) -> AbstractContextManager[None]:
+        """Makes the axis "cp" dry inside the context."""
+        return self._sequences.axis.dry_run()
+
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line for the banner about functions without a rule, which gather sequences; empty without such ones."""
-        gathers = self._sequences.gathers
+        """Lines for the banner: methods of attention, and functions without a rule, which gather sequences."""
+        gathers, attention = self._sequences.gathers, self._sequences.attention.notes
         if not gathers:
-            return ()
+            return attention
         shown = ", ".join(f"{name} ({times})" for name, times in sorted(gathers.items(), key=lambda one: -one[1])[:4])
-        return (f"parallel.context: sequences are gathered in each forward by {shown}",)
+        return (*attention, f"parallel.context: sequences are gathered in each forward by {shown}")
 
     @property
     def _sequences(self) -> ContextOfSequences:
         assert self.sequences is not None, "set by with_context"
         return self.sequences
 
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's output, gathered over the axis "cp"; the first context rank passes gradients on."""
+        moved = self.move(args), self.move(kwargs)
+        return map_leaves(self._owned, self._entered(moved, lambda: Program.call(self, *moved[0], **moved[1])))
+
+    def _owned(self, value: Any) -> Any:
+        value = _plain(value)
+        needs = isinstance(value, Tensor) and value.requires_grad
+        return gradient_to_owner(value, self._sequences.axis) if needs else value
+
     def _run(self, moved: Batch) -> Any:
+        return self._entered(moved, lambda: Program._run(self, moved))
+
+    def _entered(self, moved: Any, run: Callable[[], Any]) -> Any:
+        """Returns the result of ``run``, a forward that reads the tensors of ``moved`` as sequences."""
         self._sequences.clear()  # recomputation in the last backward has sent states too
         with SequenceEntry(self._sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
-            made = Program._run(self, moved)
+            made = run()
         self._sequences.clear()
-        if not entry.found:
+        if not entry.found and (self._sequences.axis.dry or not self.staged):
             raise EngineError(
                 "parallel.context shards token ids [B, S] that an embedding reads, or rows [B, S, H] that a linear "
                 "layer reads, but this model reads no batch tensor in such a layer; set parallel.context to 1."
@@ -68,15 +93,28 @@ class ContextProgram(Program):
         return made
 
 
-def with_context(program: Program, axis: TensorAxis, in_blocks: bool = False) -> Program:
+def with_context(
+    program: Program,
+    axis: TensorAxis,
+    method: Method | Literal["auto"],
+    *,
+    staged: bool = False,
+    unit: int = 1,
+    in_blocks: bool = False,
+) -> Program:
     """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank.
 
-    ``in_blocks``: each rank has neighbouring positions, for models with recurrences.
+    Args:
+        method: the way in which queries meet the keys of other ranks.
+        staged: a forward runs one pipeline stage.
+        unit: divisor of the number of positions of each rank.
+        in_blocks: each rank has neighbouring positions, for models with recurrences.
     """
     if axis.size == 1:
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
-    return ContextProgram(**own, sequences=ContextOfSequences(axis, in_blocks))
+    sequences = ContextOfSequences(axis, method, unit, in_blocks)
+    return ContextProgram(**own, sequences=sequences, staged=staged)
 
 
 def gather_sequences(output: Any) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.errors import ConfigError
+from engine.parallel.grid import Axis
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.parametrized_weights import outermost_adapters
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 
 logger = logging.getLogger("trine")
@@ -39,19 +42,33 @@ class ExpertStack(NamedTuple):
     experts: int
 
 
-def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
-    """Finds every module of ``model`` that owns experts, in order. Reads only shapes.
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "num_selected_experts")
+"""Names of the number of experts of a token in configurations of models."""
+
+
+def chosen_experts(model: nn.Module, experts: int) -> int:
+    """Returns the number of experts of a token, of ``experts``, by the model's configuration; 2 without one."""
+    config = getattr(model, "config", None)
+    given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
+    return min(given, experts)
+
+
+def find_experts(model: nn.Module, key: str = "monitor.expert_load") -> tuple[ExpertStack, ...]:
+    """Finds every module of ``model`` that owns experts, in order, for ``key`` of the configuration. Reads only shapes.
 
     Raises:
         ConfigError: there is none.
     """
+    adapters = outermost_adapters(model)
     found = tuple(
-        ExpertStack(name, count) for name, module in model.named_modules() if (count := _held_by(name, module))
+        ExpertStack(adapters.get(module, name), count)
+        for name, module in model.named_modules()
+        if (count := _held_by(name, module))
     )
     if not found:
         raise ConfigError(
-            "monitor.expert_load = true, but the model has no experts: neither a module with matrices [experts, ., .] "
-            "that is called with numbers of experts, nor a ModuleList named experts; leave monitor.expert_load out."
+            f"{key} is set, but the model has no experts: neither a module with matrices [experts, ., .] that is "
+            f"called with numbers of experts, nor a ModuleList named experts; leave {key} out."
         )
     return found
 
@@ -72,12 +89,14 @@ def _held_by(name: str, module: nn.Module) -> int:
 class ExpertCounter:
     """Counter of rows on this rank while ``counting`` is open; a forward that is repeated in backward counts once.
 
-    Tensor ranks route the same rows, or parts of one sequence: each row counts on the first rank that stores it, so the
-    sum over the world is the sum over all rows. ``rank`` is this rank's index on the axis tp.
+    Ranks along tp and cp route the same rows, or parts of one sequence: each row counts on the first rank that stores
+    it, so the sum over the world is the sum over all rows. ``ranks``: this rank's index on these axes.
     """
 
-    def __init__(self, stacks: Sequence[ExpertStack], device: torch.device, rank: int = 0) -> None:
-        self._stacks, self._device, self._rank = stacks, device, rank
+    def __init__(
+        self, stacks: Sequence[ExpertStack], device: torch.device, ranks: Mapping[Axis, int] = MappingProxyType({})
+    ) -> None:
+        self._stacks, self._device, self._ranks = stacks, device, {axis: rank for axis, rank in ranks.items() if rank}
         self._into: Tensor | None = None
         self._told: set[str] = set()
 
@@ -149,12 +168,14 @@ class ExpertCounter:
         """
         for value in values:
             if isinstance(value, list | tuple) and len(value) == experts and all(type(count) is int for count in value):
-                return torch.tensor(value, dtype=torch.float64, device=self._device) * (self._rank == 0)
+                return torch.tensor(value, dtype=torch.float64, device=self._device) * (not self._ranks)
         chosen = next((value for value in values if isinstance(value, Tensor) and value.dtype in _INTEGERS), None)
         if chosen is None:
             return None
         rows, own = _first_rows(values), self._own(chosen, chosen.ndim)
-        local = chosen.local if isinstance(chosen, GlobalTensor) else chosen
+        local = chosen
+        while isinstance(local, GlobalTensor):
+            local = local.local
         if not own.any():
             return torch.zeros(experts, dtype=torch.float64, device=local.device)
         if tuple(chosen.shape) == (experts,) and (rows is None or prod(rows.shape[:-1]) != experts):
@@ -167,16 +188,18 @@ class ExpertCounter:
         return counts.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))[:experts]
 
     def _own(self, given: Tensor, dims: int) -> NDArray[np.bool_]:
-        """Returns the mask of elements, over the first ``dims`` dims, that no earlier tensor rank stores; these count
-        here."""
-        if not isinstance(given, GlobalTensor):
-            return np.full(tuple(given.shape[:dims]), self._rank == 0)
-        # a bit for each rank that stores an element; the lowest bit is the first of these ranks
-        holders = np.full(tuple(given.local.shape[:dims]), -1, dtype=np.int64)
-        for dim, index in enumerate(given.sets[:dims]):
-            if index is not None:
-                holders &= index.holders[index.ranks[self._rank]].reshape([-1 if n == dim else 1 for n in range(dims)])
-        return np.asarray((holders & -holders) == 1 << self._rank)
+        """Returns the mask of elements, over the first ``dims`` dims, that no earlier rank stores; these count here."""
+        earlier, own = dict(self._ranks), np.full(tuple(given.shape[:dims]), True)
+        while isinstance(given, GlobalTensor):
+            rank = earlier.pop(given.views.axis.name, 0)
+            # a bit for each rank that stores an element; the lowest bit is the first of these ranks
+            holders = np.full(tuple(given.local.shape[:dims]), -1, dtype=np.int64)
+            for dim, index in enumerate(given.sets[:dims]):
+                if index is not None:
+                    own = own.take(index.ranks[rank], axis=dim)
+                    holders &= index.holders[index.ranks[rank]].reshape([-1 if n == dim else 1 for n in range(dims)])
+            own, given = own & ((holders & -holders) == 1 << rank), given.local
+        return own & (not earlier)
 
 
 def _first_rows(values: Sequence[Any]) -> Tensor | None:

@@ -11,7 +11,7 @@ from the signature of forward; an ambiguous batch raises:
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -66,12 +66,23 @@ class ForwardInputs:
     """Signature that selects arguments, if there is a loss function and the user passed no ``inputs``; otherwise it
     accepts everything.
     """
+    without: frozenset[str] = frozenset()
+    """Keys of a batch that the engine itself reads, and forward never receives."""
 
     @staticmethod
-    def of(model: nn.Module, separate_loss: bool, stated: Inputs | None) -> "ForwardInputs":
+    def of(
+        model: nn.Module, separate_loss: bool, stated: Inputs | None, without: Collection[str] = ()
+    ) -> "ForwardInputs":
         """Returns the selection for a run; ``separate_loss``: a loss function receives the microbatch too."""
         follows = separate_loss and stated is None
-        return ForwardInputs(stated=stated, signature=ForwardSignature.of(model) if follows else ForwardSignature())
+        signature = ForwardSignature.of(model) if follows else ForwardSignature()
+        return ForwardInputs(stated=stated, signature=signature, without=frozenset(without))
+
+    def kept(self, microbatch: Batch) -> Batch:
+        """Returns a microbatch without the keys that the engine itself reads."""
+        if not self.without or not isinstance(microbatch, Mapping) or self.without.isdisjoint(microbatch):
+            return microbatch
+        return {key: value for key, value in microbatch.items() if key not in self.without}
 
     def take(self, microbatch: Batch) -> Batch:
         """Returns the arguments of forward from a microbatch.
@@ -79,6 +90,7 @@ class ForwardInputs:
         Raises:
             EngineError: the signature of forward does not determine them.
         """
+        microbatch = self.kept(microbatch)
         if self.stated is not None:
             return self._take_stated(microbatch)
         if isinstance(microbatch, Mapping):
@@ -89,6 +101,7 @@ class ForwardInputs:
 
     def rest(self, microbatch: Batch) -> list[Any]:
         """Returns the entries of a microbatch that forward does not receive; [] if ``inputs`` is a function."""
+        microbatch = self.kept(microbatch)
         if callable(self.stated):
             return []
         if isinstance(microbatch, Mapping):
@@ -104,6 +117,7 @@ class ForwardInputs:
 
     def note(self, microbatch: Batch) -> str:
         """Returns one sentence about entries that forward does not receive; "" if it receives all."""
+        microbatch = self.kept(microbatch)
         given = self.take(microbatch)
         if not isinstance(microbatch, Mapping | tuple | list) or given is microbatch:
             return ""

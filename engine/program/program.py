@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,11 +16,13 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError, first_line
 from engine.kernels.device import PinnedCopies
+from engine.parallel.context.recipe import masks_by_recipe
 from engine.precision.dtypes import Precision
-from engine.program.batch import Batch, call_model, cast_floats, map_tensors
+from engine.program.batch import Batch, call_model, cast_floats, map_tensors, tensors_by_path
 from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
 from engine.program.loss import LossFunction, RowGather, WeightedLoss, find_loss, has_loss
+from engine.program.router_replay import RouterReplay
 
 
 class ForwardResult(NamedTuple):
@@ -47,6 +49,8 @@ class Program:
     """Names of the metrics that the loss function returns."""
     gather: RowGather = field(default_factory=RowGather)
     """All-gather of rows over dp, for the loss function."""
+    replay: RouterReplay | None = None
+    """Replay of recorded routing; None: routers choose."""
     copies: PinnedCopies = field(default_factory=PinnedCopies, compare=False)
 
     def move(self, batch: Batch) -> Batch:
@@ -88,7 +92,9 @@ class Program:
 
     def _run(self, moved: Batch) -> Any:
         try:
-            return call_model(self.model, self.cast(self.inputs.take(moved)))
+            replayed = self.replay.forward(moved) if self.replay is not None else nullcontext()
+            with replayed, masks_by_recipe(tensor for _, tensor in tensors_by_path(moved)):
+                return call_model(self.model, self.cast(self.inputs.take(moved)))
         except RuntimeError as error:
             if "meta" in str(error) and (names := _meta_attributes(self.model)):
                 raise EngineError(
@@ -101,9 +107,18 @@ class Program:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for one batch, or for arguments of the model's forward."""
-        if len(args) == 1 and not kwargs:
-            return call_model(self.model, self.cast(self.move(args[0])))
-        return self.model(*self.cast(self.move(args)), **self.cast(self.move(kwargs)))
+        given = self.move(args[0] if len(args) == 1 and not kwargs else kwargs)
+        if self.replay is not None:
+            self.replay.check(given)
+        kept = self.cast(self.inputs.kept(given))
+        with self.replay.forward(given) if self.replay is not None else nullcontext():
+            if len(args) == 1 and not kwargs:
+                return call_model(self.model, kept)
+            return self.model(*self.cast(self.move(args)), **kept)
+
+    def on_shapes(self) -> AbstractContextManager[None]:
+        """Returns a context in which forwards communicate nothing."""
+        return nullcontext()
 
     def on(self, device: torch.device) -> "Program":
         """Returns the same program on another device."""

@@ -160,7 +160,7 @@ def _kept_words(precision: Precision) -> str:
 
 def _zero_line(plan: Plan) -> str:
     stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
-    if plan.config.row_ranks == 1 and not hosts_parameters(plan.config):
+    if plan.config.row_ranks * plan.config.cp == 1 and not hosts_parameters(plan.config):
         return f"stage {stage}: one data rank, so nothing is sharded or sent"
     if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
         return _gathers_line(plan, gathers) + _groups_words(plan.config)
@@ -171,8 +171,9 @@ def _zero_line(plan: Plan) -> str:
 
 def _groups_words(config: Config) -> str:
     """Returns words about shard groups, if there are several."""
-    groups = config.row_ranks // config.shards
-    words = f"; {groups} shard groups of {config.shards} data ranks, which sum their shards once a step"
+    groups = config.row_ranks * config.cp // config.shards
+    ranks = f"{config.shards} data{' and context' * (config.cp > 1)} ranks"
+    words = f"; {groups} shard groups of {ranks}, which sum their shards once a step"
     return words if groups > 1 else ""
 
 
@@ -254,11 +255,13 @@ def _expert_line(plan: Plan) -> dict[str, str]:
     words = []
     for (pattern, experts), names in kinds.items():
         least, more = divmod(experts, shared.ranks)
-        held = f"{least} or {least + 1}" if more else f"{least}"
+        first = f"the first {more} ranks" if more > 1 else "the first rank"
+        held = f"{least + 1} on {first} and {least} on others" if more else f"{least} on a rank"
         where = pattern if len(names) > 1 else names[0]
-        words.append(f"{experts} of {where} ({len(names)} module{'s' * (len(names) > 1)}), {held} on a rank")
+        words.append(f"{experts} of {where} ({len(names)} module{'s' * (len(names) > 1)}), {held}")
     asked = "; blocks with lists of experts run twice" * bool(shared.listed)
-    return {"experts": f"{shared.ranks} data ranks share {', '.join(words)}; tokens are sent to them{asked}"}
+    form = f"{_INDENT}{shared.form}" if shared.form else ""
+    return {"experts": f"{shared.ranks} data ranks share {', '.join(words)}; tokens are sent to them{asked}{form}"}
 
 
 def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> dict[str, str]:

@@ -91,7 +91,7 @@ def check_batch(
             )
         if other != digests[0]:
             raise EngineError(
-                f"rank {peers[0]} and rank {rank} were given different batches; all tensor and pipeline ranks of a "
+                f"rank {peers[0]} and rank {rank} were given different batches; all ranks of a "
                 f"data coordinate (here {grid.row_rank}) must pass the same batch: let the sampler use "
                 "grid.coord().dp and grid.dp."
             )

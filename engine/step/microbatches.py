@@ -123,6 +123,7 @@ class MicrobatchRunner:
         """Returns the context of one stage's backward, which accumulates gradients; the stage's last backward reduces
         them over dp.
         """
+        self._runtime.begin_backward(self._microbatches[action.microbatch])
         if action.op is not Op.BACKWARD_INPUT:
             return self._runtime.backward(self._which(action.stage, action.microbatch, "whole"))
         deferred = self._deferred[action.stage, action.microbatch] = DeferredWeightGrads()

@@ -1,8 +1,11 @@
 """Hooks by which optional features act in a step: one object per feature, with methods for each phase.
 
+    taken            the microbatches of a call are known, and ranks have not agreed on them
     begin_step       before the first forward of a training step
     counts           returns zeros to which forwards add
     forward          around each forward
+    begin_backward   before the backward of a microbatch
+    end_backward     after a backward
     before_update    gradients are reduced, and ranks have not agreed on the step
     agreed           all ranks have the totals of the step, and none has raised
     after_update     the optimizer has updated the weights         | one of these,
@@ -13,13 +16,14 @@
 A phase calls the parts that override its method, in the order of :class:`PartOrder`; a feature that is off has no part.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import IntEnum, auto
 from typing import ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
+from engine.program.batch import Batch
 from engine.step.state import StepState, StepTotals
 
 
@@ -48,6 +52,8 @@ class PartOrder(IntEnum):
     """Part that counts the tokens routed to each expert."""
     ROUTERS = auto()
     """Part that adjusts router biases towards an even expert load."""
+    REPLAY = auto()
+    """Part that passes the recorded routing of a batch to routers."""
 
 
 class Rerun(Protocol):
@@ -70,6 +76,9 @@ class StepPart:
         """True if weights or state are offloaded, so that later parts must not read them."""
         return False
 
+    def taken(self, microbatches: Sequence[Batch]) -> None:
+        """Raises if this feature refuses this rank's microbatches. No rank communicates."""
+
     def begin_step(self) -> None:
         """Runs before the first forward of a training step."""
 
@@ -82,6 +91,12 @@ class StepPart:
         steps.
         """
         return nullcontext()
+
+    def begin_backward(self, microbatch: Batch) -> None:
+        """Begins the backward of a microbatch, in which blocks may run again."""
+
+    def end_backward(self) -> None:
+        """Ends a backward."""
 
     def rerun(self) -> Rerun | None:
         """Returns a comparison if the step that begins shall run twice; None if it runs once."""

@@ -404,6 +404,8 @@ class PipelineCall:
         """Returns the context of one stage's backward, which accumulates gradients; the stage's last backward reduces
         them over dp.
         """
+        args, kwargs = self._arguments[action.microbatch]
+        self._runtime.begin_backward(args[0] if len(args) == 1 and not kwargs else kwargs)
         self._backwards[action.stage] += 1
         last = self._which.last and self._backwards[action.stage] == len(self._arguments)
         which = self._which._replace(last=last, stage=action.stage, microbatch=action.microbatch)

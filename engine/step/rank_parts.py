@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
+from engine.program.batch import Batch
 from engine.program.expert_load import ExpertCounter
+from engine.program.router_replay import RouterReplay
 from engine.step.parts import PartOrder, StepPart
 from engine.step.state import StepState, StepTotals
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -164,6 +166,36 @@ class BalancedRouters(StepPart):
         for bias, start in self._biases:
             load = torch.tensor(self._load[start : start + len(bias)], dtype=torch.float64)
             bias.add_((load.mean() - load).sign().to(bias), alpha=self._rate)
+
+
+class ReplayedRouters(StepPart):
+    """Gives routers the choices of a batch.
+
+    Args:
+        replay: the entries of the batch, which forwards read.
+    """
+
+    order = PartOrder.REPLAY
+
+    def __init__(self, replay: RouterReplay) -> None:
+        self.replay = replay
+
+    def taken(self, microbatches: Sequence[Batch]) -> None:
+        """Checks the entries of the microbatches."""
+        for microbatch in microbatches:
+            self.replay.check(microbatch)
+
+    def begin_step(self) -> None:
+        """Forgets forwards without a backward."""
+        self.replay.end_backward()
+
+    def begin_backward(self, microbatch: Batch) -> None:
+        """Brings back the entry of the microbatch."""
+        self.replay.begin_backward(microbatch)
+
+    def end_backward(self) -> None:
+        """Forgets forwards that have had their backward."""
+        self.replay.end_backward()
 
 
 class EqualGradients(StepPart):

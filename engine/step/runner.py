@@ -321,7 +321,14 @@ class StepRunner:
         step."""
         pipeline = self._runtime.pipeline
         moved = pipeline is not None and pipeline.traces.refresh()
-        taken, step.problem, step.compares_paths = take_batch(take, self._comm, self._device, moved)
+
+        def checked() -> list[Batch]:
+            taken = take()
+            for part in self._runtime.parts.having(StepPart.taken):
+                part.taken(taken)
+            return taken
+
+        taken, step.problem, step.compares_paths = take_batch(checked, self._comm, self._device, moved)
         return taken
 
     def _most_forwards(self, own: int, step: StepState) -> int:

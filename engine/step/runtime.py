@@ -22,6 +22,7 @@ from engine.parallel.tensor.layers.parameter_use import ParameterUseCheck
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.plan import Plan
+from engine.program.batch import Batch
 from engine.program.program import Program
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import AverageOfWeights, DelayedUpdates, StatesOnHost
@@ -169,6 +170,13 @@ class RankRuntime:
                 yield
             finally:
                 self.streams.end_backward()
+                for part in self.parts.having(StepPart.end_backward):
+                    part.end_backward()
+
+    def begin_backward(self, microbatch: Batch) -> None:
+        """Begins the backward of a microbatch, whose blocks may run again."""
+        for part in self.parts.having(StepPart.begin_backward):
+            part.begin_backward(microbatch)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -300,5 +308,6 @@ class RankRuntime:
     def without_content(self) -> Iterator[None]:
         """Opens a block that reads only shapes of parameters, so that none is gathered."""
         content = self.gatherer.without_content() if self.gatherer else nullcontext()
-        with self.running(), self.counting(None), content:
+        replay = self.program.replay.tracing() if self.program.replay is not None else nullcontext()
+        with self.running(), self.counting(None), content, replay:
             yield

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
-from engine.parallel.grid import ShardHolder
 from engine.parallel.model.side_effects import AttributeState, State
 from engine.parallel.model.user_code import is_engine_hook
 from engine.parallel.pipeline.partition.partition import Partition, repartition, units_for_split
@@ -71,12 +70,12 @@ class TraceCache:
     plan.
     """
 
-    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch, holder: ShardHolder) -> None:
+    def __init__(self, plan: Plan, program: Program, axis: TensorAxis, example: Batch) -> None:
         self._plan, self._program, self._axis = plan, program, axis
         ranks = plan.schedule.rank_of_stage
-        held = [plan.table.held_by(holder._replace(pp=rank)) for rank in ranks]
+        held = [[row for row in plan.table if rank in row.owners] for rank in ranks]
         self._held = [{row.name for row in rows} for rows in held]
-        """Names of the parameters that the rank of each stage holds, by stage."""
+        """Names of the parameters of each stage, by stage; other expert ranks may hold them, but a trace reads them."""
         self._learnt = [
             {row.name for row in rows if not row.trainable or row.name in stage.parameters}
             for rows, stage in zip(held, plan.partition.stages if plan.partition else (), strict=False)
@@ -88,9 +87,8 @@ class TraceCache:
         self._agreed: State | None = None
         """The state in which all ranks of the replica have last taken one path."""
         self._hooks = UserHooks()
-        views = (
-            plan.tensor is not None and plan.tensor.follows_activations
-        )  # the trace of the plan has other views than the run
+        # global tensors in the trace of the plan are those of rank 0
+        views = plan.config.cp > 1 or (plan.tensor is not None and plan.tensor.follows_activations)
         if plan.trace is not None and plan.partition is not None and not views:
             self.refresh()
             with torch.enable_grad():
@@ -171,7 +169,8 @@ class TraceCache:
 
     def _trace(self, run: ForwardCall) -> ModelTrace:
         """Traces a forward, with the dtypes that it has when it runs."""
-        with self._axis.dry_run(), self._program.precision.forward(self._program.device):
+        program = self._program
+        with self._axis.dry_run(), program.on_shapes(), program.precision.forward(program.device):
             stages = self._plan.schedule.stages
             units = units_for_split(self._program.model, self._plan.config.parallel.split, stages)
             return trace_model(self._program.model, run, units, stages)

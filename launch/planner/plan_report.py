@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from engine.launch.planner.plan_request import PlanAsked
@@ -11,6 +12,7 @@ from engine.planning.cost_model.search import USABLE, SearchResult, changes
 
 if TYPE_CHECKING:
     from engine.planning.plan import Plan
+    from engine.planning.step_time.expert_traffic import ExpertTraffic
     from engine.planning.step_time.plan_costs import PlanCosts
 
 GIB = 2**30
@@ -62,6 +64,8 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     if asked.world <= PICTURED * asked.node and asked.world > asked.node:
         picture = placement_picture(planned.plan.grid(0), asked.node)
         yield "placement", picture.replace("\n", "\n" + 13 * " ")
+    if costs.experts is not None:
+        yield "exchange", expert_text(costs.experts)
     fullest = max(range(len(costs.memory)), key=lambda pp: costs.memory[pp].total)
     for pp in sorted({0, fullest}):
         where = f"pipeline rank {pp}: " if len(costs.memory) > 1 else ""
@@ -93,6 +97,24 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
             ),
         )
     yield "fits", _verdict(planned)
+
+
+def expert_text(traffic: "ExpertTraffic") -> str:
+    """Describes the rows of shared experts that a rank exchanges, and the experts of each rank."""
+    places = "; ".join(_places(experts, bounds) for experts, bounds in traffic.placement)
+    return (
+        f"ep sends {traffic.expected / GIB:.2f} GiB a rank and step on average for even routing, at most "
+        f"{traffic.most / GIB:.2f} for any; a round takes at most {traffic.round / GIB:.2f} GiB; {places}"
+    )
+
+
+def _places(experts: int, bounds: Sequence[int]) -> str:
+    """Describes the experts of each rank: ranges if these are unequal."""
+    ranks = len(bounds) - 1
+    if experts % ranks == 0:
+        return f"{experts} experts: {experts // ranks} on each of {ranks} ranks, in order"
+    held = ", ".join(f"{first}-{stop - 1}" if stop - first > 1 else f"{first}" for first, stop in pairwise(bounds))
+    return f"{experts} experts on {ranks} ranks: {held}"
 
 
 def _memory_text(memory: RankMemory) -> str:
@@ -133,8 +155,8 @@ def _verdict(planned: Planned) -> str:
 def setting_text(name: str, value: Any) -> str:
     """Formats a setting of a layout, such as ``dp4 x tp2 x pp1`` for (4, 2, 1)."""
     match name, value:
-        case "grid", (dp, tp, pp):
-            return f"dp{dp} x tp{tp} x pp{pp}"
+        case "grid", (dp, tp, pp, ep):
+            return f"dp{dp} x tp{tp} x pp{pp}{f' (ep{ep})' if ep > 1 else ''}"
         case "microbatches", (micro, count):
             return f"{count} of {micro} row{'s' * (micro != 1)}"
         case "schedule", (kind, virtual):
@@ -190,6 +212,11 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "mfu": costs.flops_per_second / asked.gpu.bf16_rate,
         "crossing_seconds": costs.crossing_seconds,
     }  # fmt: skip
+    if costs.experts is not None:
+        found["experts"] = {
+            "expected_bytes": costs.experts.expected, "most_bytes": costs.experts.most,
+            "round_bytes": costs.experts.round, "first_experts": dict(costs.experts.placement),
+        }  # fmt: skip
     if asked.dollars is not None:
         found["dollars_per_billion_tokens"] = _price(planned)
     if planned.change is not None:

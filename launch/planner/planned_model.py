@@ -281,10 +281,10 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
         replace(
             rank,
             activations=float(forecast.peak.bytes),
-            buffers=0.0,
+            buffers=costs.exchanges[pp].round if costs.exchanges else 0.0,  # a run on shapes exchanges nothing
             slack=CONTEXT_BYTES + SLACK * forecast.peak.bytes,
         )
-        for rank, forecast in zip(costs.memory, found, strict=True)
+        for pp, (rank, forecast) in enumerate(zip(costs.memory, found, strict=True))
     )
     where = ", ".join(f"{one.peak.bytes / 2**20:,.1f} MiB in {one.peak.action}" for one in found)
     words = f"activations and buffers of each pipeline rank, by storages on shapes: {where}"

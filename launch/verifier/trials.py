@@ -43,7 +43,7 @@ from engine.models.named_model import (
     import_transformers,
     model_and_rows,
 )
-from engine.parallel.grid import expert_problem
+from engine.parallel.data_digits import expert_problem
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
 from engine.verify import Parity, verify
@@ -356,7 +356,7 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
         yield "parallel.data", _resized(config, parallel, (1, tp, pp))
     if config.zero_optimization.stage:
         yield "zero_optimization", replace(config, zero_optimization=ZeroConfig())
-    if config.activation_checkpointing.mode != "none":
+    if config.activation_checkpointing != Recomputation():
         yield "activation_checkpointing", replace(config, activation_checkpointing=Recomputation())
     if config.kernels != "reference":
         yield "kernels", replace(config, kernels="reference")
@@ -384,7 +384,7 @@ def _resized(config: Config, parallel: ParallelConfig, grid: tuple[int, int, int
     node, shards = zero.zero_hpz_partition_size, zero.shard_size
     near = node if isinstance(node, str) or not node or (shards or grid[0]) % node == 0 else 1
     fits = shards is not None and grid[0] % shards == 0
-    experts = parallel.expert if expert_problem(parallel.expert, grid[0], shards if fits else None) is None else 1
+    experts = parallel.expert if expert_problem(parallel.expert, grid[0], 1, shards if fits else None) is None else 1
     sized = replace(
         config,
         zero_optimization=replace(zero, zero_hpz_partition_size=near, shard_size=shards if fits else None),

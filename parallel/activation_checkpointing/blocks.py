@@ -11,6 +11,7 @@ whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) is lef
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 CPU = torch.device("cpu")
+Again = Callable[[], Callable[[], AbstractContextManager[None]]]
+"""Called in the forward of a block; returns the context in which this block runs again."""
 
 
 class CheckpointPolicy(Protocol):
@@ -115,13 +118,13 @@ def recompute_blocks(
     patches: ForwardPatches,
     axis: TensorAxis | None = None,
     device: torch.device = CPU,
-    draw_again: Callable[[], None] | None = None,
+    again: Again | None = None,
 ) -> HostActivations:
     """Patches the blocks selected by ``settings``: backward recomputes their activations, or host memory stores them.
 
     Returns the store of activations on the host. ``axis``: tensor axis of the sharded layers; selective checkpointing
-    saves the results of sums over it. ``draw_again``: called before a block is recomputed; it restores the random state
-    of the forward in Python's and NumPy's generators.
+    saves the results of sums over it. ``again``: called in the forward of a block; returns the context in which this
+    block is recomputed.
     """
     host = HostActivations(device)
     if _switched_on(model):
@@ -129,13 +132,13 @@ def recompute_blocks(
     selective = Selective(find_operators(settings), axis)
     for block in recomputed_blocks(model, settings).values():
         note = "keeps its inputs only and is recomputed in backward"
-        patches.wrap_forward(block, PatchLayer.RECOMPUTE, _recomputed(block, draw_again), note)
+        patches.wrap_forward(block, PatchLayer.RECOMPUTE, _recomputed(block, again), note)
     for block in selective_blocks(model, settings).values():
         note = "is recomputed in backward, except the outputs of the operators that activation_checkpointing.save names"
-        forward = recomputed_in_part(block, selective, draw_again=draw_again)
+        forward = recomputed_in_part(block, selective, again=again)
         patches.wrap_forward(block, PatchLayer.RECOMPUTE, forward, note)
-    again = (*recomputed_blocks(model, settings).values(), *selective_blocks(model, settings).values())
-    for block in again if settings.inputs == "host" else ():
+    repeated = (*recomputed_blocks(model, settings).values(), *selective_blocks(model, settings).values())
+    for block in repeated if settings.inputs == "host" else ():
         patches.wrap_forward(block, PatchLayer.RECOMPUTE, host.keeping(block), "keeps its inputs on the host")
     for block in offloaded_blocks(model, settings).values():
         note = "keeps the activations that its backward needs on the host"
@@ -145,7 +148,7 @@ def recompute_blocks(
 
 def recomputed_in_part(
     block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None,
-    draw_again: Callable[[], None] | None = None,
+    again: Again | None = None,
 ) -> Any:  # fmt: skip
     """Returns a forward of ``block`` under selective checkpointing; calls append saved tensors to ``started``."""
     inner, state = block.forward, BlockState(block)
@@ -153,18 +156,24 @@ def recomputed_in_part(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        kept, given = SavedActivations(), _GivenTensors(args, kwargs)
+        made, given = list[SavedActivations](), _GivenTensors(args, kwargs)
+
+        def contexts() -> Any:  # a block in several units runs again in parts, the last one first
+            made.append(SavedActivations())
+            return selective.contexts(made[-1])
+
         out = checkpoint(
-            state.keeping(_as_in_forward(inner, draw_again)),
+            state.keeping(as_in_forward(inner, again)),
             *args,
             use_reentrant=False,
-            context_fn=lambda: selective.contexts(kept),
+            context_fn=contexts,
             **kwargs,
         )
         given.refuse_written(block)
-        kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
+        for kept in made:
+            kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if started is not None:
-            started.append(kept)
+            started.extend(made)
         return out
 
     return forward
@@ -195,13 +204,13 @@ def _switched_on(model: nn.Module) -> bool:
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 
 
-def _recomputed(block: nn.Module, draw_again: Callable[[], None] | None) -> Any:
+def _recomputed(block: nn.Module, again: Again | None) -> Any:
     inner, state = block.forward, BlockState(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        run, given = state.keeping(_as_in_forward(inner, draw_again)), _GivenTensors(args, kwargs)
+        run, given = state.keeping(as_in_forward(inner, again)), _GivenTensors(args, kwargs)
         out = checkpoint(run, *args, use_reentrant=False, **kwargs)
         given.refuse_written(block)
         return out
@@ -209,18 +218,19 @@ def _recomputed(block: nn.Module, draw_again: Callable[[], None] | None) -> Any:
     return forward
 
 
-def _as_in_forward(inner: Callable[..., Any], draw_again: Callable[[], None] | None) -> Callable[..., Any]:
-    """``inner``, which runs the second time as the first: in its function mode, and with its draws on the host."""
+def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
+    """Returns ``inner``, which runs the second time as the first: in its function mode, and in the context of
+    ``again``."""
     calls, run = 0, _in_mode_of_forward(inner)
-    if draw_again is None:
+    if again is None:
         return run
+    entered = again()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls > 1:
-            draw_again()
-        return run(*args, **kwargs)
+        with entered() if calls > 1 else nullcontext():
+            return run(*args, **kwargs)
 
     return forward
 

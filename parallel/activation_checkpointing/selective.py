@@ -19,6 +19,7 @@ the same masks.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Pending
@@ -172,13 +173,13 @@ class _Saving(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, operators: frozenset[Operator], kept: SavedActivations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operators, self._kept = operators, kept
+        self._operators, self._kept, self.passes = operators, kept, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for written in _written(func, args, kwargs):
             self._kept.before_write(written)
-        if func not in self._operators:
+        if self.passes or func not in self._operators:
             return func(*args, **kwargs)
         before = _states(func, args)
         out = func(*args, **kwargs)
@@ -210,10 +211,10 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, operators: frozenset[Operator], kept: SavedActivations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operators, self._kept = operators, kept
+        self._operators, self._kept, self.passes = operators, kept, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        entry = self._kept.take(func) if func in self._operators else None
+        entry = self._kept.take(func) if func in self._operators and not self.passes else None
         if entry is None:
             return func(*args, **(kwargs or {}))
         if entry.random is not None:
@@ -230,6 +231,20 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.no_grad():
             result.copy_(summed)
         return Pending()
+
+
+@contextmanager
+def outside_of_saving() -> Iterator[None]:
+    """Context of code that recomputes its own activations: selective checkpointing around it saves none of them."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Saving | _Reusing)]
+    before = [mode.passes for mode in modes]
+    for mode in modes:
+        mode.passes = True
+    try:
+        yield
+    finally:
+        for mode, passes in zip(modes, before, strict=True):
+            mode.passes = passes
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -334,7 +334,7 @@ class Comm:
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """Creates the groups of :meth:`gather_parameters`. Every rank of the world calls it."""
         if axis is None:
-            self._backend.open_gathers(within or self.grid.shard_size)
+            self._backend.open_gathers(within or self.grid.shard_group)
         elif self.grid.size(axis) > 1:
             self._backend.open_gathers(None, axis)
 
@@ -346,7 +346,7 @@ class Comm:
 
         ``within``: the group is so many neighbouring data ranks. ``axis``: the group is this axis instead.
         """
-        within = within or self.grid.shard_size if axis is None else None
+        within = within or self.grid.shard_group if axis is None else None
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))

@@ -4,24 +4,31 @@ zigzag        0 0 1 1 2 2 | 2 2 1 1 0 0    chunks r and 2n-1-r of 2n: equal work
 contiguous    0 0 0 1 1 1 2 2 2            blocks in rank order
 """
 
+from itertools import pairwise
+
 import numpy as np
 
+from engine.parallel.tensor.global_tensor.index_runs import join_runs, one_run
 from engine.parallel.tensor.global_tensor.index_sets import Index
 
 
-def zigzag(length: int, ranks: int) -> Index:
-    """Returns the zig-zag sharding of ``length`` positions; chunks differ by at most one position."""
-    chunks = np.array_split(np.arange(length), 2 * ranks)
-    return Index([np.concatenate([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)], length)
+def zigzag(length: int, ranks: int, unit: int = 1) -> Index:
+    """Returns the zig-zag sharding of ``length`` positions; chunks are multiples of ``unit`` and differ by at most one
+    unit, which divides the length.
+    """
+    chunks = [one_run(unit * start, unit * stop) for start, stop in _evenly(length // unit, 2 * ranks)]
+    pairs = ((chunks[rank], chunks[2 * ranks - 1 - rank]) for rank in range(ranks))
+    return Index.of_runs((join_runs(np.concatenate(pair)) for pair in pairs), length)
 
 
-def contiguous(length: int, ranks: int) -> Index:
-    """Returns blocks of ``length`` positions in rank order, which differ by at most one position."""
-    return Index(np.array_split(np.arange(length), ranks), length)
+def contiguous(length: int, ranks: int, unit: int = 1) -> Index:
+    """Returns blocks of ``length`` positions in rank order, multiples of ``unit`` that differ by at most one unit."""
+    ends = _evenly(length // unit, ranks)
+    return Index.of_runs((one_run(unit * start, unit * stop) for start, stop in ends), length)
 
 
-def position_runs(positions: np.ndarray) -> list[tuple[int, int]]:
-    """Lists the runs of neighbouring positions as (first index, last index + 1) into ``positions``, ascending."""
-    borders = np.flatnonzero(np.diff(positions) != 1) + 1
-    ends = [*borders.tolist(), len(positions)]
-    return [(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True) if start < stop]
+def _evenly(length: int, parts: int) -> list[tuple[int, int]]:
+    """Returns first and last + 1 of ``parts`` runs; longer ones first."""
+    size, more = divmod(length, parts)
+    starts = [size * part + min(part, more) for part in range(parts + 1)]
+    return list(pairwise(starts))

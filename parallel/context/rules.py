@@ -1,59 +1,57 @@
 """Rules of attention and cross-entropy over positions that context ranks share.
 
-Keys and values are gathered over the axis "cp" in one all-gather, and their gradients are reduce-scattered in backward
-(Llama 3, Dubey et al. 2024, section 3.3.2). Under a causal mask a run of neighbouring queries reads only the keys up to
-its end, so that a zig-zag sharding divides the work evenly.
+Attention with dropout, or with a mask that has a gradient, runs torch's function on keys and values that are gathered
+over the axis "cp" in one all-gather, with gradients that are reduce-scattered in backward. Under a causal mask a run of
+neighbouring queries reads only the keys up to its end, so that a zig-zag sharding divides the work evenly.
 """
 
 import inspect
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.parallel.context.cuts import position_runs
 from engine.parallel.tensor.collectives import LOSS, sum_parts
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError
-from engine.parallel.tensor.global_tensor.operands import fit, layout_of
+from engine.parallel.tensor.global_tensor.index_runs import Runs
+from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
+from engine.parallel.tensor.global_tensor.operands import fit
 from engine.parallel.tensor.global_tensor.redistribute import gather_global
-from engine.parallel.tensor.global_tensor.rules.attention import attention_rule
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
-
-def context_attention(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs ``F.scaled_dot_product_attention`` [.., heads, S, D] with queries and keys sharded along S.
-
-    Raises:
-        NoRuleError: the head size is sharded, or keys and values are sharded differently.
-    """
-    options = dict(zip(_NAMES, args, strict=False)) | options
-    query, key, value, mask = (options.pop(name, None) for name in _NAMES[:4])
-    own, theirs = layout_of(query).sets, layout_of(key).sets
-    if own[-2] is None and theirs[-2] is None:
-        return attention_rule(context, func, query, key, value, mask, **options)
-    if any(own[:-2]) or any(theirs[:-2]) or own[-1] is not None or layout_of(value).sets != theirs:
-        raise NoRuleError("attention needs full heads, and keys and values that are sharded equally.")
-    keys, values = _gathered(key, value)
-    positions = own[-2]
+def attend_gathered(context: "GlobalTensorContext", func: Function, given: "GivenAttention") -> GlobalTensor:
+    """Runs torch's attention on the queries of this rank and all keys, which autograd stores."""
+    query, (keys, values) = given.query, _gathered(given.key, given.value)
+    shape, options = (*query.full[:-1], given.value.shape[-1]), dict(given.options)
+    positions = query.sets[-2]
     if positions is None:  # a few queries that all ranks have, such as those of a pooled output
-        return GlobalTensor(func(query.local, keys, values, mask, **options), (*query.full[:-1], value.shape[-1]),
-                            query.sets, context)  # fmt: skip
-    causal = bool(options.pop("is_causal", False))
-    held = positions.ranks[context.axis.index]
+        out = func(query.local, keys, values, given.mask, is_causal=given.causal, **options)
+        return GlobalTensor(out, shape, query.sets, context)
     with context.own_draws(query.device):
-        if causal:
-            out = _causal(func, query.local, keys, values, held, options)
+        if given.causal:
+            out = _causal(func, query.local, keys, values, positions.runs[context.axis.index], options)
         else:
-            rows = None if mask is None else _rows(context, mask, positions)
+            rows = None if given.mask is None else mask_rows(context, given.mask, positions)
             out = func(query.local, keys, values, attn_mask=rows, **options)
-    return GlobalTensor(out, (*query.full[:-1], value.shape[-1]), query.sets, context)
+    return GlobalTensor(out, shape, query.sets, context)
+
+
+class GivenAttention(NamedTuple):
+    """Arguments of an attention; queries [.., G, S, D] are a global tensor."""
+
+    query: GlobalTensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+    options: Mapping[str, Any]
+    """Other options of torch's function."""
 
 
 def _gathered(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,20 +65,20 @@ def _gathered(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _causal(
-    func: Function, query: Tensor, keys: Tensor, values: Tensor, held: Indices, options: dict[str, Any]
-) -> Tensor:
+def _causal(func: Function, query: Tensor, keys: Tensor, values: Tensor, held: Runs, options: dict[str, Any]) -> Tensor:
     outs = []
-    for start, stop in position_runs(held):
-        last = int(held[stop - 1]) + 1
-        rows = torch.arange(int(held[start]), last, device=query.device)
+    start = 0
+    for first, last in held.tolist():
+        stop = start + last - first
+        rows = torch.arange(first, last, device=query.device)
         seen = rows[:, None] >= torch.arange(last, device=query.device)
         part = query[..., start:stop, :], keys[..., :last, :], values[..., :last, :]
         outs.append(func(*part, attn_mask=seen, **options))
+        start = stop
     return torch.cat(outs, -2) if len(outs) > 1 else outs[0] if outs else query[..., :0, : values.shape[-1]]
 
 
-def _rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) -> Tensor:
+def mask_rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) -> Tensor:
     """Returns the rows of a mask [.., S or 1, keys] for the queries of this rank, with all keys."""
     wanted: list[Index | None] = [None] * mask.ndim
     if mask.shape[-2] != 1:

@@ -5,7 +5,7 @@ A batch tensor is sharded at the first table or product that reads it, so masks,
 
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,17 +13,33 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from engine.errors import EngineError
+from engine.parallel.context.choose import Method
 from engine.parallel.context.cuts import contiguous, zigzag
-from engine.parallel.context.halo import HALO_RULES, POSITIONS
-from engine.parallel.context.placed_rules import PLACED_RULES, SLICE_RULES, WrittenTensors, gathered_or_blank
-from engine.parallel.context.relay import Relay
-from engine.parallel.context.rules import context_attention, context_cross_entropy
-from engine.parallel.context.scans import LAYER_RULES
-from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, PlainGradient, Rules
+from engine.parallel.context.methods import AttendingContext, context_attention
+from engine.parallel.context.recurrence.halo import HALO_RULES, POSITIONS
+from engine.parallel.context.recurrence.placed_rules import (
+    PLACED_RULES,
+    SLICE_RULES,
+    WrittenTensors,
+    gathered_or_blank,
+)
+from engine.parallel.context.recurrence.relay import Relay
+from engine.parallel.context.recurrence.scans import LAYER_RULES
+from engine.parallel.context.repeated_heads import noted_expand, noted_repeat, noted_reshape
+from engine.parallel.context.rules import context_cross_entropy
+from engine.parallel.tensor.global_tensor.context import PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
+from engine.parallel.tensor.layers.position_layer import layer_input
 from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.torch_function import METADATA
+
+
+def _entered(context: AttendingContext, func: Function, x: Tensor) -> Tensor:
+    """Returns ``x``, the input of a layer, which is sharded already."""
+    return x
+
 
 CONTEXT_RULES = Rules(
     by_function=MappingProxyType({
@@ -33,20 +49,30 @@ CONTEXT_RULES = Rules(
         **LAYER_RULES,
         functional.scaled_dot_product_attention: context_attention,
         functional.cross_entropy: context_cross_entropy,
+        layer_input: _entered,
+        Tensor.expand: noted_expand,
+        Tensor.reshape: noted_reshape,
+        torch.reshape: noted_reshape,
+        Tensor.repeat_interleave: noted_repeat,
+        torch.repeat_interleave: noted_repeat,
     }),
     fallback=gathered_or_blank,
 )  # fmt: skip
 
 
-class ContextOfSequences(GlobalTensorContext):
+class ContextOfSequences(AttendingContext):
     """Context of the global tensors that are sharded along positions over the axis "cp"."""
 
     plain = PlainGradient.PARTIAL
 
-    def __init__(self, axis: TensorAxis, in_blocks: bool = False) -> None:
-        super().__init__(axis, CONTEXT_RULES)
+    def __init__(
+        self, axis: TensorAxis, method: Method | Literal["auto"] = "auto", unit: int = 1, in_blocks: bool = False
+    ) -> None:
+        super().__init__(axis, CONTEXT_RULES, method)
+        self.unit = unit
+        """Divisor of the number of positions of each rank: tensor ranks shard them under sequence parallelism."""
         self.shard = contiguous if in_blocks else zigzag
-        """Function (length, ranks) that returns the positions of each rank."""
+        """Function (length, ranks, unit) that returns the positions of each rank."""
         self.relay, self.placed = Relay(axis), PLACED_RULES
         self.written = WrittenTensors()
         self._age = 0
@@ -65,38 +91,70 @@ class ContextOfSequences(GlobalTensorContext):
 class SequenceEntry(TorchFunctionMode):
     """Mode of a model's forward: shards the batch tensors that tables and products read.
 
-    Token ids [.., S] of an embedding are sharded along the last dim, rows [.., S, H] of a product along the dim before
-    the last one. Other uses of batch tensors read them in full.
+    Token ids [.., S] of an embedding are sharded along the last dim, embeddings [B, S, H] and rows [.., S, H] of a
+    product along the dim before the last one. Other uses of batch tensors read them in full.
     """
 
     def __init__(self, context: ContextOfSequences, batch: Iterable[Tensor]) -> None:
         super().__init__()
         self._context, self.found = context, 0
+        self._kept: list[Tensor] = []
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in batch if tensor.numel()}
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READERS and args and self._is_given(args[0], least := _READERS[func]):
-            args = (self._sharded(args[0], args[0].ndim - 1 if least == 1 else args[0].ndim - 2), *args[1:])
+        if func not in METADATA and args and self._is_given(args[0]):
+            dim = _sequence_dim(func, args[0])
+            if dim is not None:
+                args = (self._sharded(args[0], dim), *args[1:])
+            elif not args[0].is_floating_point():
+                return self._followed(args[0], func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
-    def _is_given(self, tensor: Any, least: int) -> bool:
-        if type(tensor) is not Tensor or tensor.ndim < least or tensor.requires_grad:
-            return False
-        return tensor.untyped_storage().data_ptr() in self._memory
+    def _followed(self, given: Tensor, made: Any) -> Any:
+        """Returns ``made``, which may be other token ids of the batch's sequence, such as ids shifted by one."""
+        if type(made) is Tensor and made.dtype == given.dtype and made.shape == given.shape:
+            self._kept.append(made)  # memory that is freed may come again for another tensor
+            self._memory.add(made.untyped_storage().data_ptr())
+        return made
+
+    def _is_given(self, tensor: Any) -> bool:
+        return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() in self._memory
 
     def _sharded(self, tensor: Tensor, dim: int) -> GlobalTensor:
-        ranks, length = self._context.axis.size, tensor.shape[dim]
-        if length < 2 * ranks:
+        ranks, unit, length = self._context.axis.size, self._context.unit, tensor.shape[dim]
+        given = f"a sequence of {length} positions (dim {dim} of a batch tensor of shape {list(tensor.shape)})"
+        if length < 2 * ranks * unit:
             raise EngineError(
-                f"a sequence of {length} positions (dim {dim} of a batch tensor of shape {list(tensor.shape)}) with "
-                f"parallel.context {ranks}: every context rank computes two runs of a sequence; pass at least "
-                f"{2 * ranks} positions, or set parallel.context to at most {max(1, length // 2)}."
+                f"{given} with parallel.context {ranks}: every context rank computes two runs of at least {unit} "
+                f"position{'s' * (unit > 1)}; pass at least {2 * ranks * unit} positions, or set parallel.context to "
+                f"at most {max(1, length // (2 * unit))}."
             )
-        index = self._context.find((POSITIONS, length), lambda: self._context.shard(length, ranks))
+        if length % unit:
+            raise EngineError(
+                f"{given} does not divide among {unit} tensor ranks, as sequence_parallel requires; pad it to a "
+                f"multiple of {unit}, or set parallel.sequence_parallel to false."
+            )
+        index = self._context.find((POSITIONS, length), lambda: self._context.shard(length, ranks, unit))
         sets = tuple(index if place == dim else None for place in range(tensor.ndim))
         self.found += 1
-        return GlobalTensor(cut_operand_as(self._context, tensor, sets), tuple(tensor.shape), sets, self._context)
+        local = cut_operand_as(self._context, tensor, sets)
+        if self._is_given(local):  # a layer that reads this rank's positions would shard them again
+            local = local.clone()
+        return GlobalTensor(local, tuple(tensor.shape), sets, self._context)
 
 
-_READERS = {functional.embedding: 1, torch.embedding: 1, functional.linear: 3, torch.matmul: 3}
-"""Functions that read a sequence, with the least number of dims of their input."""
+_READERS = frozenset((functional.embedding, torch.embedding, functional.linear, torch.matmul, layer_input))
+"""Functions that read token ids [.., S] or rows [.., S, H] of a sequence."""
+_OF_CHANNELS = frozenset((functional.conv1d, torch.conv1d))
+"""Functions that read [B, C, S]."""
+
+
+def _sequence_dim(func: Function, given: Tensor) -> int | None:
+    """Returns the dim of a batch tensor that is a sequence, if ``func`` reads it as one.
+
+    Token ids are sharded by the functions of ``_READERS``, and embeddings [B, S, H] by any function.
+    """
+    if not given.is_floating_point():
+        return given.ndim - 1 if func in _READERS and given.ndim else None
+    reads = (given.ndim >= 3 and func in _READERS) or (given.ndim == 3 and func not in _OF_CHANNELS)
+    return given.ndim - 2 if reads else None

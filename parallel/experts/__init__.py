@@ -6,8 +6,10 @@
     forms       modules that own experts, found by their parameters
     calls       the arguments of a module that assign rows to experts
     proof       a trial of each module on random content: may its experts be computed on other ranks?
+    width       experts that tensor ranks cut along their width: a trial of the sum of their parts
     dispatch    the rows that each rank sends to each other rank, and the exchange that gradients pass through
     router_bias biases by which a router chooses experts, which balance their load
+    router_choice the call by which a router chooses experts, which may be given others
     routed      a module that is called with the rows of its experts, on the experts of this rank
     listed      a block that calls the members of a list of experts, asked twice
 

@@ -2,7 +2,7 @@
 
 A row is sent once to each rank that has at least one of its experts, and one sum comes back from each. No row is
 dropped. Rows are exchanged in rounds, in which a rank gets at most ``limit`` rows from each other one, so that the
-memory of a layer is bounded for any routing.
+memory of a layer is bounded for any routing. The host waits for the device once, for the table of counts.
 """
 
 from collections.abc import Sequence
@@ -39,22 +39,31 @@ class Dispatch:
 
     @torch.no_grad()
     def __init__(self, numbers: Tensor, bounds: Tensor, comm: Comm, limit: int | None = None) -> None:
-        ranks, tokens = comm.grid.size(AXIS), len(numbers)
-        owner = torch.bucketize(numbers, bounds[1:-1], right=True)
-        hit = torch.zeros(ranks, tokens, dtype=torch.bool, device=numbers.device)
-        asked, chosen = (numbers >= 0).nonzero().unbind(1)
-        hit[owner[asked, chosen], asked] = True
-        to, self.token = hit.nonzero().unbind(1)
+        ranks = comm.grid.size(AXIS)
+        owner = torch.bucketize(numbers, bounds[1:-1], right=True).masked_fill(numbers < 0, ranks)
+        experts = (owner == torch.arange(ranks, device=owner.device).view(-1, 1, 1)).sum(2)  # of each rank, by token
+        counts = torch.cat([(experts > 0).sum(1), experts.sum(1), owner.new_full((1,), numbers.numel())])
+        table = torch.empty(ranks, 2 * ranks + 1, dtype=counts.dtype, device=counts.device)
+        comm.all_gather(table.view(-1), counts, AXIS, ROUTING).wait()
+        told: list[list[int]] = table.tolist()  # the only time that the host waits for the device
+        self._counts = [row[:ranks] for row in told]
+        self._index, self._limit = comm.grid.index(AXIS), limit or max(1, 2 * max(row[-1] for row in told) // ranks)
+        self._gets_experts = sum(row[ranks + self._index] for row in told)
+        to, self.token = (experts > 0).nonzero_static(size=sum(self._counts[self._index])).unbind(1)
         """Token of each pair, in the order of ranks."""
         own = numbers[self.token] - bounds[to][:, None]
-        self.local = torch.where((owner[self.token] == to[:, None]) & (own >= 0), own, -1)
+        self.local = torch.where(owner[self.token] == to[:, None], own, -1)
         """Number of each expert among those of the pair's rank; -1: the expert is on another rank."""
-        counts = torch.cat([hit.sum(1), asked.new_full((1,), numbers.numel())])
-        table = torch.empty(ranks, ranks + 1, dtype=counts.dtype, device=counts.device)
-        comm.all_gather(table.view(-1), counts, AXIS, ROUTING).wait()
-        told: list[list[int]] = table.tolist()
-        self._counts = [row[:-1] for row in told]
-        self._index, self._limit = comm.grid.index(AXIS), limit or max(1, 2 * max(row[-1] for row in told) // ranks)
+
+    def asked(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns row and place of each expert in the received ``numbers`` [n, k] of a round."""
+        here = numbers >= 0
+        row, slot = (here.nonzero_static(size=self._gets_experts) if self._is_one_round else here.nonzero()).unbind(1)
+        return row, slot
+
+    @property
+    def _is_one_round(self) -> bool:
+        return max(map(max, self._counts)) <= self._limit
 
     @property
     def rounds(self) -> list[Round]:

@@ -2,13 +2,48 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, product
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.parallel.experts.calls import ExpertCall
+from engine.parallel.model.parametrized_weights import adapter_chain
 from engine.parallel.shard_table import Range
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPacking:
+    """Place of the experts in a parameter that stacks them along a dim."""
+
+    rows: int = 1
+    """Rows of one expert along the dim."""
+    dim: int = 0
+    alternate: bool = False
+    """Row i of all experts precedes row i + 1; otherwise all rows of one expert precede those of the next."""
+
+    def shape(self, shape: Sequence[int], experts: int) -> tuple[int, ...]:
+        """Returns the shape of a parameter like one of ``shape`` that stacks ``experts`` experts."""
+        return (*shape[: self.dim], experts * self.rows, *shape[self.dim + 1 :])
+
+    def apart(self, stack: Tensor, experts: int) -> Tensor:
+        """Returns a view [experts, ..] of a stack."""
+        sizes = (self.rows, experts) if self.alternate else (experts, self.rows)
+        split = stack.view(*stack.shape[: self.dim], *sizes, *stack.shape[self.dim + 1 :])
+        return split.movedim(self.dim + self.alternate, 0)
+
+    def chosen(self, stack: Tensor, experts: int, own: Sequence[int]) -> Tensor:
+        """Returns the stack of the experts ``own`` [first, .., last] alone."""
+        apart = self.apart(stack, experts)[own[0] : own[-1] + 1]
+        return apart.movedim(0, self.dim + self.alternate).flatten(self.dim, self.dim + 1)
+
+    def ranges(self, bounds: Sequence[int]) -> tuple[Range, ...]:
+        """Returns the ranges along the dim; rank r has the experts ``bounds[r]`` to ``bounds[r + 1]``."""
+        experts, ranks = bounds[-1], range(len(bounds) - 1)
+        if self.alternate:
+            starts = range(0, self.rows * experts, experts)
+            return tuple(Range(at + bounds[rank], at + bounds[rank + 1], (rank,)) for at in starts for rank in ranks)
+        return tuple(Range(self.rows * bounds[rank], self.rows * bounds[rank + 1], (rank,)) for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +56,24 @@ class RoutedExperts:
     width: int
     """Width H of its rows."""
     call: ExpertCall
-    own: Mapping[str, int]
-    """Rows of one expert in each of its parameters that stack experts, by the name in the module."""
+    own: Mapping[str, ExpertPacking]
+    """Place of the experts in each of its parameters that stack experts, by the name in the module."""
     common: tuple[str, ...] = ()
     """Names in the module of vectors that all experts use, such as those of a norm, which every rank holds."""
     counts: tuple[str, ...] = ()
-    """Attributes that are the number of its experts."""
+    """Attributes that are the number of its experts, by the name in the module."""
+    added: tuple[str, ...] | None = None
+    """Names in the module of parameters that only the first tensor rank adds to its result, if tensor ranks cut experts
+    along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
         """Returns the same for another module of the same kind."""
         return replace(self, name=name)
 
     @property
-    def parameters(self) -> Mapping[str, int]:
-        """Rows of one expert in each parameter that stacks experts, by the name in the model."""
-        return {f"{self.name}.{own}": rows for own, rows in self.own.items()}
+    def parameters(self) -> Mapping[str, ExpertPacking]:
+        """Place of the experts in each parameter that stacks experts, by the name in the model."""
+        return {f"{self.name}.{own}": packing for own, packing in self.own.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +81,8 @@ class Stack:
     """Parameters of a module that may be stacks of experts."""
 
     experts: int
-    own: Mapping[str, int]
-    """Rows of one expert in each parameter that stacks experts."""
+    own: Mapping[str, ExpertPacking]
+    """Place of the experts in each parameter that stacks experts."""
     common: tuple[str, ...]
     """Names of the other parameters."""
     counts: tuple[str, ...] = ()
@@ -65,6 +103,8 @@ class ListedExperts:
     """Width of their results."""
     own: tuple[str, ...]
     """Names of the parameters of one expert, in the expert."""
+    cut: bool = False
+    """Tensor ranks cut each expert along its width; False: they hold and compute whole experts."""
 
     @property
     def name(self) -> str:
@@ -81,18 +121,9 @@ class ListedExperts:
         return replace(self, block=block, names=names)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertCut:
-    """Division of a parameter of experts over the expert axis."""
-
-    dim: int | None
-    """Dim of the experts; None: the parameter belongs to one expert, and one rank holds it."""
-    ranges: tuple[Range, ...]
-
-
-def owner_cut(rows: int, rank: int) -> ExpertCut:
+def owner_cut(rows: int, rank: int) -> tuple[Range, ...]:
     """Returns the division of a parameter with ``rows`` along its first dim that ``rank`` holds alone."""
-    return ExpertCut(None, (Range(0, rows, (rank,)),))
+    return (Range(0, rows, (rank,)),)
 
 
 def list_members(members: nn.Module) -> dict[str, nn.Module]:
@@ -121,10 +152,9 @@ def expert_bounds(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
 
 
-def expert_cut(experts: int, ranks: int, rows: int = 1) -> ExpertCut:
-    """Returns the sharding of parameters [experts * rows, ..] over ``ranks``."""
-    bounds = [rows * bound for bound in expert_bounds(experts, ranks)]
-    return ExpertCut(0, tuple(Range(bounds[rank], bounds[rank + 1], (rank,)) for rank in range(ranks)))
+def expert_cut(experts: int, ranks: int, packing: ExpertPacking = ExpertPacking()) -> tuple[Range, ...]:
+    """Returns the sharding of parameters that stack ``experts`` experts over ``ranks``, along the packing's dim."""
+    return packing.ranges(expert_bounds(experts, ranks))
 
 
 def stacked_experts(module: nn.Module) -> int:
@@ -142,6 +172,12 @@ def stacked_experts(module: nn.Module) -> int:
     return sizes.pop() if stacked > (not alone) and len(sizes) == 1 and min(sizes) > 1 else 0
 
 
+def stacks_differ(module: nn.Module) -> bool:
+    """Returns True if the matrices [experts, rows, width] of a module are for different numbers of experts."""
+    own = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
+    return len(own) > 1 and not type(module).__module__.startswith("torch.nn.")
+
+
 def possible_stacks(module: nn.Module) -> Iterator[Stack]:
     """Yields the ways to take the parameters of a module for stacks of experts, the most frequent one first.
 
@@ -155,11 +191,44 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
         each = [name for name in vectors if named[name].shape == (experts,)]
         for own in ([*matrices, *each], matrices)[: 2 if each else 1]:
             common = tuple(name for name in vectors if name not in own)
-            yield Stack(experts, dict.fromkeys(own, 1), common)
+            yield Stack(experts, dict.fromkeys(own, ExpertPacking()), common)
     elif len(matrices) > 1 and len(matrices) == len(named) and not _has_layers(module):
         for experts in dict.fromkeys(value for value in vars(module).values() if type(value) is int and value > 1):
             if not any(parameter.shape[0] % experts for parameter in named.values()):
-                yield Stack(experts, {name: each.shape[0] // experts for name, each in named.items()}, ())
+                yield Stack(
+                    experts, {name: ExpertPacking(each.shape[0] // experts) for name, each in named.items()}, ()
+                )
+
+
+def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
+    """Yields the ways to take the parameters of adapters round ``found`` for stacks of experts, PEFT's way first.
+
+    Adapters of several parameters stack experts in one way. A parameter that is not cut belongs to all experts.
+    """
+    *adapters, (inside, base) = adapter_chain(adapter)
+    theirs = {id(each) for each in base.parameters()}
+    groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in adapter.named_parameters():
+        if id(parameter) not in theirs:
+            own = max((prefix for prefix, _ in adapters if name.startswith(prefix)), key=len)
+            groups.setdefault(name.removeprefix(own), []).append((name, parameter))
+    named = [pair for group in groups.values() for pair in group]
+    attributes = [f"{prefix}{own}" for prefix, each in adapters for own in _counting_attributes(each, found.experts)]
+    stacked = {f"{inside}{name}": packing for name, packing in found.own.items()}
+    counts = (*attributes, *(f"{inside}{name}" for name in found.counts))
+    for ways in product(*(_packings(found.experts, [each for _, each in group]) for group in groups.values())):
+        chosen = [packing for packings in ways for packing in packings]
+        cut = {name: packing for (name, _), packing in zip(named, chosen, strict=True) if packing is not None}
+        common = (*(f"{inside}{name}" for name in found.common), *(name for name, _ in named if name not in cut))
+        yield Stack(found.experts, stacked | cut, common, counts)
+
+
+def _packings(experts: int, group: Sequence[Tensor]) -> Iterator[tuple[ExpertPacking | None, ...]]:
+    """Yields the ways to stack experts in parameters of one role; None: they stack none."""
+    for dim, alternate in ((0, False), (1, True), (0, True), (1, False)):
+        if all(each.dim() > dim and each.shape[dim] % experts == 0 for each in group):
+            yield tuple(ExpertPacking(each.shape[dim] // experts, dim, alternate) for each in group)
+    yield tuple(None for _ in group)
 
 
 def _has_layers(module: nn.Module) -> bool:
@@ -176,12 +245,23 @@ def possible_widths(module: nn.Module) -> Sequence[int]:
     return sorted(set(sizes), key=lambda size: (-sizes.count(size), size))
 
 
+def _counting_attributes(module: nn.Module, experts: int) -> list[str]:
+    return [name for name, value in vars(module).items() if type(value) is int and value == experts]
+
+
+def set_counts(module: nn.Module, names: Sequence[str], experts: int) -> None:
+    """Sets the attributes of a module, and of modules inside, that are the number of its experts."""
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        object.__setattr__(module.get_submodule(owner), attribute, experts)
+
+
 def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
     """Yields sets of attributes that may count the experts of a module, the largest first; others are equal by chance.
 
     A module with more than three such attributes has only the largest set.
     """
-    names = [name for name, value in vars(module).items() if type(value) is int and value == experts]
+    names = _counting_attributes(module, experts)
     for size in range(len(names), -1 if len(names) <= 3 else len(names) - 1, -1):
         yield from combinations(names, size)
 

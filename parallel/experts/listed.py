@@ -27,6 +27,8 @@ from engine.parallel.experts.forms import ListedExperts, expert_bounds
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.placeholders import is_without_content
 from engine.parallel.model.rng_streams import HostState, generators_of
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.redistribute import full
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 
@@ -228,7 +230,8 @@ class SharedList:
         ties = (torch.zeros((), device=self._device, requires_grad=True),) if torch.is_grad_enabled() else ()
         (got,) = exchange((torch.cat(asked),), gives, gets, self._comm, DISPATCH, ties)
         made = self._computed(got, called, counts)
-        (back,) = exchange((made,), gets, gives, self._comm, COMBINE, ties)
+        unread = (got,) if ties and not len(got) else ()  # no answer leads to the rows that this rank has sent
+        (back,) = exchange((made,), gets, gives, self._comm, COMBINE, (*ties, *unread))
         self._answers = back
         parts = list(torch.split(back, [size for each in sizes for size in each])) if len(back) or any(sizes) else []
         for expert, each in zip(self._experts, sizes, strict=True):
@@ -255,6 +258,8 @@ class SharedList:
                 continue
             mine = range(number, ranks * width, width)
             out = expert.own(torch.cat([parts[index] for index in mine]))
+            if isinstance(out, GlobalTensor):  # layers of the expert that tensor ranks cut shard rows of their results
+                out = full(out, "answers are sent to other ranks as whole rows")
             answers.update(zip(mine, torch.split(out, [len(parts[index]) for index in mine]), strict=True))
         ordered = [answers[index] for index in sorted(answers)]
         if not ordered:

@@ -17,7 +17,7 @@ results are not random then, in training.
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -29,16 +29,20 @@ from engine.parallel.experts.calls import ExpertCall, Rows, possible_calls
 from engine.parallel.experts.forms import (
     RoutedExperts,
     Stack,
+    adapted_stacks,
     list_members,
     possible_counts,
     possible_stacks,
     possible_widths,
+    set_counts,
 )
+from engine.parallel.experts.thin_products import ThinProducts
+from engine.parallel.model.parametrized_weights import adapter_chain
 from engine.parallel.model.placeholders import is_expanded
 
-_ROWS, _MOST = 12, 4
+_ROWS, MOST = 12, 4
 """Rows of a trial, and the most experts of a twin."""
-_LARGE = 1 << 24
+LARGE = 1 << 24
 """Elements of a parameter from which on a trial first draws thin matrices."""
 
 
@@ -61,19 +65,43 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
     if not _can_copy(module):
         return Unproven(name, _UNCOPIED)
     reasons = list[str]()
-    thin_first = (True, False) if any(each.numel() > _LARGE for each in module.parameters()) else (False,)
+    thin_first = (True, False) if any(each.numel() > LARGE for each in module.parameters()) else (False,)
     for thin, stack in product(thin_first, possible_stacks(module)):
+        if not thin and set(reasons) - {_REFUSED}:
+            break  # a rule that fails for thin matrices holds for no others: the large trial is for what refuses them
         for counts in possible_counts(module, stack.experts):
             counted = replace(stack, counts=counts)
-            experts = min(stack.experts, 2 if thin else _MOST)
-            twin = _twin(module, counted, experts, thin)
+            experts = min(stack.experts, 2 if thin else MOST)
+            twin = make_twin(module, counted, experts, thin)
             for call, width in product(possible_calls(module), possible_widths(module)):
-                reason = _Trial(twin, counted, call, width, experts).failure()
+                reason = Trial(twin, counted, call, width, experts).failure()
                 if reason is None:
                     return RoutedExperts(name, stack.experts, width, call, stack.own, stack.common, counts)
                 reasons.append(reason)
     told = [reason for reason in reasons if reason != _REFUSED]
     return Unproven(name, told[0] if told else _UNKNOWN)
+
+
+def prove_adapted(name: str, adapter: nn.Module, ranks: int) -> RoutedExperts | Unproven:
+    """Proves the module that ``adapter`` adapts, and returns the first way to divide both that is proven.
+
+    Each parameter of the adapter must have an effect, since one that is inactive may stack experts in any way.
+    """
+    base = adapter_chain(adapter)[-1][1]
+    found = prove_routed(name, base)
+    if isinstance(found, Unproven):
+        return found
+    if not _can_copy(adapter):
+        return Unproven(name, _UNCOPIED)
+    experts, least = min(found.experts, MOST), min(found.experts // ranks, 2)
+    thin = any(each.numel() > LARGE for each in base.parameters())
+    for stack in adapted_stacks(found, adapter):
+        trial = Trial(make_twin(adapter, stack, experts, thin), stack, found.call, found.width, experts, least)
+        if trial.failure() is None:
+            if idle := trial.without_effect():
+                return Unproven(name, f"its adapter {idle} has no effect")
+            return replace(found, own=stack.own, common=stack.common, counts=stack.counts)
+    return Unproven(name, "its adapters are not divided by experts")
 
 
 _UNCOPIED = "it cannot be copied for a trial"
@@ -84,12 +112,16 @@ _UNKNOWN = (
 )
 
 
-class _Trial:
+class Trial:
     """Calls of a twin with random content."""
 
-    def __init__(self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int) -> None:
+    def __init__(
+        self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int, least: int = 1
+    ) -> None:
         self._twin, self._stack, self._form, self._experts = twin, stack, call, experts
-        self._names = list(inspect.signature(twin.forward).parameters)
+        self._least = least
+        """Fewest experts of a rank."""
+        self._names = list(inspect.signature(adapter_chain(twin)[-1][1].forward).parameters)
         draw = torch.Generator().manual_seed(0)
         chosen = min(call.slots, self._experts)
         self._rows = torch.randn(_ROWS, width, generator=draw)
@@ -99,7 +131,23 @@ class _Trial:
     @torch.no_grad()
     def failure(self) -> str | None:
         """Returns the rule that does not hold; None if all hold."""
-        return self._failure_in(False) or self._failure_in(True)
+        thin = any(map(is_expanded, self._twin.parameters()))
+        with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
+            return self._failure_in(False) or self._failure_in(True)
+
+    @torch.no_grad()
+    def is_sum_of(self, parts: Sequence[nn.Module]) -> bool:
+        """Returns True if the results of ``parts`` add up to that of the twin, in evaluation and in training."""
+        return self._adds_up(parts, False) and self._adds_up(parts, True)
+
+    def _adds_up(self, parts: Sequence[nn.Module], training: bool) -> bool:
+        given = self._rows, self._numbers, self._weights
+        whole = self._call(self._twin.train(training), *given)
+        if whole is None or (training and not are_close(self._call(self._twin, *given), whole)):
+            return whole is not None  # a forward that draws random numbers is tried in evaluation
+        results = [self._call(part.train(training), *given) for part in parts]
+        found = [each for each in results if each is not None]
+        return len(found) == len(parts) and are_close(sum(found), whole)
 
     def _failure_in(self, training: bool) -> str | None:
         self._twin.train(training)
@@ -107,16 +155,16 @@ class _Trial:
         whole = self._call(self._twin, x, n, w)
         if whole is None or whole.dim() != 2 or len(whole) != len(x) or not whole.isfinite().all():
             return _REFUSED
-        if training and not _close(self._call(self._twin, x, n, w), whole):
+        if training and not are_close(self._call(self._twin, x, n, w), whole):
             return None
         some = torch.arange(0, _ROWS, 2).flip(0)
-        if not _close(self._call(self._twin, x[some], n[some], w[some]), whole[some]):
+        if not are_close(self._call(self._twin, x[some], n[some], w[some]), whole[some]):
             return "a row's result depends on other rows"
         slots = [self._call(self._twin, x, n[:, j : j + 1], w[:, j : j + 1]) for j in range(n.shape[1])]
-        if any(slot is None for slot in slots) or not _close(sum(slot for slot in slots if slot is not None), whole):
+        if any(slot is None for slot in slots) or not are_close(sum(slot for slot in slots if slot is not None), whole):
             return "the results of a row's experts are not added"
         half = self._experts // 2
-        for chosen in dict.fromkeys((range(1), range(half), range(half, self._experts))):
+        for chosen in dict.fromkeys((range(self._least), range(half), range(half, self._experts))):
             if (reason := self._failure_of(chosen)) is not None:
                 return reason
         return None
@@ -130,13 +178,23 @@ class _Trial:
         if wanted is None or asked is None or not asked.isnan().any(-1).all():
             return _REFUSED  # numbers that choose nothing may be weights
         others = [index for index in range(self._experts) if index not in chosen]
-        if not _close(self._call(self._without(others), x, n, w), wanted):
+        if not are_close(self._call(self._without(others), x, n, w), wanted):
             return "a row's result depends on experts that it does not ask for"
         alone = self._with_only(chosen)
-        if not _close(self._call(alone, x, n - chosen[0], w, len(chosen)), wanted):
+        if not are_close(self._call(alone, x, n - chosen[0], w, len(chosen)), wanted):
             return "its forward needs the number of all experts"
         empty = self._call(alone, x[:0], n[:0], w[:0], len(chosen))
         return None if empty is not None and empty.shape == wanted[:0].shape else "it cannot be called without rows"
+
+    @torch.no_grad()
+    def without_effect(self) -> str | None:
+        """Returns a parameter that changes no result; None if there is none."""
+        names, rows = dict(self._twin.named_parameters()), (self._rows, self._numbers, self._weights)
+        for name in names:
+            whole = self._call(self._without(range(self._experts), (name,)), *rows)
+            if whole is None or not whole.isnan().any():
+                return name
+        return None
 
     def _call(self, module: nn.Module, x: Tensor, n: Tensor, w: Tensor, experts: int = 0) -> Tensor | None:
         """Returns the result, or None if the module raises or returns anything but a tensor."""
@@ -147,26 +205,28 @@ class _Trial:
         except Exception:  # any: it is code of the user with arguments that it may not be made for
             return None
 
-    def _without(self, experts: Sequence[int]) -> nn.Module:
-        """Returns the twin with NaN in the parameters of ``experts``."""
+    def _without(self, experts: Sequence[int], names: Sequence[str] = ()) -> nn.Module:
+        """Returns the twin with NaN in the parameters of ``experts``, or in those of ``names``."""
         fresh = dict[int, nn.Parameter]()
-        for name, rows in self._stack.own.items():
+        for name in names or self._stack.own:
             each = self._twin.get_parameter(name).detach()
             content = (each[:, :1] if is_expanded(each) else each).clone()
-            content.view(self._experts, rows, *content.shape[1:])[list(experts)] = torch.nan
+            if (packing := self._stack.own.get(name)) is None:
+                content.fill_(torch.nan)
+            else:
+                packing.apart(content, self._experts)[list(experts)] = torch.nan
             fresh[id(self._twin.get_parameter(name))] = nn.Parameter(content.expand_as(each))
         return copy.deepcopy(self._twin, dict(fresh))
 
     def _with_only(self, chosen: Sequence[int]) -> nn.Module:
         """Returns the twin with the experts ``chosen`` alone."""
         fresh = {
-            id(each): nn.Parameter(each.detach()[chosen[0] * rows : (chosen[-1] + 1) * rows])
-            for name, rows in self._stack.own.items()
+            id(each): nn.Parameter(packing.chosen(each.detach(), self._experts, chosen))
+            for name, packing in self._stack.own.items()
             for each in (self._twin.get_parameter(name),)
         }
         alone = copy.deepcopy(self._twin, dict(fresh))
-        for name in self._stack.counts:
-            setattr(alone, name, len(chosen))
+        set_counts(alone, self._stack.counts, len(chosen))
         return alone
 
 
@@ -179,11 +239,12 @@ def _can_copy(module: nn.Module) -> bool:
     return True
 
 
-def _close(a: Tensor | int | None, b: Tensor) -> bool:
+def are_close(a: Tensor | int | None, b: Tensor) -> bool:
+    """Returns True if two results differ by rounding alone."""
     return isinstance(a, Tensor) and a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max())
 
 
-def _twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Module:
+def make_twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Module:
     """Returns a copy of ``module`` with random fp32 parameters of its first ``experts`` experts.
 
     ``thin``: the rows of each matrix [rows, width] of an expert are equal and share memory, since a trial of experts of
@@ -192,12 +253,11 @@ def _twin(module: nn.Module, stack: Stack, experts: int, thin: bool) -> nn.Modul
     draw = torch.Generator().manual_seed(1)
     fresh = dict[int, nn.Parameter]()
     for name, each in module.named_parameters():
-        sizes = (experts * stack.own[name], *each.shape[1:]) if name in stack.own else each.shape
+        sizes = stack.own[name].shape(each.shape, experts) if name in stack.own else each.shape
         drawn = (sizes[0], 1, sizes[2]) if thin and len(sizes) == 3 else sizes
         fresh[id(each)] = nn.Parameter((torch.randn(drawn, generator=draw) * each.shape[-1] ** -0.5).expand(sizes))
     twin = copy.deepcopy(module, dict(fresh))
-    for name in stack.counts:
-        setattr(twin, name, experts)
+    set_counts(twin, stack.counts, experts)
     return twin
 
 
@@ -279,7 +339,7 @@ class _ListTrial:
             return _REFUSED
         if training:
             again, _ = self._run()
-            if again is None or not all(_close(a, b) for a, b in zip(again, whole, strict=True)):
+            if again is None or not all(are_close(a, b) for a, b in zip(again, whole, strict=True)):
                 return None  # it draws random numbers, so two runs differ anyway
         _, first = self._run(zeros=True)
         same = [number for number, _ in first] == [number for number, _ in asked]
@@ -291,7 +351,7 @@ class _ListTrial:
         answers = [self._shared(rows) * (1 + number / 8) for number, rows in asked]
         with _without_values(self._shared):
             again, _ = self._run(answers=answers)
-        if again is None or not all(_close(a, b) for a, b in zip(again, whole, strict=True)):
+        if again is None or not all(are_close(a, b) for a, b in zip(again, whole, strict=True)):
             return "its block does more with its experts than to call them"
         return None
 
@@ -301,7 +361,7 @@ class _ListTrial:
         whole, empty = self._shared(given), self._shared(given[:0])
         some = torch.tensor([4, 1])
         fits = isinstance(whole, Tensor) and whole.dim() == 2 and empty.shape == whole[:0].shape
-        return fits and _close(self._shared(given[some]), whole[some])
+        return fits and are_close(self._shared(given[some]), whole[some])
 
     def _run(
         self, zeros: bool = False, answers: list[Tensor] | None = None

@@ -6,6 +6,7 @@ A call of a module passes its patches from outside to inside; :class:`PatchLayer
      GATHER          sharded parameters are gathered before the call and freed after it (ZeRO 3)
       RANDOM         hooks reseed the random generators after the call
        RECOMPUTE     the call saves only its inputs and runs again in backward
+       ROWS         a module runs on the positions of this rank, or in tiles of positions
         COUNT        the rows of each expert are counted
          EXPERTS     rows are sent to the ranks of their experts, and their results back
          FP32        inputs are cast to fp32, outputs back
@@ -54,10 +55,11 @@ class PatchLayer(IntEnum):
     FP32 = 7
     EXPERTS = 8
     COUNT = 9
-    RECOMPUTE = 10
-    RANDOM = 11
-    GATHER = 12
-    STAGE = 13
+    ROWS = 10
+    RECOMPUTE = 11
+    RANDOM = 12
+    GATHER = 13
+    STAGE = 14
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,11 @@ _ONE_DTYPE = frozenset((
 _WIDE = (torch.float32, torch.float64)
 
 
-class OperandCasts(TorchFunctionMode):
+class QuietMode(TorchFunctionMode):
+    """Function mode that needs no function under torch's own name: layers and kernels run in it as without it."""
+
+
+class OperandCasts(QuietMode):
     """Function mode that casts operands of mixed dtypes in the forwards of one engine."""
 
     def __init__(self, compute: torch.dtype) -> None:
@@ -74,7 +78,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def is_watched() -> bool:
-    """Returns True if a function mode other than these casts is active, such as a tracer."""
+    """Returns True if a function mode other than a quiet one is active, such as a tracer."""
     if not torch._C._len_torch_function_stack():  # fast path without any mode: each call of a layer asks
         return False
-    return any(not isinstance(mode, OperandCasts) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, QuietMode) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

@@ -29,10 +29,25 @@ def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
                 object.__setattr__(module, _PUT_ON, MethodType(_put_on, module))
 
 
-def adapted_modules(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules with parameters to which PEFT adapters add a term during a call."""
-    adapters: Iterable[Any] = filter(_adapts, model.modules())
-    return {adapter.get_base_layer() for adapter in adapters}
+def outermost_adapters(model: nn.Module) -> dict[nn.Module, str]:
+    """Returns the modules with parameters to which PEFT adapters add a term, and the name of the outermost adapter.
+
+    An adapter of a second parameter contains the adapter of the first one.
+    """
+    found: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        if _adapts(module):
+            found.setdefault(adapter_chain(module)[-1][1], name)
+    return found
+
+
+def adapter_chain(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the adapters of parameters round a module, from outside, and the module, with their names inside."""
+    found = [("", module)]
+    while _adapts(module) and isinstance(module.base_layer, nn.Module):
+        module = module.base_layer
+        found.append((f"{found[-1][0]}base_layer.", module))
+    return found
 
 
 def _adapts(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ The new class derives from the layer's class, with its forward and hooks, and st
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from engine.errors import PlanError
 from engine.kernels.codecs.weight_format import QuantizedShape, QuantizedWeight, block_scales, quantize
 from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.parallel.grid import ShardHolder
 from engine.parallel.shard_table import ShardRow
 
 
@@ -29,22 +31,20 @@ _Held = tuple[QuantizedShape, torch.dtype]
 
 
 @torch.no_grad()
-def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
-    """Returns codes and scales, uint8 [bytes], of the shard of ``full`` on tensor coordinate ``tp``.
+def quantize_part(full: Tensor, row: ShardRow, holder: ShardHolder) -> Tensor:
+    """Returns codes and scales, uint8 [bytes], of the shard of ``full`` on a rank at ``holder``.
 
     Values are equal on all grids: scales are computed from the full matrix, even if a block continues on another rank.
     """
-    form = row.quantized_shape(tp)
+    form = row.quantized_shape(holder)
     assert form is not None
-    if row.dim is None:
-        return quantize(full, form)
-    held = [full.narrow(row.dim, part.start, part.stop - part.start) for part in row.ranges if tp in part.holders]
-    scales_RK = None
+    held, scales_RK = row.local(full, holder), None
     if form.runs:
+        full = full if row.dim is None else replace(row, dim=None).local(full, holder)  # all columns of its experts
         whole = QuantizedShape(format=form.format, shape=tuple(full.shape))
         touched = torch.tensor([number for number, _ in form.blocks], device=full.device)
         scales_RK = block_scales(full, whole).index_select(1, touched)
-    return quantize(torch.cat(held, row.dim), form, scales_RK)
+    return quantize(held, form, scales_RK)
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:

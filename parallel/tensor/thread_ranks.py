@@ -9,7 +9,8 @@ of them raise. A plan can therefore be tested before the processes of the run us
 """
 
 import ctypes
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple, TypeVar
 
@@ -42,6 +43,8 @@ class SimulatedAxis(TensorAxis):
     def __init__(self, index: int, size: int, rounds: Rounds) -> None:
         self.index, self.size, self.dry, self.listener = index, size, False, None
         self.called: list[CollectiveCall] = []
+        self.sent: Counter[str] = Counter()
+        """Number of elements sent to other ranks by exchanges, by label."""
         self._rounds = rounds
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
@@ -59,8 +62,19 @@ class SimulatedAxis(TensorAxis):
         part.copy_(reduce(torch.add, [other[self.index] for other in parts]))
         return Pending()
 
-    def _exchange(self, op: str, label: str, part: Tensor) -> list[Tensor]:
-        call = CollectiveCall(op, label, tuple(part.shape), part.dtype)
+    def _exchanged(
+        self, received: Tensor, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
+    ) -> Pending:
+        self.sent[label] += sum(gives) - gives[self.index]
+        tables = self._exchange("exchange of counts", label, torch.tensor(gives))
+        brought = self._exchange("exchange", label, given, even=False)
+        parts = [torch.split(part, row.tolist())[self.index] for part, row in zip(brought, tables, strict=True)]
+        assert [len(part) for part in parts] == list(gets), f"rank {self.index} expects {gets} elements"
+        received.copy_(torch.cat(parts))
+        return Pending()
+
+    def _exchange(self, op: str, label: str, part: Tensor, even: bool = True) -> list[Tensor]:
+        call = CollectiveCall(op, label, tuple(part.shape) if even else (), part.dtype)
         self.called.append(call)
         if part.nbytes >= _LARGE:
             _give_back_memory()

@@ -85,11 +85,14 @@ class TensorAxis:
     shapes.
     """
 
+    nested = False
+    """True if activations are global tensors over "cp", and their shards are the activations of this axis."""
     name: Axis = "tp"
     """Axis of the grid over which the collectives run."""
 
     def __init__(self, comm: Comm, name: Axis = "tp") -> None:
         self.name, self.index, self.size = name, comm.grid.index(name), comm.grid.size(name)
+        self.nested = name == "tp" and comm.grid.cp > 1
         self.dry = False
         self.listener: Listener | None = None
         self._comm = comm
@@ -182,6 +185,20 @@ class TensorAxis:
         part = full.new_empty(full.shape[1:])
         return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
 
+    def start_exchange(
+        self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
+    ) -> tuple[Tensor, Pending]:
+        """Sends ``gives[r]`` elements of ``given`` [sum of gives] to rank r, in order; all ranks know all sizes.
+
+        Returns:
+            Elements from each rank [sum of gets], in rank order, ready after ``wait``. Nothing is sent to this rank.
+        """
+        received = given.new_empty(sum(gets))
+        if self.dry or self.size == 1:
+            self.expect("exchange", label, given)
+            return received.zero_(), Pending()
+        return received, self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label))
+
     def exchange(self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str) -> Tensor:
         """Sends ``gives[r]`` rows of ``given`` [sum of gives, ..] to rank r; returns ``gets[r]`` rows from rank r.
 
@@ -189,17 +206,16 @@ class TensorAxis:
         """
         received = given.new_zeros((sum(gets), *given.shape[1:]))
         if not self.dry and self.size > 1:
-            self._start(
-                given, received, lambda: self._comm.exchange(received, given, gets, gives, self.name, label)
-            ).wait()
+            self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label)).wait()
         return received
 
-    def expect_rows(self, label: str, sent: tuple[int, ...], made: Tensor | None = None) -> None:
-        """Reports an exchange of rows, in which rank r sends ``sent[r]`` bytes, to the listener of a dry axis.
+    def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
+        """Reports an exchange of rows of ``whole``, in which rank r sends ``sent[r]`` bytes, to the listener of a dry
+        axis.
 
         ``made``: see :meth:`expect`. An exchange without rows is not made.
         """
-        if self.dry and self.listener is not None and any(sent):
+        if self.dry and self.listener is not None and any(sent) and not isinstance(whole, FakeTensor):
             node = None if made is None else made.grad_fn
             self.listener(ExpectedRows("exchange", label, sent, made is not None), node)
 
@@ -214,6 +230,11 @@ class TensorAxis:
     def _use_wait(self) -> None:
         if self.fill_wait is not None:
             self.fill_wait()
+
+    def _exchanged(
+        self, received: Tensor, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
+    ) -> Pending:
+        return self._comm.exchange(received, given, gets, gives, self.name, label)
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         encoded = self._encoded(label, tensor) if op == "sum" else None
@@ -237,5 +258,5 @@ class TensorAxis:
 class DryAxis(TensorAxis):
     """Tensor axis without processes, as rank 0 of ``size``; always dry."""
 
-    def __init__(self, size: int, listener: Listener | None = None) -> None:
-        self.index, self.size, self.dry, self.listener = 0, size, True, listener
+    def __init__(self, size: int, listener: Listener | None = None, name: Axis = "tp") -> None:
+        self.name, self.index, self.size, self.dry, self.listener = name, 0, size, True, listener

@@ -88,6 +88,10 @@ FULL = {"activation_checkpointing": {"mode": "full"}}
         (2, {"parallel": {"data": 2}, **STAGE3, **FULL}),
         (2, {"parallel": {"pipeline": 2}}),
         (2, {"parallel": {"tensor": 2}}),
+        (2, {"parallel": {"data": 2, "expert": 2}, **FULL}),
+        wide(2, {"parallel": {"data": 2, "expert": 2}, **STAGE3}),
+        wide(4, {"parallel": {"data": 2, "expert": 2, "pipeline": 2}, **FULL}),
+        wide(4, {"parallel": {"data": 2, "expert": 2, "tensor": 2, "sequence_parallel": True}}),
         wide(4, {"parallel": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, **FULL}),
         wide(2, {"parallel": {"data": 2}, "integrity": {"every": 1, "rerun": True}}),
         wide(8, {"parallel": {"data": 2, "tensor": 2, "pipeline": 2}}),
@@ -204,7 +208,7 @@ def test_a_row_that_tensor_ranks_share_counts_on_the_first_of_them() -> None:
         index = Index([np.array(rows) for rows in held], 4)
         found = torch.zeros(3, dtype=torch.float64)
         for rank, rows in enumerate(held):
-            counter = ExpertCounter([ExpertStack("stack", 3)], torch.device("cpu"), rank)
+            counter = ExpertCounter([ExpertStack("stack", 3)], torch.device("cpu"), {"tp": rank})
             model = Router(None)
             counter.install(model, ForwardPatches())
             cut = GlobalTensor(chosen[rows], (4, 2), (index, None), Mock())
@@ -220,6 +224,25 @@ def test_home_made_experts(build: Any, name: str) -> None:
     with engine.initialize(build(), settings, lambda output, batch: output.square().mean()) as eng:
         report = eng.train_batch(x)
     assert dict(report.expert_load) == {name: (4, 2)} and report.expert_imbalance == pytest.approx(4 / 3)
+
+
+def shared_list(tensor: int, world: World) -> Load:
+    """Counts of a step of a list that data ranks share."""
+    x = torch.tensor([[1.0, 0, 0, 0], [2, 0, 0, 0], [-1, 0, 0, 0], [3, 0, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0]])
+    parallel = {"expert": 2, "data": 2, "tensor": tensor} if world.size > 1 else {}
+    config = CONFIG | {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 3, "parallel": parallel}
+    loaded, model = engine.load_config(config, world.size), nn.Sequential(nn.Linear(4, 4), Chosen())
+    model[0].weight.data, model[0].bias.data = torch.eye(4), torch.zeros(4)
+    with engine.initialize(model, loaded, lambda output, batch: output.square().mean(), x[:3], world=world) as eng:
+        return dict(eng.train_batch(own_rows(eng, {"x": x})["x"]).expert_load)
+
+
+@pytest.mark.parametrize("tensor", [1, wide(2)])
+def test_a_shared_list_counts_the_rows_that_its_router_chooses(tensor: int) -> None:
+    (alone,) = run_thread_ranks(1, partial(shared_list, 1))
+    assert alone == {"1.experts": (5, 1)}
+    for found in run_thread_ranks(2 * tensor, partial(shared_list, tensor)):
+        assert found == alone
 
 
 class Dropped(nn.Module):
@@ -258,7 +281,7 @@ def test_numbers_of_no_expert_count_for_none(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_model_without_experts_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"monitor\.expert_load = true, but the model has no experts") as caught:
+    with pytest.raises(ConfigError, match=r"monitor\.expert_load is set, but the model has no experts") as caught:
         engine.initialize(models.decoder, CONFIG)
     assert "\n" not in str(caught.value)
 

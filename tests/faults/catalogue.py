@@ -1,19 +1,25 @@
 """All seeded faults, by area."""
 
+from tests.faults.adapted_experts import ADAPTED_EXPERTS
 from tests.faults.adapters import ADAPTERS
 from tests.faults.adapters_in_the_loop import ADAPTERS_IN_THE_LOOP
 from tests.faults.answers_to_deepspeed import ANSWERS_TO_DEEPSPEED
+from tests.faults.awaited_experts import AWAITED_EXPERTS
 from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
+from tests.faults.context_attention import CONTEXT_ATTENTION
 from tests.faults.context_recurrence import CONTEXT_RECURRENCE
+from tests.faults.context_rows import CONTEXT_ROWS
 from tests.faults.counted_paths import COUNTED_PATHS
+from tests.faults.cut_experts import CUT_EXPERTS
 from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
 from tests.faults.ends_of_ranks import ENDS_OF_RANKS
 from tests.faults.expert_load import EXPERT_LOAD
+from tests.faults.expert_plans import EXPERT_PLANS
 from tests.faults.experts import EXPERTS
 from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
@@ -35,9 +41,11 @@ from tests.faults.pipeline import PIPELINE
 from tests.faults.plain_torch import PLAIN_TORCH
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
+from tests.faults.recomputed_units import RECOMPUTED_UNITS
 from tests.faults.reliability import RELIABILITY
 from tests.faults.replica_copies import REPLICA_COPIES
 from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
+from tests.faults.router_replay import ROUTER_REPLAY
 from tests.faults.scripts_of_deepspeed import SCRIPTS_OF_DEEPSPEED
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
@@ -55,10 +63,18 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
-    "shared experts": (*EXPERTS, *SHARED_EXPERTS),
-    "recurrences over context ranks": CONTEXT_RECURRENCE,
+    "shared experts": (
+        *EXPERTS,
+        *SHARED_EXPERTS,
+        *CUT_EXPERTS,
+        *ADAPTED_EXPERTS,
+        *EXPERT_PLANS,
+        *ROUTER_REPLAY,
+        *AWAITED_EXPERTS,
+    ),
+    "context": (*CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_RECURRENCE),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
-    "pipeline": (*PIPELINE, *COUNTED_PATHS),
+    "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,

@@ -2,7 +2,9 @@
 
 from tests.faults.fault import Fault
 
-_ROWS, _RELAY, _PLACED, _HALO = (f"parallel/context/{name}.py" for name in ("moved_rows", "relay", "placed", "halo"))
+_ROWS, _RELAY, _PLACED, _HALO = (
+    f"parallel/context/recurrence/{name}.py" for name in ("moved_rows", "relay", "placed", "halo")
+)
 _TESTS = "tests/parallel/context/test_recurrences.py"
 _TRAINED = f"{_TESTS}::test_layers_along_positions_train_as_one_process"
 
@@ -58,7 +60,7 @@ CONTEXT_RECURRENCE = (
     Fault(
         name="scan-without-a-trial",
         about="A function that reads all positions runs on each rank's positions, because it returns a state.",
-        file="parallel/context/scans.py",
+        file="parallel/context/recurrence/scans.py",
         old="    return along[0] if close and needed else None",
         new="    return along[0]",
         tests=(f"{_TESTS}::test_what_cannot_be_followed_is_gathered_and_named[trap]",),

@@ -26,9 +26,26 @@ EXPERT_LOAD = (
         name="tensor-ranks-count-again",
         about="Every tensor rank counts the rows that all of them route.",
         file=COUNTER,
-        old="return np.full(tuple(given.shape[:dims]), self._rank == 0)",
-        new="return np.full(tuple(given.shape[:dims]), True)",
+        old="        return own & (not earlier)\n",
+        new="        return own\n",
         tests=(f"{TEST}::test_every_grid_counts_the_rows_of_one_process",),
+    ),
+    Fault(
+        name="load-of-one-rank",
+        about="The report has the rows that this rank counted, and not the sum over all ranks.",
+        file="engine/step/update.py",
+        old='        self._comm.all_reduce(packed, "world", "control").wait()\n',
+        new='        own = packed.clone()\n        self._comm.all_reduce(packed, "world", "control").wait()\n'
+        "        if step.experts is not None:\n            packed[-len(step.experts) :] = own[-len(step.experts) :]\n",
+        tests=(f"{TEST}::test_every_grid_counts_the_rows_of_one_process",),
+    ),
+    Fault(
+        name="first-pass-counts",
+        about="A list that data ranks share counts each row in the pass that asks experts, and again in the next one.",
+        file="parallel/experts/listed.py",
+        old="with self._passing(Pass.ASK), self._uncounted():",
+        new="with self._passing(Pass.ASK):",
+        tests=(f"{TEST}::test_a_shared_list_counts_the_rows_that_its_router_chooses",),
     ),
     Fault(
         name="experts-not-planned",

@@ -126,8 +126,8 @@ KERNELS_AND_PLANNING = (
         name="tied-copies-counted-by-all-stages",
         about="A tied weight counts once for each stage that holds it in the gradient norm.",
         file="parallel/shard_table.py",
-        old="return first and holder.pp == self.owners[0] and any(",
-        new="return first and any(",
+        old="return holder.pp == self.owners[0] and any(",
+        new="return any(",
         tests=("tests/parallel/test_shard_table.py::test_exactly_one_copy_of_every_element_is_counted",),
     ),
     Fault(

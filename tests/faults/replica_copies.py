@@ -35,8 +35,8 @@ REPLICA_COPIES = (
         name="block-draws-anew-when-it-runs-again",
         about="A recomputed block scales by other numbers of NumPy than its forward, and its gradients are wrong.",
         file="parallel/activation_checkpointing/blocks.py",
-        old="if calls > 1:",
-        new="if calls > 2:",
+        old="with entered() if calls > 1 else",
+        new="with entered() if calls > 2 else",
         tests=(f"{HOST}::test_host_random_numbers_do_not_depend_on_the_grid",),
     ),
     Fault(

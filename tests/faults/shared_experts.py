@@ -29,7 +29,7 @@ SHARED_EXPERTS = (
         name="sums-of-experts-within-a-rank",
         about="Adafactor's means of experts miss the squares of experts on other ranks.",
         file="engine/optim/built_in.py",
-        old='copied = shards < grid.experts and any(row.axis == "ep" for row in rows)',
+        old="copied = shards < grid.experts and any(row.experts for row in rows)",
         new="copied = False",
         tests=(f"{_STATE}[dp4-ep2-adafactor-zero0]",),
     ),

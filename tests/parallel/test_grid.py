@@ -198,7 +198,7 @@ def test_experts_and_shard_groups_fit_into_each_other() -> None:
         Grid(dp=12, shard_size=4, experts=6)
     assert str(caught.value) == (
         "expert size 6 and zero_optimization.shard_size 4 do not fit into each other, but groups of experts and shard "
-        "groups are runs of neighbours, one inside the other; let one be a multiple of the other."
+        "groups are runs of neighbours, one inside the other; give one of 1, 2, 4, 12."
     )
     assert Grid(dp=12, shard_size=2, experts=6).size("ep") == Grid(dp=12, shard_size=6, experts=2).size("edp") == 6
 

@@ -66,7 +66,7 @@ def test_an_uncut_row_is_one_range_that_every_tensor_rank_holds(tp: int) -> None
     assert row(table, "embed.weight").ranges == (Range(0, 7, holders),)
     assert row(table, "scale").ranges == (Range(0, 1, holders),)
     assert row(table, "empty").ranges == (Range(0, 0, holders),)
-    assert all(row.local_shape(rank) == row.shape for row in table for rank in range(tp))
+    assert all(row.local_shape(At(0, rank)) == row.shape for row in table for rank in range(tp))
 
 
 def test_rows_of_a_stage_are_those_it_owns_and_a_tie_is_on_several(table: ShardTable) -> None:
@@ -88,25 +88,25 @@ def cut(name: str, owners: tuple[int, ...], dim: int | None = 0, *ranges: Range)
 
 def test_a_cut_row_has_its_part_on_each_rank() -> None:
     by_rows = cut("w", (0,), 0, Range(0, 4, (0,)), Range(4, 8, (1,)))
-    assert [by_rows.local_shape(tp) for tp in (0, 1)] == [(4, 6), (4, 6)]
+    assert [by_rows.local_shape(At(0, tp)) for tp in (0, 1)] == [(4, 6), (4, 6)]
     by_columns = cut("w", (0,), 1, Range(0, 1, (0,)), Range(1, 6, (1,)))
-    assert [by_columns.local_shape(tp) for tp in (0, 1)] == [(8, 1), (8, 5)]
+    assert [by_columns.local_shape(At(0, tp)) for tp in (0, 1)] == [(8, 1), (8, 5)]
 
 
 def test_a_shared_kv_head_is_whole_on_each_of_its_holders() -> None:
     shared = cut("k", (0,), 0, Range(0, 4, (0, 1)), Range(4, 8, (2, 3)))
-    assert [shared.local_shape(tp) for tp in range(4)] == [(4, 6)] * 4
+    assert [shared.local_shape(At(0, tp)) for tp in range(4)] == [(4, 6)] * 4
     held = sum(len(part.holders) * (part.stop - part.start) for part in shared.ranges)
     assert held == 2 * 8 and shared.elements == 48
 
 
 def test_a_fused_projection_is_several_ranges_of_one_rank() -> None:
     fused = cut("qkv", (0,), 0, *(Range(2 * i, 2 * i + 2, (i % 2,)) for i in range(4)))
-    assert [fused.local_shape(tp) for tp in (0, 1)] == [(4, 6), (4, 6)]
+    assert [fused.local_shape(At(0, tp)) for tp in (0, 1)] == [(4, 6), (4, 6)]
 
 
 def test_a_rank_without_a_part_holds_nothing() -> None:
-    assert cut("w", (0,), 0, Range(0, 8, (0,))).local_shape(1) == (0, 6)
+    assert cut("w", (0,), 0, Range(0, 8, (0,))).local_shape(At(0, 1)) == (0, 6)
 
 
 def test_exactly_one_copy_of_every_element_is_counted() -> None:
@@ -124,14 +124,14 @@ def test_shared_rows_beside_own_ones_are_counted_once() -> None:
     mixed = Range(0, 2, (0,)), Range(2, 4, (1,)), Range(4, 8, (0, 1))
     by_rows, by_columns = cut("qkv", (0,), 0, *mixed), cut("qkv", (0,), 1, *mixed[:2], Range(4, 6, (0, 1)))
     assert [by_rows.counted(At(0, tp)) for tp in (0, 1)] == [True, True]
-    assert by_rows.copies(0) == () and by_rows.copies(1) == ((2 * 6, 6 * 6),)
-    assert by_columns.copies(1) == tuple((4 * row + 2, 4 * row + 4) for row in range(8))
-    assert cut("k", (0,), 0, Range(0, 8, (0, 1))).copies(1) == ()  # not counted at all
+    assert by_rows.copies(At(0, 0)) == () and by_rows.copies(At(0, 1)) == ((2 * 6, 6 * 6),)
+    assert by_columns.copies(At(0, 1)) == tuple((4 * row + 2, 4 * row + 4) for row in range(8))
+    assert cut("k", (0,), 0, Range(0, 8, (0, 1))).copies(At(0, 1)) == ()  # not counted at all
 
 
 def test_a_row_that_holds_no_copies_is_not_walked_through() -> None:
     by_columns = replace(cut("experts", (0,), 1, Range(0, 3, (0,)), Range(3, 6, (1,))), shape=(2**50, 6))
-    assert by_columns.copies(0) == by_columns.copies(1) == ()
+    assert by_columns.copies(At(0, 0)) == by_columns.copies(At(0, 1)) == ()
 
 
 @pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (5, 2), (7, 3)])
@@ -151,19 +151,19 @@ def test_each_expert_is_held_by_one_expert_rank_and_counted_once(experts: int, r
     for ep in range(ranks):
         here = At(1, 1, ep)
         held = [each for each in table.held_by(here) if each.name != "norm"]
-        assert sum(each.local_elements(each.part(here)) for each in held) == 12 * (sizes[ep + 1] - sizes[ep])
+        assert sum(each.local_elements(here) for each in held) == 12 * (sizes[ep + 1] - sizes[ep])
         assert not [each for each in table.held_by(At(0, 0, ep)) if each.name != "norm"], "another stage"
     for each in table:
         counting = [at for at in holders if each.held(at) and each.counted(at)]
-        assert sum(each.local_elements(each.part(at)) for at in counting if each.axis == "ep") in (0, each.elements)
+        assert sum(each.local_elements(at) for at in counting if each.experts) in (0, each.elements)
         assert all(at.tp == 0 for at in counting) and each.equal_on_tensor_ranks
-        assert (each.axis == "ep") == (each.name in cuts) and not each.partial
+        assert bool(each.experts) == (each.name in cuts) and not each.partial
 
 
 def test_gradients_of_stacked_experts_are_partial_where_tensor_ranks_divide_the_rows() -> None:
     model = nn.ParameterDict({"up": nn.Parameter(torch.ones(4, 2, 3))})
     (found,) = build_table(model, {}, Division(2, experts={"up": expert_cut(4, 2)}, partial={"up"}))
-    assert found.partial and found.axis == "ep" and not found.copies(0) and found.local_shape(1) == (2, 2, 3)
+    assert found.partial and found.experts and not found.copies(At(0, 0)) and found.local_shape(At(ep=1)) == (2, 2, 3)
 
 
 def test_the_grid_divides_what_it_names_and_nothing_else() -> None:

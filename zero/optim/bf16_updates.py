@@ -58,12 +58,15 @@ class FullShapes:
     def lines(self, name: str, device: torch.device) -> Lines | None:
         """Returns the positions of this rank's shard in the full parameter; None if the rank stores all of it."""
         row = self.rows[name]
-        if row.dim is None:
+        if not row.sharded:
             return None
-        part = row.part(self.holder)
-        kept = [r for r in row.ranges if part in r.holders]
-        parts = [torch.arange(r.start, r.stop, dtype=torch.int32, device=device) for r in kept]
-        return Lines(torch.cat(parts), row.shape[row.dim], prod(row.shape[row.dim + 1 :]))
+        experts = row.expert_ranges(self.holder) if len(row.experts) > 1 else ()
+        kept, dim = (experts, row.expert_dim) if row.dim is None else (row.tensor_ranges(self.holder), row.dim)
+        # rows of later experts have indices beyond the sharded dim, which continue in the next line of the parameter
+        first = experts[0].start * prod(row.shape[1 : dim + 1]) if row.dim and experts else 0
+        wide = torch.int32 if first + row.shape[dim] < 1 << 31 else torch.int64
+        parts = [torch.arange(first + r.start, first + r.stop, dtype=wide, device=device) for r in kept]
+        return Lines(torch.cat(parts), row.shape[dim], prod(row.shape[dim + 1 :]))
 
 
 @dataclass(slots=True)

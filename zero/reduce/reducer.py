@@ -288,7 +288,8 @@ class SharedReduction:
     def __init__(self, setup: ReducerSetup) -> None:
         self._comm, self._buckets = setup.comm, setup.buckets
         self._copies = setup.copies if setup.copies.any else None
-        self._dtype = setup.wire if setup.comm.grid.row_ranks > 1 else None
+        grid = setup.comm.grid
+        self._dtype = setup.wire if grid.size(grid.sums) > 1 else None
         self._encoded = setup.encoded
         self._sum_partial = setup.sum_partial
         self._abandoned: list[Pending] = []

@@ -29,7 +29,8 @@ class ReplicaCheck:
     """
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
-        alike = {row.name for row in table if row.dim is None and row.axis == "tp"}  # experts are in no tensor plan
+        # shards of experts are summed over other data ranks
+        alike = {row.name for row in table if row.dim is None and not row.experts}
         self.places = [
             (slot.name, flat, overlap(slot, flat.shard))
             for flat in buckets
@@ -124,7 +125,8 @@ class NonFinite:
         before = self._comm.tally.copy()
         first = next((number for number, flat, part in self._places if not flat.gradient(part).isfinite().all()), None)
         absent = len(self._names)
-        arose = own or (first is not None and self._comm.grid.row_ranks == 1)
+        grid = self._comm.grid
+        arose = own or (first is not None and grid.size(grid.sums) == 1)
         mine = torch.tensor(
             [absent if first is None else first, int(arose), int(not loss.isfinite())],
             dtype=torch.int64, device=self._device,

@@ -21,7 +21,7 @@ from engine.checkpoint.format.pieces import Part, Piece, runs
 from engine.checkpoint.format.safetensors_file import TensorKind, code_of
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.model.quantized_layers import quantize_part
-from engine.parallel.shard_table import ShardRow
+from engine.parallel.shard_table import Range, ShardRow
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Bucket, Slot
@@ -45,19 +45,23 @@ class ModelTensor:
     """Shard-table row of the parameter; None for a buffer, which is full on its owner."""
 
 
-def local_region(row: ShardRow, part: int) -> Part:
-    """Returns the rows of a parameter that index ``part`` of its sharded axis has."""
+def local_region(row: ShardRow, holder: ShardHolder) -> Part:
+    """Returns the part of a parameter that a rank with coordinates ``holder`` has."""
+    return _region(row, row.tensor_ranges(holder), holder)
+
+
+def _region(row: ShardRow, ranges: Sequence[Range], holder: ShardHolder) -> Part:
+    """Returns ``ranges`` of the rows of a parameter, of the experts of the rank ``holder``."""
+    experts = tuple((r.start, r.stop) for r in row.expert_ranges(holder)) if len(row.experts) > 1 else ()
     if row.dim is None:
-        return Part(row.shape)
-    return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in row.ranges if part in r.holders))
+        return Part(row.shape, row.expert_dim, experts) if experts else Part(row.shape)
+    return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in ranges), experts[0] if experts else None)
 
 
 def stored_part(row: ShardRow, holder: ShardHolder) -> Part | None:
     """Returns the rows of a parameter that a rank saves, as the first of their owners; None if there are none."""
-    first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == row.part(holder))
-    if not first or (row.axis == "ep" and holder.tp):
-        return None
-    return Part(row.shape) if row.dim is None else Part(row.shape, row.dim, first)
+    first = [each for each in row.ranges if each.holders[0] == holder.tp]
+    return _region(row, first, holder) if first and row.held(holder._replace(pp=row.owners[0])) else None
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,15 @@ class SaveOwnership:
 
     def stores(self, row: ShardRow, coord: Coord) -> bool:
         """Returns True if a rank is in the shard group that saves the parameter."""
-        spread = self.grid.expert_spread if row.axis == "ep" else self.grid.spread
+        spread = self.grid.expert_spread if row.experts else self.grid.spread
         return self.grid.is_first(spread.shard_copies, coord)
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
         """Returns the elements of a parameter that the rank at ``coord`` updates, as a piece."""
-        part = local_region(row, row.part(self.grid.holder(coord)))
+        part = local_region(row, self.grid.holder(coord))
         found = self.slots[self.grid.holder(coord)].get(row.name)
         if found is None:
-            copies = self.grid.expert_spread.copies if row.axis == "ep" else self.grid.copies
+            copies = self.grid.expert_spread.copies if row.experts else self.grid.copies
             return Piece(part, 0, part.elements if self.grid.is_first(copies, coord) else 0)
         bucket, slot = found
         shard = bucket.shard(self.grid.index(bucket.spread.sharding, self.grid.rank_at(**coord)))
@@ -201,8 +205,8 @@ class LocalTensors:
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
         """Quantizes a full frozen weight, and stores this rank's shard."""
         device = self.buckets[0].params.device if self.buckets else full.device
-        part = row.part(self.ownership.grid.holder(self.coord))
-        codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, part)
+        holder = self.ownership.grid.holder(self.coord)
+        codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, holder)
         for _, flat, slot in (found for found in self._slots() if found[0] is row):
             flat.place(slot, codes)
             return
@@ -244,9 +248,9 @@ class LocalTensors:
             kept.setdefault(state.name, []).append(state)
         holder = grid.holder(self.coord)
         for row in self.ownership.plan.table.held_by(holder):
-            spread = grid.expert_spread if row.axis == "ep" else grid.spread
+            spread = grid.expert_spread if row.experts else grid.spread
             first = grid.is_first(spread.copies if updates.on_all_data_ranks else spread.shard_copies, self.coord)
-            first = first and (row.axis == "tp" or holder.ep in row.ranges[0].holders)
+            first = first and (not row.experts or holder.ep in row.experts[0].holders)
             # one tensor rank owns a sharded matrix; all tensor ranks have the state of other parameters
             stores = first and (self.coord.tp == 0 or (updates.by_owner and row.dim is not None))
             for state in kept.get(row.name, ()):

@@ -28,7 +28,8 @@ class FileSpan:
         if part.dim == 0:  # adjacent rows of the first dim: contiguous elements of the full tensor
             inner, offset = Part(kind.shape), part.rows[0][0] * kind.elements
         else:
-            inner, offset = Part(kind.shape, None if part.dim is None else part.dim - 1, part.rows), 0
+            inner = Part(kind.shape, None if part.dim is None else part.dim - 1, part.rows)
+            offset = part.outer[0] * inner.elements if part.outer is not None else 0
         first = index * inner.elements
         begin = max(first, self.piece.start + offset)
         stop = min(first + inner.elements, self.piece.stop + offset)

@@ -168,6 +168,8 @@ def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
     """Returns the JSON of a piece; ``file`` is the file's number in a manifest, or its name in a rank's report."""
     part = stored.piece.part
     rows = None if part.dim is None else [part.dim, [list(row) for row in part.rows]]
+    if rows is not None and part.outer is not None:
+        rows.append(list(part.outer))
     return {"file": file, "key": stored.key, "rows": rows, "flat": [stored.piece.start, stored.piece.stop]}
 
 
@@ -311,8 +313,8 @@ class _Parts:
 
 
 def _key(rows: Any) -> tuple[Any, ...]:
-    dim, pairs = rows
-    return (dim, *map(tuple, pairs))
+    dim, pairs, *outer = rows
+    return (dim, tuple(map(tuple, pairs)), *map(tuple, outer))
 
 
 def _sound(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece | None:
@@ -353,7 +355,7 @@ def check_cover(what: str, shape: tuple[int, ...], pieces: Sequence[StoredPiece]
 def _part(rows: Any, shape: tuple[int, ...], what: str) -> Part:
     if rows is None:
         return Part(shape)
-    if not isinstance(rows, list) or len(rows) != 2 or not isinstance(rows[1], list):
+    if not isinstance(rows, list) or len(rows) not in (2, 3) or not isinstance(rows[1], list):
         raise CheckpointError(f"{what}: rows are not [dim, [[start, stop], ...]]: the file is damaged; {COPY_AGAIN}")
     dim = natural(rows[0], f"{what}: dim")
     pairs = [naturals(pair, f"{what}: rows") for pair in rows[1]]
@@ -361,12 +363,16 @@ def _part(rows: Any, shape: tuple[int, ...], what: str) -> Part:
     for pair in pairs:
         right = right and len(pair) == 2 and end <= pair[0] < pair[1] <= shape[dim]
         end = pair[-1] if pair else 0
+    outer = naturals(rows[2], f"{what}: rows") if len(rows) == 3 else (0, 1)
+    right = right and len(outer) == 2 and outer[0] < outer[1] <= (shape[0] if len(rows) == 3 and dim else 1)
     if not right or not pairs:
         raise CheckpointError(
             f"{what}: rows {str(rows)[:60]} are not ascending ranges inside shape {list(shape)}: the file is damaged; "
             f"{COPY_AGAIN}"
         )
-    return Part(shape, dim, tuple((start, stop) for start, stop in pairs))
+    return Part(
+        shape, dim, tuple((start, stop) for start, stop in pairs), (outer[0], outer[1]) if len(rows) == 3 else None
+    )
 
 
 def _text(value: Any, what: str) -> str:

@@ -23,20 +23,32 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows along one dim of a tensor, concatenated; the full tensor if ``dim`` is None."""
+    """Rows along one dim of a tensor, concatenated; the full tensor if ``dim`` is None.
+
+    ``outer`` is a run of the first dim to which the rows of another dim belong, such as the experts of a rank.
+    """
 
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     dim: int | None = None
     rows: tuple[tuple[int, int], ...] = ()
     """(start, stop) along ``dim``, ascending."""
+    outer: tuple[int, int] | None = None
+    """(start, stop) along the first dim, with ``dim`` > 0; None: all of it."""
+
+    @property
+    def box(self) -> tuple[int, ...]:
+        """Shape of the full tensor with the first dim cut to ``outer``."""
+        if self.outer is None:
+            return self.shape
+        return (self.outer[1] - self.outer[0], *self.shape[1:])
 
     @cached_property
     def elements(self) -> int:
         """Number of elements in the part."""
         if self.dim is None:
             return prod(self.shape)
-        inner = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
+        inner = prod(self.box[: self.dim]) * prod(self.shape[self.dim + 1 :])
         return inner * sum(stop - start for start, stop in self.rows)
 
     def whole(self) -> "Piece":
@@ -129,8 +141,12 @@ def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     dim = next(iter(ranges)).dim
     if dim is None:
         return len(ranges) == 1
-    rows = [row for part in ranges for row in part.rows]
-    return all(part.dim == dim for part in ranges) and _tiles(rows, shape[dim])
+    rows: dict[tuple[int, int] | None, list[tuple[int, int]]] = {}
+    for part in ranges:
+        rows.setdefault(part.outer, []).extend(part.rows)
+    outer = [(0, shape[0]) if run is None else run for run in rows]
+    whole = dim == 0 or _tiles(outer, shape[0])
+    return whole and all(part.dim == dim for part in ranges) and all(_tiles(own, shape[dim]) for own in rows.values())
 
 
 def _tiles(ranges: Iterable[tuple[int, int]], length: int) -> bool:
@@ -150,7 +166,9 @@ def _full_spans(part: Part) -> tuple[Numbers, Numbers]:
         return np.zeros(min(whole, 1), dtype=np.int64), np.full(min(whole, 1), whole, dtype=np.int64)
     inner, width = prod(part.shape[part.dim + 1 :]), part.shape[part.dim]
     rows = np.asarray(part.rows, dtype=np.int64).reshape(-1, 2)
-    outer = np.arange(prod(part.shape[: part.dim]), dtype=np.int64)
+    outer = np.arange(prod(part.box[: part.dim]), dtype=np.int64)
+    if part.outer is not None:
+        outer += part.outer[0] * prod(part.shape[1 : part.dim])
     full = ((outer[:, None] * width + rows[:, 0]) * inner).ravel()
     count = np.tile((rows[:, 1] - rows[:, 0]) * inner, len(outer))
     kept = count > 0

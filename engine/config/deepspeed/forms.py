@@ -3,7 +3,7 @@
     zero_optimization: true         the first form of ``stage: 1``
     bfloat16                        the older name of bf16
     amp                             mixed precision by Apex: torch.autocast
-    sequence_parallel_size          parallel.tensor with sequence_parallel
+    sequence_parallel_size          parallel.context with method "heads"
     wandb                           its project: monitor.wandb
     elasticity                      a batch size for many numbers of GPUs (``elasticity``)
     OneBitAdam, ZeroOneAdam         Adam without bias correction; zero_quantized_gradients compresses messages
@@ -116,11 +116,11 @@ def _sequence_parallel(raw: dict[str, Any], problems: Problems, notes: Notes) ->
     ranks = Int(low=1, null=True).read(raw.pop(key, None), key, problems)
     if ranks is None or ranks == 1:
         return
-    move(raw, "parallel.tensor", ranks, key, problems)
-    put_at(raw, "parallel.sequence_parallel", True)
+    move(raw, "parallel.context", ranks, key, problems)
+    put_at(raw, "parallel.context_method", "heads")
     notes.append(
-        f"{key}: acts as parallel.tensor {ranks} with parallel.sequence_parallel; each of these ranks reads whole "
-        "sequences, and the engine shards them."
+        f'{key}: acts as parallel.context {ranks} with method "heads"; each of these ranks reads whole sequences, and '
+        "the engine shards them."
     )
 
 

@@ -194,7 +194,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
             "Trine finds the experts of the model by their structure, and its own forward computes them",
             keys=MappingProxyType({
                 "autoep_size": Moved("parallel.expert", Int(low=1)),
-                "expert_tensor_parallel_size": Only((1, None), "tensor ranks divide the rows of experts; remove it"),
+                "expert_tensor_parallel_size": Only((1, None), "parallel.expert_tensor cuts experts; remove it"),
             }),
         ),
         "moe": Feature(_EXPERTS, noted=True),

@@ -16,7 +16,8 @@ Memory of the fullest rank, with P its parameters and N data ranks, in 16 bits w
     gradients    4 P (or the engine's width), ZeRO 2 and 3 that reduce every microbatch: / N
     optimizer    12 P (master and two moments), ZeRO 1 to 3: / N
     activations  bytes per token x tokens of a microbatch x blocks of the rank x microbatches in flight
-    buffers      logits in 16 and 32 bits with their gradient, one recomputed block, gathered blocks of ZeRO 3
+    buffers      logits in 16 and 32 bits with their gradient, one recomputed block, gathered blocks of ZeRO 3,
+                 one round of expert rows
     comm         buffers of the communication library
     slack        CUDA context, and memory that the allocator wastes
 """
@@ -24,6 +25,7 @@ Memory of the fullest rank, with P its parameters and N data ranks, in 16 bits w
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from engine.planning.cost_model.expert_exchange import ExpertExchange
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import (
     EngineTraits,
@@ -111,6 +113,15 @@ def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) ->
     return kept, logits, whole
 
 
+def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | None:
+    """Returns the exchange of rows of a block's experts, in 16 bits; None if data ranks share none."""
+    if layout.ep == 1 or work.experts is None:
+        return None
+    _, experts, chosen, _ = work.experts
+    tokens = layout.micro * work.context / layout.cp / layout.tp
+    return ExpertExchange(experts=experts, chosen=chosen, ranks=layout.ep, tokens=tokens, width=work.width)
+
+
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
     """Returns the estimated bytes of the fullest rank, by kind."""
     share, held = layout.dp * layout.cp, stage_parameters(work, layout, stage)
@@ -119,7 +130,8 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
     gathered = 2 * 2 * block if layout.stage == 3 and share > 1 else 0.0
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)
     activations = kept * stage.blocks * microbatches_held(layout)
-    buffers = max(last, again) + gathered
+    exchange = block_exchange(work, layout)
+    buffers = max(last, again) + gathered + (exchange.round_bytes if exchange is not None else 0.0)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
         parameters=2 * held.over(layout, layout.stage == 3),
@@ -130,6 +142,22 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
         communication=axes * CHANNEL_BYTES,
         slack=CONTEXT_BYTES + SLACK * (activations + buffers),
     )
+
+
+def exchange_seconds(work: Workload, layout: TrainingLayout, links: Links) -> tuple[float, float]:
+    """Returns the seconds that the forward and the backward of a microbatch wait for rows of experts, in all blocks.
+
+    Routing is even, and a recomputed forward sends its rows again.
+    """
+    exchange = block_exchange(work, layout)
+    if exchange is None or work.experts is None:
+        return 0.0, 0.0
+    link, rows = links.experts(), exchange.mean()
+    forward, backward = (
+        work.experts.layers * link.seconds(2 * (layout.ep - 1), count)
+        for count in (exchange.forward_bytes(rows), exchange.backward_bytes(rows))
+    )
+    return forward, backward + forward * (layout.recomputation != "none")
 
 
 BUCKETS = 8.0
@@ -191,7 +219,7 @@ class StepModel:
         roofline, links = Roofline(work, layout, self._gpu, traits), Links(layout, self._gpu, self._node)
         block, head, m = roofline.block(), roofline.head(), layout.microbatches
         again = roofline.recomputed(block)
-        sums = self._tensor_sums(layout, links) + self._dispatch(layout, links)
+        sums = self._tensor_sums(layout, links) + sum(exchange_seconds(work, layout, links)) / work.blocks
         rings = self._context_ring(layout, block, links)
         one = block.forward + block.backward + again + sums + rings
         share = slowest(work, layout.pp, one, head, traits.balanced)
@@ -232,17 +260,6 @@ class StepModel:
         whole = count * (size / ring.rate + 2 * (t - 1) * ring.latency)
         beside = self._traits.tensor_overlap * whole
         return whole - beside + (1 - self._gpu.reached.overlap) * beside
-
-    def _dispatch(self, layout: TrainingLayout, links: Links) -> float:
-        """Returns the seconds that a block and microbatch waits for rows of experts: there and back, twice.
-
-        A token of the stream has two bytes an element; recomputation sends the rows of a forward again.
-        """
-        if layout.ep == 1 or self._work.experts is None:
-            return 0.0
-        ways = 4 * (1.5 if layout.recomputation == "full" else 1.0)
-        rows = self._tokens(layout) / layout.tp * self._work.experts.other_ranks(layout.ep)
-        return links.experts().seconds(ways * (layout.ep - 1), ways * rows * 2 * self._work.width)
 
     def _context_ring(self, layout: TrainingLayout, block: BlockSeconds, links: Links) -> float:
         """Returns the seconds that a block and microbatch waits for the ring of keys and values during attention."""

@@ -85,10 +85,15 @@ class Links:
         return LinkSpeed(self._gpu.network_latency, rate)
 
     def experts(self) -> LinkSpeed:
-        """Returns the link speed between ranks of an expert group, which are adjacent data ranks."""
-        if self._grid.stride("dp") * self._layout.ep <= self._node:
+        """Returns the link speed between ranks of an expert group, which are adjacent data ranks.
+
+        Rows to ranks of the same node do not leave it.
+        """
+        near, ranks = max(1, self._node // self._grid.stride("dp")), self._layout.ep
+        if ranks <= near:
             return self._inside
-        return LinkSpeed(self._gpu.network_latency, min(self._inside.rate, self._out))
+        leaving = (ranks - near) / (ranks - 1)
+        return LinkSpeed(self._gpu.network_latency, min(self._inside.rate, self._out / leaving))
 
     def hop(self) -> LinkSpeed:
         """Returns the link speed from a stage to the next one."""

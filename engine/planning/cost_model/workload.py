@@ -9,7 +9,6 @@ Bytes are for a 16-bit model with fp32 logits. Attention counts all token pairs,
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb
 from typing import Any, Literal, NamedTuple
 
 Recomputation = Literal["none", "selective", "full"]
@@ -56,15 +55,8 @@ class ExpertWork(NamedTuple):
     """Number of experts."""
     chosen: int
     """Number of experts per token (top-k)."""
-
-    def other_ranks(self, ranks: int) -> float:
-        """Returns the average number of other ranks to which a token is sent, if experts are divided among ``ranks``.
-
-        Each set of experts is equally likely: (ranks - 1) (1 - C(E - E/ranks, k) / C(E, k)) for E experts of which k
-        are chosen.
-        """
-        away = comb(self.experts - self.experts // ranks, self.chosen) / comb(self.experts, self.chosen)
-        return (ranks - 1) * (1 - away)
+    layers: int
+    """Number of blocks with experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

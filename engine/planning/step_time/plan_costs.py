@@ -17,13 +17,15 @@ from engine.planning.cost_model.estimate import (
     LayoutEstimate,
     RankMemory,
     StepModel,
+    exchange_seconds,
     working_bytes,
 )
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
-from engine.planning.cost_model.links import UPDATE_BYTES, LinkSpeed, Roofline, tensor_groups_cross
+from engine.planning.cost_model.links import UPDATE_BYTES, Links, LinkSpeed, Roofline, tensor_groups_cross
 from engine.planning.cost_model.workload import Workload
 from engine.planning.plan import Plan
+from engine.planning.step_time.expert_traffic import ExpertTraffic, expert_traffic
 from engine.planning.step_time.prediction import Computation, HostLinks, StepTime, place_axes, predict_step
 
 
@@ -40,8 +42,15 @@ class PlanCosts:
     tokens: int
     """Number of tokens per step."""
     flops_of_token: float
+    exchanges: tuple[ExpertTraffic, ...]
+    """Rows of shared experts that the first rank of each pipeline rank exchanges; empty if data ranks share none."""
     crossing_seconds: float
     """Seconds per step that are lost because tensor groups span nodes; 0 if they do not."""
+
+    @property
+    def experts(self) -> ExpertTraffic | None:
+        """Rows of shared experts that the first rank exchanges; None if data ranks share none."""
+        return self.exchanges[0] if self.exchanges else None
 
     @property
     def fullest(self) -> RankMemory:
@@ -97,6 +106,7 @@ def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: Bloc
         closed=StepModel(work, gpu, node).estimate(layout),
         tokens=layout.rows * work.context,
         flops_of_token=work.flops_of_token(),
+        exchanges=tuple(filter(None, (expert_traffic(plan, work, Coord(pp=pp)) for pp in range(layout.pp)))),
         crossing_seconds=crossing,
     )
 
@@ -110,7 +120,7 @@ def host_links(gpu: GpuSpec, node: int) -> HostLinks:
 
 
 def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roofline) -> StepTime:
-    grid, tp = plan.grid(0), plan.config.tp
+    grid, tp, layout = plan.grid(0), plan.config.tp, planned_layout(plan)
     block, head = roofline.block(), roofline.head()
     hosts = [str(rank // node) for rank in range(grid.world_size)]
     besides = 1 + gpu.reached.step
@@ -119,6 +129,7 @@ def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roof
         forward=whole * (work.blocks * block.forward + head / 3),
         backward=whole * (work.blocks * (block.backward + roofline.recomputed(block)) + head * 2 / 3),
         update=besides * work.parameters * UPDATE_BYTES / roofline.memory_rate,
+        exchange=exchange_seconds(work, layout, Links(layout, gpu, node)),
     )
     return predict_step(plan, computation, place_axes(grid, hosts, host_links(gpu, node)))
 
@@ -134,7 +145,8 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample:
     last = 0.0
     if pp == plan.last_rank:
         last = logits if sample is None else max(logits, sample.around * layout.micro)
-    buffers = max(last, again) + _gathered(plan, coord)
+    exchanged = expert_traffic(plan, work, coord)
+    buffers = max(last, again) + _gathered(plan, coord) + (exchanged.round if exchanged is not None else 0.0)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
     return RankMemory(
         parameters=state["parameters"] + state["frozen parameters"] + state.get("secondary shards", 0),

@@ -6,6 +6,7 @@
                ZeRO 3 gathers parameters one group ahead: a pass waits for the first group, or for all groups minus
                its compute time, whichever is longer.
                Messages leave a pipeline rank one by one while it computes; a stage waits for its inputs.
+    experts    shared experts exchange rows in both passes, without overlap; routing is even.
     reduce     a bucket is reduced once the last backward has completed it, during the rest of that backward; deferred
                buckets (tied, partial over tp) come last. The rest after the last action is waited for.
     control    batch check and control sum: the latency of their axes.
@@ -152,6 +153,8 @@ class Computation:
     """Fraction (0 to 1) of both that every tensor rank repeats, such as norms and launches."""
     update: float = 0.0
     """Seconds per step of norm, clipping and optimizer."""
+    exchange: tuple[float, float] = (0.0, 0.0)
+    """Seconds that the forward and the backward of a microbatch wait for expert rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,17 +223,20 @@ class _Prediction:
         schedule, seconds = self._plan.schedule, self._seconds_by_action()
         tensor = _with_waits(seconds, self._tensor_waits(seconds))
         gathers = _with_waits(tensor, self._gather_waits(seconds))
-        played = play_schedule(schedule, gathers, self._hop)
-        spans = [play_schedule(schedule, each).makespan for each in (seconds, tensor, gathers)] + [played.makespan]
+        exchanged = _with_waits(gathers, self._exchange_waits())
+        played = play_schedule(schedule, exchanged, self._hop)
+        waiting = (seconds, tensor, gathers, exchanged)
+        spans = [play_schedule(schedule, each).makespan for each in waiting] + [played.makespan]
         reduced = [self._reduced(pp, played) for pp in range(self._grid.pp)]
         ties = max(self._late(pp, "pp") for pp in range(self._grid.pp))
         partial = max(self._late(pp, "tp") for pp in range(self._grid.pp))
         computed = max(sum(seconds[op, stage] for op, stage, _ in row) for row in schedule.per_rank)
         communication: dict[Axis, float] = {
             "tp": spans[1] - spans[0] + partial,
-            self._grid.sharding: spans[2] - spans[1] + max(0.0, max(reduced) - spans[3]) + self._gathered(),
+            self._grid.sharding: spans[2] - spans[1] + max(0.0, max(reduced) - spans[4]) + self._gathered(),
+            "ep": spans[3] - spans[2],
             "dp_replicate": max(self._replica_sums(pp) for pp in range(self._grid.pp)),
-            "pp": spans[3] - spans[2] + ties,
+            "pp": spans[4] - spans[3] + ties,
             "replica": self._latency("replica"),
             "world": self._latency("world"),
         }
@@ -305,6 +311,15 @@ class _Prediction:
             ) / len(passes)
             for op, stage, _ in passes:
                 waits[op, stage] = max(whole / groups, whole - computed[op, stage] * (groups - 1) / groups)
+        return waits
+
+    def _exchange_waits(self) -> dict[_Key, float]:
+        """Returns the waits for rows of experts, of which each stage has its share."""
+        forward, backward = self._computation.exchange
+        waits: dict[_Key, float] = {}
+        for stage, share in enumerate(self._shares()):
+            waits[Op.FORWARD, stage] = share * forward
+            waits[Op.BACKWARD, stage] = waits[Op.BACKWARD_INPUT, stage] = share * backward
         return waits
 
     def _hop(self, action: Action, target: int) -> tuple[float, float]:

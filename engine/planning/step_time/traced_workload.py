@@ -20,7 +20,7 @@ from engine.planning.cost_model.workload import CutAmount, ExpertWork, Product, 
 from engine.planning.example_trace import run_dtypes, trace_example
 from engine.planning.tensor_plan_search import CalledModules, calls_of_modules
 from engine.program.batch import Batch
-from engine.program.expert_load import find_experts
+from engine.program.expert_load import chosen_experts, find_experts
 from engine.program.program import Program
 
 MANY_HEADS = 1 << 20
@@ -127,10 +127,6 @@ def traced_workload(program: Program, row: Batch) -> Workload:
     )
 
 
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "num_selected_experts")
-"""Names of the number of experts of a token in configurations of models."""
-
-
 def _experts(model: nn.Module, blocks: int) -> ExpertWork | None:
     """Returns the experts of an average block; None if the model has none."""
     try:
@@ -138,10 +134,8 @@ def _experts(model: nn.Module, blocks: int) -> ExpertWork | None:
     except ConfigError:
         return None
     owned = sum(parameter.numel() for each in found for parameter in model.get_submodule(each.name).parameters())
-    config = getattr(model, "config", None)
-    given = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), 2)
     experts = max(each.experts for each in found)
-    return ExpertWork(owned / blocks, experts, min(given, experts))
+    return ExpertWork(owned / blocks, experts, chosen_experts(model, experts), len(found))
 
 
 def _counted(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:

@@ -12,7 +12,7 @@ the Function's first operation on the global tensor raises.
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.utils._pytree import register_pytree_node
 
 from engine.errors import EngineError
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
-from engine.parallel.trace.torch_function import WrapperTensor
+from engine.parallel.trace.torch_function import WrapperTensor, map_leaves
 
 if TYPE_CHECKING:
     from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
@@ -48,6 +48,8 @@ class GlobalTensor(WrapperTensor):
     """True if ``local`` is a copy where plain code would share memory with another tensor."""
     folded: tuple[int, ...] | None
     """Sizes of the dims that were flattened into the first of two dims; None: not flattened."""
+    unrepeated: "Unrepeated | None"
+    """The tensor of which a dim was repeated; None: unknown."""
 
     @staticmethod
     def __new__(
@@ -62,7 +64,7 @@ class GlobalTensor(WrapperTensor):
             dispatch_sizes_strides_policy="sizes",
         )
         x.local, x.full, x.sets, x.views = local, torch.Size(full), sets, context
-        x.copied, x.folded = False, None
+        x.copied, x.folded, x.unrepeated = False, None, None
         return x
 
     @classmethod
@@ -70,6 +72,8 @@ class GlobalTensor(WrapperTensor):
         kwargs = _torch_names(kwargs) if kwargs else {}
         first = args[0] if args else None
         context = (first if type(first) is GlobalTensor else next(global_tensors_in(args, kwargs))).views
+        if context.axis.nested:
+            context, args, kwargs = outermost(context, args, kwargs)
         if context.reached_below is not None:
             refuse_below(context)
         rule = context.rules.by_function.get(func)
@@ -167,6 +171,29 @@ class GlobalTensor(WrapperTensor):
         return self.full[0]
 
 
+class Unrepeated(NamedTuple):
+    """Tensor of which the elements of ``dim`` were repeated, each one several times in place."""
+
+    source: GlobalTensor
+    dim: int
+    local: Tensor
+    version: int | None
+    """Shard of the repeated tensor, and its version: a later write to it ends the equality."""
+
+    @classmethod
+    def note(cls, repeated: GlobalTensor, source: GlobalTensor, dim: int) -> None:
+        """Notes on ``repeated`` that it is ``source`` with repeated elements of ``dim``."""
+        repeated.unrepeated = cls(source, dim, repeated.local, _version(repeated.local))
+
+    def valid(self, repeated: GlobalTensor) -> bool:
+        """Returns True if nothing was written to ``repeated`` since."""
+        return repeated.local is self.local and _version(self.local) == self.version
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
 def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
     """Yields the global tensors among arguments, also in lists, tuples and dicts."""
     for argument in args:
@@ -183,6 +210,22 @@ def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
 def has_views(args: Any, kwargs: Any) -> bool:
     """Returns True if an argument is a global tensor."""
     return next(global_tensors_in(args, kwargs), None) is not None
+
+
+def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
+    """Returns the context over "cp" among global tensors over "tp" and "cp", and the arguments as its global tensors.
+
+    Arguments over "tp" are equal on all context ranks, as plain tensors are. Without one over "cp" nothing changes.
+    """
+    outer = next((x.views for x in global_tensors_in(args, kwargs) if x.views is not context), None)
+    if outer is None:
+        return context, args, kwargs
+
+    def lift(x: Any) -> Any:
+        inner = type(x) is GlobalTensor and x.views is not outer
+        return GlobalTensor(x, tuple(x.full), (None,) * x.ndim, outer) if inner else x
+
+    return (outer, *map_leaves(lift, (args, kwargs)))
 
 
 def show_parameter(
@@ -229,7 +272,17 @@ def refuse_below(context: "GlobalTensorContext") -> None:
     Raises:
         EngineError: always; the text names the code.
     """
-    caller, context.reached_below = context.reached_below, None
+    caller, context.reached_below = context.reached_below or "code below torch functions", None
+    if "CheckpointFunction" in caller:
+        raise EngineError(
+            f"{caller} recomputes activations in a way that accepts plain tensors only; pass use_reentrant=False to "
+            "torch.utils.checkpoint, or set activation_checkpointing.mode in its place."
+        )
+    if context.axis.name == "cp":
+        raise LocalOnlyError(
+            f"{caller} got a tensor with this rank's positions of a sequence, but accepts plain tensors only; compute "
+            "it with functions of torch, or set parallel.context to 1."
+        )
     raise LocalOnlyError(
         f"{caller} got a tensor that is sharded over tensor ranks, but accepts plain tensors only; set the style "
         '"replicate" for the module that calls it in parallel.tensor_plan.'

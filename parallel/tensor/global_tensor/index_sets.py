@@ -17,6 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.parallel.shard_table import Range
+from engine.parallel.tensor.global_tensor.index_runs import (
+    Runs,
+    depth,
+    indices_of,
+    join_runs,
+    meet,
+    one_run,
+    places_in,
+    run_length,
+    runs_from,
+)
 
 Indices = NDArray[np.int64]
 Entry = TypeVar("Entry")
@@ -37,9 +48,24 @@ class Index:
 
     def __init__(self, ranks: Iterable[Indices], size: int) -> None:
         self.ranks = tuple(np.ascontiguousarray(held, dtype=np.int64) for held in ranks)
-        self.size = size
-        self._key = (size, *(held.tobytes() for held in self.ranks))
+        self._describe(map(runs_from, self.ranks), size)
+
+    def _describe(self, runs: Iterable[Runs], size: int) -> None:
+        self.runs, self.size = tuple(np.ascontiguousarray(held) for held in runs), size
+        self._key = (size, *(held.tobytes() for held in self.runs))
         self._hash = hash(self._key)
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[Runs], size: int) -> "Index":
+        """Returns the Index of the runs on each rank; the arrays of indices are made where they are read."""
+        made = cls.__new__(cls)
+        made._describe(runs, size)
+        return made
+
+    @cached_property
+    def ranks(self) -> tuple[Indices, ...]:
+        """Sorted indices on each rank."""
+        return tuple(map(indices_of, self.runs))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -50,15 +76,15 @@ class Index:
         return self._hash
 
     def __repr__(self) -> str:
-        return f"Index({self.size} over {len(self.ranks)}: {' '.join(map(str, self.counts))})"
+        return f"Index({self.size} over {len(self.runs)}: {' '.join(map(str, self.counts))})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Index, (self.ranks, self.size)  # built anew, because hashes of bytes differ between processes
+        return Index.of_runs, (self.runs, self.size)  # built anew, because hashes of bytes differ between processes
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Number of indices on each rank."""
-        return tuple(map(len, self.ranks))
+        return tuple(map(run_length, self.runs))
 
     @cached_property
     def holders(self) -> Indices:
@@ -71,7 +97,8 @@ class Index:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """Distinct values of ``holders``."""
-        return tuple(np.unique(self.holders).tolist())
+        _, masks = depth([one_run(0, self.size), *self.runs], [0, *(1 << rank for rank in range(len(self.runs)))])
+        return tuple(np.unique(masks[:-1]).tolist())
 
     @cached_property
     def once(self) -> bool:
@@ -91,7 +118,7 @@ class Index:
     @cached_property
     def blocks(self) -> bool:
         """True if the Index is even and the concatenation of all ranks' shards is in order."""
-        return self.even and bool((np.concatenate(self.ranks) == np.arange(self.size)).all())
+        return self.even and len(join_runs(np.concatenate(self.runs))) == 1
 
     @cached_property
     def owned(self) -> "Index":
@@ -103,7 +130,8 @@ class Index:
     @classmethod
     def even_blocks(cls, size: int, ranks: int) -> "Index":
         """Returns equal blocks in rank order; ``ranks`` divides ``size``."""
-        return cls(np.split(np.arange(size), ranks), size)
+        step = size // ranks
+        return cls.of_runs((one_run(rank * step, (rank + 1) * step) for rank in range(ranks)), size)
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
@@ -122,11 +150,16 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
     Raises:
         NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
     """
-    if all(len(held) == size for held in ranks):
+    return index_of_runs([runs_from(held) for held in ranks], size)
+
+
+def index_of_runs(ranks: Sequence[Runs], size: int) -> Index | None:
+    """Returns the index set of the runs of these ranks, as :func:`index_of`."""
+    if all(run_length(held) == size for held in ranks):
         return None
     if size == 1:
         raise NoRuleError("a dim of one element cannot be sharded, because it broadcasts.")
-    return Index(ranks, size)
+    return Index.of_runs(ranks, size)
 
 
 def common(a: Index | None, b: Index | None) -> Index | None:
@@ -139,8 +172,7 @@ def common(a: Index | None, b: Index | None) -> Index | None:
         return a
     if a is None or a == b:
         return b
-    both = [np.intersect1d(x, y, assume_unique=True) for x, y in zip(a.ranks, b.ranks, strict=True)]
-    found = index_of(both, a.size)
+    found = index_of_runs([meet(x, y) for x, y in zip(a.runs, b.runs, strict=True)], a.size)
     if found is not None and 0 in found.kinds:
         raise NoRuleError("the operands are sharded differently: no rank stores some index of both.")
     return found
@@ -170,21 +202,16 @@ def _meet(masks: Iterable[int]) -> int:
     return met
 
 
-def positions(have: Index | None, want: Index | None, rank: int) -> Indices | None:
-    """Returns the positions of ``want``'s indices within ``have``'s, on rank ``rank``; None if both are the same.
+def positions(have: Index | None, want: Index | None, rank: int) -> Runs | None:
+    """Returns the places of ``want``'s indices within ``have``'s, on rank ``rank``; None if both are the same.
 
     Raises:
         NoRuleError: some index of ``want`` is not on the rank.
     """
     if have == want:
         return None
-    if want is None:
-        raise NoRuleError("this rank does not store all the indices that the operation needs.")
-    wanted = want.ranks[rank]
-    if have is None:
-        return wanted
-    held = have.ranks[rank]
-    places = np.searchsorted(held, wanted)
-    if len(wanted) and (places[-1] >= len(held) or not np.array_equal(held[places], wanted)):
-        raise NoRuleError("this rank does not store all the indices that the operation needs.")
-    return places
+    if want is not None:
+        places = want.runs[rank] if have is None else places_in(have.runs[rank], want.runs[rank])
+        if places is not None:
+            return places
+    raise NoRuleError("this rank does not store all the indices that the operation needs.")

@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError, Sets, common, covers, index_of
+from engine.parallel.tensor.global_tensor.index_runs import Runs, join_runs, meet, one_run, places_in, runs_from
+from engine.parallel.tensor.global_tensor.index_sets import (
+    Index,
+    Indices,
+    NoRuleError,
+    Sets,
+    common,
+    covers,
+    index_of,
+    index_of_runs,
+)
 
 Shape = tuple[int, ...]
 
@@ -116,9 +126,48 @@ def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _regroup(group: Layout, shape: Sequence[int]) -> list[Index | None]:
-    ranks = range(next(len(index.ranks) for index in group.sets if index is not None))
+    if (found := _regroup_runs(group, shape)) is not None:
+        return found
+    ranks = range(next(len(index.runs) for index in group.sets if index is not None))
     held = [_unravel(_flat(group, rank), shape) for rank in ranks]
     return [index_of([sets[dim] for sets in held], size) for dim, size in enumerate(shape)]
+
+
+def _regroup_runs(group: Layout, shape: Sequence[int]) -> list[Index | None] | None:
+    """Returns the sets of :func:`_regroup` from runs alone, if one dim is sharded before and after in few of them."""
+    cut = [dim for dim, index in enumerate(group.sets) if index is not None]
+    index = group.sets[cut[0]] if len(cut) == 1 else None
+    if index is None:
+        return None
+    flat = _flat_runs(group.shape, cut[0], index)
+    for dim, size in enumerate(shape if flat is not None else ()):
+        inner = math.prod(shape[dim + 1 :])
+        first = [meet(runs, one_run(0, size * inner)) for runs in flat or ()]
+        if size > 1 and not any(bool((runs % inner).any()) for runs in first):
+            made = Index.of_runs((runs // inner for runs in first), size)
+            if _same(_flat_runs(tuple(shape), dim, made), flat):
+                full = all(count == size for count in made.counts)
+                return [made if place == dim and not full else None for place in range(len(shape))]
+    return None
+
+
+def _flat_runs(shape: Shape, dim: int, index: Index) -> list[Runs] | None:
+    """Returns the runs of flat numbers on each rank of a tensor that is sharded along ``dim``; None: too many."""
+    outer, inner, size = math.prod(shape[:dim]), math.prod(shape[dim + 1 :]), shape[dim]
+    if outer * max(map(len, index.runs)) > _MANY_RUNS:
+        return None
+    starts = np.arange(outer, dtype=np.int64)[:, None, None] * (size * inner)
+    return [join_runs((starts + runs * inner).reshape(-1, 2)) for runs in index.runs]
+
+
+def _same(made: list[Runs] | None, wanted: list[Runs] | None) -> bool:
+    if made is None or wanted is None:
+        return False
+    return all(np.array_equal(one, other) for one, other in zip(made, wanted, strict=True))
+
+
+_MANY_RUNS = 4096
+"""Number of runs from which a reshape computes with indices."""
 
 
 def _flat(group: Layout, rank: int) -> Indices:
@@ -136,9 +185,11 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
     """Slices a dim to the indices ``taken``; returns the result by old index, and by new index (0, 1, ...)."""
-    held = [np.intersect1d(own, taken, assume_unique=True) for own in index.ranks]
-    new = index_of([np.searchsorted(taken, own) for own in held], len(taken))
-    return Index(held, index.size), new
+    asked = runs_from(taken)
+    held = [meet(own, asked) for own in index.runs]
+    places = [places_in(asked, own) for own in held]
+    new = index_of_runs([own for own in places if own is not None], len(taken))
+    return Index.of_runs(held, index.size), new
 
 
 def repeated(index: Index, times: int, interleaved: bool) -> Index:

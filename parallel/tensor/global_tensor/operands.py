@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engine.parallel.tensor.collectives import COLUMN_INPUTS, copy_to, slice_of
 from engine.parallel.tensor.global_tensor.context import PlainGradient
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.index_runs import as_slices, indices_of
 from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, positions
 from engine.parallel.tensor.global_tensor.layout import Layout, Shape, join_layouts
 
@@ -113,6 +114,8 @@ def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | 
         return local
     if isinstance(place, slice):
         return local[(slice(None),) * dim + (place,)]
+    if isinstance(place, list):
+        return torch.cat([local[(slice(None),) * dim + (one,)] for one in place], dim)
     return local.index_select(dim, on_device(context, ("pick", have, want, local.device), place, local.device))
 
 
@@ -121,12 +124,18 @@ def on_device(context: "GlobalTensorContext", key: Any, places: Any, device: tor
     return context.find(key, lambda: torch.as_tensor(places, device=device))
 
 
+FEW_RUNS = 8
+"""Largest number of runs that are sliced one by one, without a tensor of indices."""
+
+
 def _place(have: Index | None, want: Index | None, rank: int) -> Any:
-    places = positions(have, want, rank)
-    if places is None:
+    """Returns None for all of a dim, a slice, the slices of a few long runs, or indices."""
+    runs = positions(have, want, rank)
+    if runs is None:
         return None
-    if len(places) < 2:
-        return slice(int(places[0]), int(places[0]) + 1) if len(places) else slice(0, 0)
-    step = int(places[1] - places[0])
-    evenly = bool((np.diff(places) == step).all())
-    return slice(int(places[0]), int(places[-1]) + 1, step) if evenly else places
+    if len(runs) < 2:
+        return slice(*runs[0].tolist()) if len(runs) else slice(0, 0)
+    first, step = int(runs[0, 0]), int(runs[1, 0] - runs[0, 0])
+    if bool((np.diff(runs, axis=1) == 1).all()) and bool((np.diff(runs[:, 0]) == step).all()):
+        return slice(first, int(runs[-1, 1]), step)
+    return as_slices(runs) if len(runs) <= FEW_RUNS else indices_of(runs)

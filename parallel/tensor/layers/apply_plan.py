@@ -39,6 +39,7 @@ from engine.parallel.tensor.layers.linear import (
     prepare_row,
 )
 from engine.parallel.tensor.layers.parallel_region import Region
+from engine.parallel.tensor.layers.position_layer import PositionLayer
 from engine.parallel.tensor.layers.vocab_parallel import (
     EmbeddingLayer,
     HeadLayer,
@@ -209,6 +210,8 @@ class _Installer:
         layer, public, library = _CLASSES[kind]
         if (kind, own) not in self.classes:
             made = public if own is library else type(f"{layer.__name__}{own.__name__}", (layer, own), {})
+            if self.axis.nested:
+                made = type(made.__name__, (PositionLayer, made), {})
             self.classes[kind, own] = made
         module.__class__ = self.classes[kind, own]
 

@@ -20,6 +20,7 @@ Weights are [out, in] as in ``nn.Linear``, or [in, out] as in Hugging Face's ``C
 Shape suffixes: I inputs, O outputs, P this rank's shard of the inputs or outputs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -252,9 +253,22 @@ class ExpertsLayer(nn.Module):
     """
 
     tensor_region: Region
+    tensor_inside = False
+    """True: the forward runs within :meth:`tensor_summed`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Applies f to all float inputs, runs the module's own forward and sums its float outputs over "tp"."""
+        if self.tensor_inside:
+            return self.tensor_forward(*args, **kwargs)
+        return self.tensor_summed(self.tensor_forward, args, kwargs)
+
+    @property
+    def tensor_forward(self) -> Callable[..., Any]:
+        """The module's own forward, which returns partial sums."""
+        return super().forward
+
+    def tensor_summed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Applies f to all float inputs, calls ``run`` and sums its float outputs over "tp"."""
         region = self.tensor_region
         device = next(self.parameters()).device
 
@@ -263,7 +277,7 @@ class ExpertsLayer(nn.Module):
 
         region.leave(device)
         args, kwargs = pytree.tree_map(enter, (args, kwargs), is_leaf=_is_float)
-        out = super().forward(*args, **kwargs)
+        out = run(*args, **kwargs)
         out = pytree.tree_map(lambda leaf: region.combine(leaf) if _is_float(leaf) else leaf, out)
         region.leave(device)
         return out

@@ -8,10 +8,11 @@ logits    the glue operations after the head run once more on meta tensors, unde
           so that the traffic of the loss is counted by the code that causes it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from engine.errors import first_line
 from engine.parallel.comm.encoded_collectives import ActivationFormat
-from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
-from engine.parallel.grid import Axis
+from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import call_user_code, is_own_mistake
@@ -45,20 +45,29 @@ class Sent:
     module: str
     """Innermost running module; outside all modules, the last one that ran."""
     what: Expected | ExpectedRows
+    axis: TensorAxis
     repeated: bool = False
     """True if recomputation of a block repeats the collective."""
 
 
 class CollectiveRecorder:
-    """Recorder of the collectives of ``axis``, which is dry, in runs of a model on shapes.
+    """Recorder of the collectives over dry ``axes``, in runs of a model on shapes.
 
     ``recomputed``: modules whose activations are recomputed, by name. Recomputation stops at the last tensor that
-    backward needs, so a collective is repeated only if a tensor is saved after it.
+    backward needs, so a collective is repeated only if a tensor is saved after it. ``partly``: modules recomputed
+    except for saved operators, among them the sums over "tp"; collectives over other axes are repeated.
     """
 
-    def __init__(self, model: nn.Module, recomputed: Mapping[str, nn.Module], axis: DryAxis) -> None:
-        self._model, self._recomputed, self._axis = model, recomputed, axis
-        axis.listener = self._note
+    def __init__(
+        self,
+        model: nn.Module,
+        recomputed: Mapping[str, nn.Module],
+        *axes: DryAxis,
+        partly: Mapping[str, nn.Module] = MappingProxyType({}),
+    ) -> None:
+        self._model, self._recomputed, self._partly = model, recomputed, partly
+        for axis in axes:
+            axis.listener = partial(self._note, axis)
         self._sent: list[Sent] = []
         self._nodes: list[Node | None] = []
         """The autograd node of each collective of backward; None for a collective of forward."""
@@ -106,12 +115,12 @@ class CollectiveRecorder:
         kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
         self._sent, self._nodes = kept, [None] * len(kept)
 
-    def _note(self, what: Expected | ExpectedRows, node: Node | None) -> None:
+    def _note(self, axis: TensorAxis, what: Expected | ExpectedRows, node: Node | None) -> None:
         if what.label == LOGITS:  # the dry run's own gather; find_logit_use counts the collectives of the logits
             return
         if not what.backward:
             self._pending.append((len(self._sent), self._saved))
-        self._sent.append(Sent(self._running[-1] if len(self._running) > 1 else self._last, what))
+        self._sent.append(Sent(self._running[-1] if len(self._running) > 1 else self._last, what, axis))
         self._nodes.append(node)
 
     def _pack(self, saved: Tensor) -> Tensor:
@@ -122,16 +131,16 @@ class CollectiveRecorder:
     def _enter(self, name: str, *_: object) -> None:
         self._running.append(name)
         self._last = name
-        if name in self._recomputed:
+        if name in self._recomputed or name in self._partly:
             self._pending.clear()
 
     def _exit(self, name: str, *_: object) -> None:
         if self._running and self._running[-1] == name:
             self._running.pop()
-        if name not in self._recomputed:
+        if name not in self._recomputed and name not in self._partly:
             return
         for index, saved in self._pending:
-            if self._saved > saved:
+            if self._saved > saved and (name in self._recomputed or self._sent[index].axis.name != "tp"):
                 self._sent[index] = replace(self._sent[index], repeated=True)
         self._pending.clear()
 
@@ -146,9 +155,12 @@ class TrafficRecorder(CollectiveRecorder):
         recomputed: Mapping[str, nn.Module],
         tp: int,
         wire: ActivationFormat | None = None,
+        *others: DryAxis,
+        partly: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
-        super().__init__(model, recomputed, DryAxis(tp))
-        self._plan, self._axis.wire = plan, wire
+        self._plan, self._axis = plan, DryAxis(tp)
+        self._axis.wire, self._axis.nested = wire, bool(others)
+        super().__init__(model, recomputed, self._axis, *others, partly=partly)
         self._reads = OutsideReads(model, plan)
         self._partial: set[int] = set()
 
@@ -203,8 +215,11 @@ def _nodes_before(last: Node | None) -> set[Node]:
     return found
 
 
-def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> dict[int, Tally]:
-    """Returns one tensor rank's traffic of one microbatch, forward and backward, by index of the traced call."""
+def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0) -> dict[int, Tally]:
+    """Returns one rank's traffic of one microbatch, forward and backward, by index of the traced call.
+
+    ``rank``: index of the rank on axes over which ranks send different numbers of rows.
+    """
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
         calls.setdefault(call.unit, []).append(index)
@@ -217,18 +232,8 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> di
         for number, item in enumerate(items):
             tally = tallies.setdefault(places[number * len(places) // len(items)], Tally())
             for _ in range(1 + item.repeated):
-                tally.add(Traffic("tp", item.what.label, 1, _sent_by(item.what, tp)))
+                tally.add(_traffic(item.axis, item.what, rank))
     return tallies
-
-
-def traffic_over(axis: Axis, sent: Sequence[Sent], ranks: int, index: int = 0) -> Tally:
-    """Returns the traffic over ``axis`` of its rank ``index`` for one microbatch, forward and backward."""
-    again = [item.what for item in sent for _ in range(1 + item.repeated)]
-    return Tally([Traffic(axis, one.label, 1, _sent_by(one, ranks, index)) for one in again])
-
-
-def _sent_by(one: Expected | ExpectedRows, ranks: int, index: int = 0) -> int:
-    return one.sent[index] if isinstance(one, ExpectedRows) else sent_bytes(one.op, one.bytes, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +249,12 @@ class LogitUse:
 
 def loss_traffic(use: LogitUse, tp: int) -> Tally:
     """Returns the traffic of the logits after the head: a vocabulary-parallel loss, or a gather of the full logits."""
-    return Tally([_traffic(sent.label, sent.op, sent.bytes, tp) for sent in use.sent])
+    return Tally([_traffic(DryAxis(tp), sent) for sent in use.sent])
 
 
-def _traffic(label: str, op: Op, payload: int, tp: int) -> Traffic:
-    return Traffic("tp", label, 1, sent_bytes(op, payload, tp))
+def _traffic(axis: TensorAxis, sent: Expected | ExpectedRows, rank: int = 0) -> Traffic:
+    size = sent.sent[rank] if isinstance(sent, ExpectedRows) else sent_bytes(sent.op, sent.bytes, axis.size)
+    return Traffic(axis.name, sent.label, 1, size)
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:

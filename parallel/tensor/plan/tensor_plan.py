@@ -112,6 +112,17 @@ class TensorPlan:
             beside=frozenset(filter(outside, self.beside)),
         )
 
+    def with_summed(self, modules: Collection[str]) -> "TensorPlan":
+        """Returns the plan with modules whose own code computes with the shards of their parameters, and whose outputs
+        are summed."""
+        plain = self.without(modules)
+        return replace(
+            plain,
+            layers={**plain.layers, **{name: LayerCut(name, "experts", "") for name in modules}},
+            parameters=self.parameters,
+            attributes=self.attributes,
+        )
+
     def write(self, path: str | PathLike[str]) -> None:
         """Writes the styles as a JSON file for ``parallel.tensor_plan``, so that no search is needed."""
         with open(path, "w", encoding="utf-8") as file:

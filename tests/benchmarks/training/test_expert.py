@@ -21,7 +21,7 @@ TINY = Workload(DecoderConfig(layers=2, width=32, heads=2, context=16), sequence
 
 @pytest.mark.parametrize("uneven", [1, expert.UNEVEN])
 def test_rows_come_back_and_send_the_bytes_of_bare_calls(run_ranks: RunRanks, uneven: int) -> None:
-    table = ring_bytes("all_gather_into_tensor", 2 * 3 * 8, 2)
+    table = ring_bytes("all_gather_into_tensor", 2 * 5 * 8, 2)
     for dispatched, exchanged in run_ranks(sent_rows, 2, uneven):
         assert abs(dispatched - table - exchanged) < 8  # halves of bytes are cut off
 

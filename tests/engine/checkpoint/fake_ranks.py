@@ -166,7 +166,7 @@ def fake_run(make: Callable[[], nn.Module], settings: Mapping[str, Any], example
 
 
 def _world(settings: Mapping[str, Any]) -> int:
-    return torch.Size(size for axis, size in settings["parallel"].items() if axis != "expert").numel()
+    return torch.Size(settings["parallel"].get(axis, 1) for axis in ("data", "tensor", "pipeline", "context")).numel()
 
 
 def _rank(model: nn.Module, plan: Plan, ownership: SaveOwnership, rank: int) -> FakeRank:

@@ -1,7 +1,7 @@
 """Checkpoints do not know which ranks share experts: any other number of them loads weights and moments, to the bit."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from torch import nn
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_reader import StepReader
 from tests.engine.checkpoint.fake_ranks import FakeRun, fake_run, part_of, random_tensors
+from tests.engine.checkpoint.test_memory_checkpoints import TWO, Hosts
 from tests.engine.test_shared_experts import Mixture, Routed, loss
 from tests.parallel.experts.moe import WIDTH, Always
 
@@ -52,3 +53,34 @@ def test_expert_ranks_save_every_element_once_and_load_from_any_number(
         rank.load(reader)
         for each in rank.held():
             assert torch.equal(each.values, part_of(logical[each.tensor], each.own)), each.tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost", "saved", "wanted"),
+    [
+        (Routed, 1, (4, 2, 3), (4, 4, 1)),
+        *(
+            pytest.param(kind, lost, saved, wanted, marks=pytest.mark.long)
+            for kind in (Routed, Always)
+            for lost in (0, 1)
+            for saved, wanted in (((4, 4, 0), (4, 1, 2)), ((4, 4, 1), (4, 2, 3)), ((4, 2, 3), (4, 4, 1)))
+        ),
+    ],
+)
+def test_experts_survive_the_loss_of_a_host_in_copies_in_memory(
+    kind: Callable[[], nn.Module], lost: int, saved: Way, wanted: Way, tmp_path: Path
+) -> None:
+    logical, hosts = random_tensors([run_on(kind, saved)]), Hosts(tmp_path, TWO, partial(run_on, kind, saved))
+    ranks = run_on(kind, wanted).ranks  # before the threads: a trace replaces functions of torch
+    for rank in run_on(kind, saved).ranks:
+        rank.fill(logical)
+    hosts.save(3)
+    hosts.lose(lost)
+
+    def load(number: int, reader: StepReader) -> None:
+        ranks[number].load(reader)
+        for each in ranks[number].held():
+            assert torch.equal(each.values, part_of(logical[each.tensor], each.own)), each.tensor
+
+    found = hosts.found(load=load)
+    assert found is not None and found[0] == 3

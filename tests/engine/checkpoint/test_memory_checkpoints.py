@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,6 +49,7 @@ class Hosts:
 
     folder: Path
     place: Sequence[int]
+    made: Callable[[], FakeRun] = run
 
     def memory(self, rank: int) -> Path:
         path = self.folder / f"host{self.place[rank]}"
@@ -60,7 +61,7 @@ class Hosts:
 
     def save(self, *steps: int) -> None:
         """Keep these steps, one after another."""
-        made = run()  # before the threads: a trace replaces functions of torch
+        made = self.made()  # before the threads: a trace replaces functions of torch
 
         def body(host: MemoryHost) -> None:
             copies = self.copies(host.rank)
@@ -78,7 +79,9 @@ class Hosts:
         for host in hosts:
             shutil.rmtree(self.folder / f"host{host}")
 
-    def found(self, beyond: int = -1) -> tuple[int, list[int]] | None:
+    def found(
+        self, beyond: int = -1, load: Callable[[int, StepReader], None] = lambda rank, reader: None
+    ) -> tuple[int, list[int]] | None:
         """The step that the ranks find, and the bytes that each gets from elsewhere for all of it; all is checked."""
 
         def body(host: MemoryHost) -> tuple[int, int] | None:
@@ -86,7 +89,9 @@ class Hosts:
             step = copies.find(host, beyond)
             if step is None:
                 return None
-            StepReader(step.files, step.folder).verify()
+            reader = StepReader(step.files, step.folder)
+            reader.verify()
+            load(host.rank, reader)
             collect(host, b"")
             announce(host, b"")  # nobody reads any more
             copies.close()

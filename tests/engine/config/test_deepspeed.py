@@ -197,8 +197,8 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
         ),
         ({"sequence_parallel_size": 0}, ("sequence_parallel_size: 0 is below 1",)),
         (
-            {"sequence_parallel_size": 2, "parallel": {"tensor": 4}},
-            ("sequence_parallel_size: sets parallel.tensor to 2, which is given as 4; remove one of them.",),
+            {"sequence_parallel_size": 2, "parallel": {"context": 4}},
+            ("sequence_parallel_size: sets parallel.context to 2, which is given as 4; remove one of them.",),
         ),
         ({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}, ("bfloat16: this is the older name of bf16",)),
         (
@@ -316,8 +316,8 @@ PLUGIN = {"zero_stage": 2, "gradient_clipping": 0.5, "zero3_init_flag": True}
         ({"amp": {"enabled": True}}, {"torch_autocast": {"enabled": True}}, "amp: acts as torch_autocast"),
         (
             {"sequence_parallel_size": 2},
-            {"parallel": {"tensor": 2, "sequence_parallel": True}},
-            "sequence_parallel_size: acts as parallel.tensor 2 with parallel.sequence_parallel",
+            {"parallel": {"context": {"size": 2, "method": "heads"}}},
+            'sequence_parallel_size: acts as parallel.context 2 with method "heads"',
         ),
         (
             {"wandb": {"enabled": True, "project": "x"}},
@@ -376,8 +376,8 @@ def test_what_deepspeed_reads_nowhere_is_noted(key: str) -> None:
 
 
 def test_a_form_does_not_override_what_is_given() -> None:
-    config = load_config({"sequence_parallel_size": 2, "parallel": {"sequence_parallel": False}})
-    assert config.parallel.tensor == 2 and not config.parallel.sequence_parallel
+    config = load_config({"sequence_parallel_size": 2, "parallel": {"context_method": "ring"}})
+    assert config.parallel.context == 2 and config.parallel.context_method == "ring"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ Tree = dict[str, Any]
 
 FULL: Tree = json.loads("""{
   "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8,
-  "parallel": {"data": 2, "tensor": 2, "pipeline": 2, "context": 1, "expert": 2, "order": "tp-pp-dp",
+  "parallel": {"data": 2, "tensor": 2, "pipeline": 2, "context": 1, "context_method": "ring",
+               "expert": 2, "expert_tensor": "cut", "order": "tp-pp-dp",
                "sequence_parallel": true, "sequence_parallel_regather": true,
                "overlap": "fused", "overlap_buffer_bytes": 1000000,
                "schedule": "zb-h1", "virtual_stages": 2,
@@ -54,7 +55,8 @@ FULL: Tree = json.loads("""{
     "mlflow": "experiment", "every": 10, "progress": true, "metrics": ["accuracy"], "expert_load": true,
     "report": "run", "profile": null},
   "watchdog": {"enabled": false, "folder": null, "straggler_factor": null, "straggler_steps": 100},
-  "communication": {"timeout_seconds": 60}, "max_skipped_steps": 50, "router_bias_update_rate": 0.001
+  "communication": {"timeout_seconds": 60}, "max_skipped_steps": 50, "router_bias_update_rate": 0.001,
+  "router_replay": true
 }""")
 """Every key of every section."""
 CYCLE: Tree = json.loads("""{

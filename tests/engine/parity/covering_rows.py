@@ -25,12 +25,14 @@ MICRO = 2
 TENSOR = {name: SHARED[name] for name in ("decoder", "decoder tied", "llama", "gpt2")}
 WIDE: dict[str, Callable[[], nn.Module]] = {"nano": partial(models.nano_wide_loss, layers=4), "t5": models.T5WideLoss}
 MODELS: Mapping[str, Callable[[], nn.Module]] = TENSOR | CHAINED | WIDE
+SEQUENCES = ("decoder", "decoder tied", "llama", "gpt2", "nano")
+"""Models with a sequence and without dropout, whose masks depend on the number of context ranks."""
 ONE_STAGE, TWO_STAGES = ("1f1b", "gpipe", "zb-h1"), ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")
 """Schedules by the stages of a rank."""
 
 
 def ranks_of(row: Row) -> int:
-    return prod(row[axis] for axis in ("data", "tensor", "pipeline"))
+    return prod(row.get(axis, 1) for axis in ("data", "context", "tensor", "pipeline"))
 
 
 def rows_of(row: Row) -> int:
@@ -44,6 +46,7 @@ def settings(row: Row, folder: str) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": int(stage), "reduce_bucket_size": 6000}
     zero |= {"gather" if stage == "3" else "reduce": how} if how else {}
     parallel = {axis: row[axis] for axis in ("data", "tensor", "pipeline")} | {"schedule": row["schedule"]}
+    parallel |= {"context": row["context"]} if "context" in row else {}
     parallel |= {"virtual_stages": 2} if row["schedule"] in TWO_STAGES else {}
     parallel |= {"sequence_parallel": True} if row["sequence"] else {}
     return {

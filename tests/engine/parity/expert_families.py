@@ -16,12 +16,16 @@ from torch import nn
 from engine.errors import first_line
 from tests.engine.parity.transformers_types import LAYERS, ModelType, build, model_types, text
 
+MOST_PARAMETERS = 8_000_000
+"""Towers of pictures have convolutions of one size."""
 _EXPERTS = r"(num|n|moe_num)_(local_|routed_)?experts"
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_sparse_(en|de)coder_layers|(en|de)coder_sparse_step", 1),
-    (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts", 2),
-    (r"zero_expert_num|num_expert_group", 1),
-    (r"swa_num_key_value_heads", 2),
+    (r"num_experts_per_token|moe_top_?k|top_k_experts", 2),
+    (r"zero_expert_num|num_expert_group|indexer_kv_heads", 1),
+    (r"swa_num_key_value_heads|indexer_n_heads|indexer_compress_ratio", 2),
+    (r"indexer_budget|indexer_head_dim", 8),
+    (r"(projector|vision)_(in|out)put_dim", 32),
 )
 _DENSE = r"first_k_dense_replace|num_dense_layers"
 """Number of layers without experts before the others."""
@@ -31,6 +35,7 @@ _ABSENT: Mapping[str, int] = MappingProxyType(
         "num_experts": 4,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
         "head_dim": 8,
     }
 )
@@ -55,7 +60,7 @@ def small_mixture(kind: ModelType, implementation: str | None = None) -> nn.Modu
     Args:
         implementation: transformers' implementation of experts; None: that of the configuration.
     """
-    return build(kind, partial(_adjust, implementation))
+    return build(kind, partial(_adjust, implementation), MOST_PARAMETERS)
 
 
 def _adjust(implementation: str | None, config: Any) -> None:
@@ -78,10 +83,25 @@ def _adjust(implementation: str | None, config: Any) -> None:
                 part.clip_qkv = 8
         if {"qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"} <= set(vars(part)):
             part.qk_head_dim = part.qk_nope_head_dim + part.qk_rope_head_dim
-        if getattr(part, "layer_types", ()) is None:
-            part.layer_types = ["full_attention"] * LAYERS
+            rope = getattr(part, "rope_parameters", None) or {}
+            part.head_dim = part.qk_head_dim if "partial_rotary_factor" in rope else part.head_dim
+        _adjust_positions(part)
+        for name, layer in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+            if getattr(part, name, ()) is None:
+                setattr(part, name, [layer] * LAYERS)
         if implementation is not None:
             part._experts_implementation = implementation
+
+
+def _adjust_positions(part: Any) -> None:
+    """Sets sections of a rotary embedding of pictures to a small head, and a window where code reads one."""
+    rope = getattr(part, "rope_parameters", None)
+    if rope and "mrope_section" in (getattr(part, "ignore_keys_at_rope_validation", None) or ()):
+        size = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
+        pairs = int(size * rope.get("partial_rotary_factor", 1)) // 2
+        rope["mrope_section"] = [max(pairs // 3, 1)] * 2 + [pairs - 2 * max(pairs // 3, 1)]
+    if hasattr(part, "num_sliding_attention_heads") and part.sliding_window is None:
+        part.sliding_window = 8
 
 
 def _parts(config: Any) -> Iterator[Any]:

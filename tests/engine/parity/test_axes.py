@@ -590,7 +590,7 @@ def batches_by_rank() -> str:
 
 def test_the_loop_of_three_calls_compares_batches_too(run_ranks: RunRanks) -> None:
     for said in run_ranks(batches_by_rank, 2):
-        assert said.startswith("rank 0 and rank 1 were given different batches; all tensor and pipeline ranks")
+        assert said.startswith("rank 0 and rank 1 were given different batches; all ranks")
 
 
 def checkpointed_segments(recompute: bool) -> list[float]:

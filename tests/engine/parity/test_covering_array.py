@@ -1,5 +1,7 @@
 """Every pair of (model, sizes of the axes, ZeRO, schedule, recomputation, precision, sequence) trains as one process.
 
+With ``-m long`` every pair with two context ranks too.
+
 Each row trains a step or two, saves, and goes on in a fresh engine; without recomputation it is given as a written
 plan what the search has found. Losses, norms and weights are those of one process; what was sent and what is held is
 what the plan says. Pairs by default on at most four ranks; ``-m long`` has all triples, on at most eight.
@@ -14,7 +16,17 @@ import pytest
 
 from engine.verify import Parity
 from tests.covering import Row, covering_array
-from tests.engine.parity.covering_rows import MODELS, ONE_STAGE, TENSOR, TWO_STAGES, ranks_of, reference, rows_of, train
+from tests.engine.parity.covering_rows import (
+    MODELS,
+    ONE_STAGE,
+    SEQUENCES,
+    TENSOR,
+    TWO_STAGES,
+    ranks_of,
+    reference,
+    rows_of,
+    train,
+)
 
 RunRanks = Callable[..., list[Any]]
 PARTS = 24
@@ -30,6 +42,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16"),
     "sequence": (False, True),
 }
+WITH_CONTEXT: Mapping[str, tuple[Any, ...]] = {**FACTORS, "model": SEQUENCES, "context": (2,)}
 BOUNDS = {"fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 3e-2, 1e-2)}
 """Of losses, norms and weights. A difference of rounding flips bits of bf16, so only the fp32 rows are the promise."""
 
@@ -42,6 +55,7 @@ def valid(row: Row, most: int) -> bool:
         and (row["model"] in TENSOR or row["tensor"] == 1)
         and (row["tensor"] > 1 or not row["sequence"])
         and (row["pipeline"] > 1 or row["schedule"] == "1f1b")
+        and (row.get("context", 1) == 1 or row["model"] in SEQUENCES)
         and stages <= 4
     )
 
@@ -56,6 +70,7 @@ def check(run_ranks: RunRanks, row: Row, folder: Path) -> None:
 
 def name_of(row: Row) -> str:
     axes = " x ".join(f"{short}{row[axis]}" for short, axis in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")))
+    axes += f" x cp{row['context']}" if "context" in row else ""
     words = [row["model"], axes, f"ZeRO {row['zero']}", row["schedule"], row["recompute"], row["precision"]]
     return ", ".join([*words, *(["sequence"] if row["sequence"] else [])])
 
@@ -81,6 +96,21 @@ PAIRS.sort(key=lambda row: (row["model"], row["precision"], rows_of(row)))  # ne
 @pytest.mark.parametrize("row", PAIRS, ids=name_of)
 def test_every_pair(run_ranks: RunRanks, row: Row, tmp_path: Path) -> None:
     check(run_ranks, row, tmp_path)
+
+
+@cache
+def context_pairs() -> tuple[Row, ...]:
+    found = covering_array(WITH_CONTEXT, partial(valid, most=8), 2, cost)
+    return tuple(row | {"accumulation": 4, "steps": (1, 2)} for row in found)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(6))
+def test_every_pair_with_context_ranks(run_ranks: RunRanks, tmp_path: Path, part: int) -> None:
+    for number, row in enumerate(context_pairs()[part::6]):
+        print(name_of(row), flush=True)
+        check(run_ranks, row, tmp_path / str(number))
 
 
 @cache

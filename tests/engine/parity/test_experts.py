@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from engine.engine import Engine
 from engine.errors import EngineError, PlanError
+from engine.parallel.model.quantized_layers import quantized_layers
 from tests.engine.parity.expert_runs import GRIDS, ROWS, WORDS, assert_equal, mixture, own_batch, run
 
 pytestmark = [
@@ -105,6 +106,7 @@ def test_encoded_gradients_of_experts_are_sent_to_the_ranks_that_hold_them_as_pl
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo asks for it
 @pytest.mark.parametrize(("grid", "stage"), [("ep2", 0), ("dp4-ep2", 3)])
 def test_compiled_blocks_leave_shared_experts_out(grid: str, stage: int) -> None:
     found = run(GRIDS[grid], {"compile": True, "zero_optimization": {"stage": stage}})
@@ -117,11 +119,13 @@ def test_matrix_optimizers_of_shared_experts_are_refused_before_training() -> No
         run(GRIDS["ep2"], {"optimizer": optimizer}, BiasedExperts)
 
 
+def loads(eng: Engine) -> dict[str, Any]:
+    """Rows of each expert in a further step."""
+    return dict(eng.train_batch(own_batch(eng, 3)).expert_load)
+
+
 @pytest.mark.parametrize("grid", ["ep2", pytest.param("ep2-tp2", marks=pytest.mark.long)])
 def test_rows_of_shared_experts_are_counted_as_in_one_process(grid: str) -> None:
-    def loads(eng: Engine) -> dict[str, Any]:
-        return dict(eng.train_batch(own_batch(eng, 3)).expert_load)
-
     monitor = {"monitor": {"expert_load": True}}
     found, wanted = run(GRIDS[grid], monitor, after=loads), run({"data": 1}, monitor, after=loads)
     assert found.extra == wanted.extra * len(found.extra) and wanted.extra[0]
@@ -243,10 +247,78 @@ def test_adapters_beside_shared_experts_train_as_one_process(grid: str, stage: i
     assert_equal(run(GRIDS[grid], {"zero_optimization": {"stage": stage}}, make), run({"data": 1}, make=make))
 
 
-def test_experts_with_adapters_of_their_stacks_are_refused_before_training() -> None:
-    make = partial(adapted, target_parameters=["mlp.experts.gate_up_proj"])
-    with pytest.raises(PlanError, match=r"cannot be shared, because adapters of their stacked parameters"):
-        run(GRIDS["ep2"], make=make)
+STACKS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage"),
+    [
+        ("ep2", 3),
+        *(
+            pytest.param(grid, stage, marks=pytest.mark.long)
+            for grid in GRIDS for stage in (0, 1, 3) if (grid, stage) != ("ep2", 3)
+        ),
+    ],
+)  # fmt: skip
+def test_adapters_of_stacks_are_shared_with_their_experts(grid: str, stage: int) -> None:
+    make, counted = partial(adapted, **STACKS), {"monitor": {"expert_load": True}}
+    found = run(GRIDS[grid], {"zero_optimization": {"stage": stage}, **counted}, make, loads)
+    alone = run({"data": 1}, counted, make, loads)
+    assert_equal(found, alone)
+    assert found.extra == alone.extra * len(found.extra) and alone.extra[0]
+    assert any(".experts.lora_A." in name for name in found.weights)
+
+
+@pytest.mark.long
+def test_stacks_with_adapters_are_whole_on_tensor_ranks_and_refused_as_cut() -> None:
+    make = partial(adapted, **STACKS)
+    form = run(GRIDS["ep2-tp2"], make=make, steps=0, after=lambda eng: eng.plan.shared_experts).extra[0].form
+    assert form == "whole on 2 tensor ranks (auto: they have adapters)"
+    said = r'"cut", but the experts of \S*layers.0.mlp.experts cannot be cut along their width: they have adapters; set'
+    with pytest.raises(PlanError, match=said):
+        run({**GRIDS["ep2-tp2"], "expert_tensor": "cut"}, make=make, steps=0)
+
+
+def quantized(eng: Engine) -> tuple[int, int]:
+    """Number of layers that read codes, and bytes of frozen parameters on this rank."""
+    return len(quantized_layers(eng.module)), eng.plan.rank(eng.grid.rank).state_bytes["frozen parameters"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage", "dtype"),
+    [
+        ("ep2", 1, "nf4"),
+        *(
+            pytest.param(grid, stage, dtype, marks=pytest.mark.long)
+            for grid in GRIDS for stage in (0, 2, 3) for dtype in ("int8", "nf4")
+        ),
+    ],
+)  # fmt: skip
+def test_quantized_experts_with_adapters_are_shared(grid: str, stage: int, dtype: str) -> None:
+    codes = {"quantize_frozen": {"dtype": dtype}, "checkpoint": {"frozen": False}}
+    make = partial(adapted, **STACKS)
+    found = run(GRIDS[grid], codes | {"zero_optimization": {"stage": stage}}, make, quantized)
+    alone = run({"data": 1}, codes, make, quantized)
+    assert_equal(found, alone)
+    (layers, whole), stages = alone.extra[0], GRIDS[grid].get("pipeline", 1)
+    assert layers == 10 and all(count == layers // stages for count, _ in found.extra)
+    assert max(held for _, held in found.extra) < whole
+
+
+def with_frozen_experts() -> nn.Module:
+    model = mixture()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    return model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["whole", "cut"])
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_quantized_experts_on_tensor_ranks_train_as_one_process(dtype: str, form: str) -> None:
+    codes = {"quantize_frozen": {"dtype": dtype}, "checkpoint": {"frozen": False}}
+    found = run({**GRIDS["ep2-tp2"], "expert_tensor": form}, codes, with_frozen_experts)
+    assert_equal(found, run({"data": 1}, codes, with_frozen_experts))
 
 
 NAMED = "model.layers.0.mlp.experts.down_proj"
@@ -273,14 +345,14 @@ def named_state(eng: Engine) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("grid", "stage"),
+    ("grid", "stage", "form"),
     [
-        ("dp4-ep2", 3), pytest.param("dp4-ep2", 1, marks=pytest.mark.long),
-        pytest.param("ep2-tp2", 0, marks=pytest.mark.long), pytest.param("ep2-tp2", 3, marks=pytest.mark.long),
+        ("dp4-ep2", 3, "auto"), pytest.param("dp4-ep2", 1, "auto", marks=pytest.mark.long),
+        *(pytest.param("ep2-tp2", z, form, marks=pytest.mark.long) for z in (0, 3) for form in ("whole", "cut")),
     ],
 )  # fmt: skip
-def test_state_by_name_is_that_of_the_experts_of_a_rank(grid: str, stage: int) -> None:
-    parallel = GRIDS[grid]
+def test_state_by_name_is_that_of_the_experts_of_a_rank(grid: str, stage: int, form: str) -> None:
+    parallel = {**GRIDS[grid], "expert_tensor": form}
     found = run(parallel, {"zero_optimization": {"stage": stage}}, after=named_state).extra
     (wanted,) = run({"data": 1}, after=named_state).extra
     ranks = parallel.get("tensor", 1)
@@ -288,5 +360,8 @@ def test_state_by_name_is_that_of_the_experts_of_a_rank(grid: str, stage: int) -
         assert own["norms"] == pytest.approx(wanted["norms"], rel=1e-4, abs=1e-8)
         assert own["after"] == pytest.approx(wanted["after"], rel=1e-6)
         cut = slice(4) if place // ranks % 2 == 0 else slice(4, 8)
+        width = slice(8 * (place % ranks), 8 * (place % ranks) + 8) if form == "cut" else slice(None)
         for kind in {*own} - {"norms", "after"}:
-            torch.testing.assert_close(own[kind], wanted[kind][cut], rtol=1e-3, atol=1e-6, msg=f"{place} {kind}")
+            torch.testing.assert_close(
+                own[kind], wanted[kind][cut, :, width], rtol=1e-3, atol=1e-6, msg=f"{place} {kind}"
+            )

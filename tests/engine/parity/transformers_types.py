@@ -42,6 +42,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"n_shared_experts|num_shared_experts|n_group|topk_group", 1),
     (r"head_dim|d_kv|kv_channels|d_head|.*_head_dim|qk_nope_head_dim|v_head_dim|attention_head_dim|head_size", 8),
     (r"rotary_dim", 4),
+    (r"adapter_(in|out)_dim|adapter_input_size", 32),
     (r"(q|kv|o)_lora_rank|embedding_size|lru_width", 16),
     (r"hidden_size|d_model|n_embd|(word_)?embed(ding)?_(proj_)?dim|emb_dim|dim|width|.*_hidden_size|d_embed", 32),
 )
@@ -69,7 +70,7 @@ def model_types() -> Iterator[ModelType]:
             yield ModelType(name, task, heads if isinstance(heads, str) else heads[0])
 
 
-def build(kind: ModelType, adjust: Callable[[Any], None] | None = None) -> nn.Module:
+def build(kind: ModelType, adjust: Callable[[Any], None] | None = None, most: int = MOST_PARAMETERS) -> nn.Module:
     """The small model with weights from one seed, without dropout; ``adjust`` changes its configuration further.
 
     Raises:
@@ -82,7 +83,7 @@ def build(kind: ModelType, adjust: Callable[[Any], None] | None = None) -> nn.Mo
     torch.manual_seed(7)
     with torch.device("meta"):
         size = sum(p.numel() for p in head(_adjusted(kind, adjust)).parameters())
-    if size > MOST_PARAMETERS:
+    if size > most:
         raise ValueError(f"{size:,} parameters, so its sizes have other names")
     torch.manual_seed(7)
     model: nn.Module = head(_adjusted(kind, adjust)).train()
@@ -100,9 +101,7 @@ def _adjusted(kind: ModelType, adjust: Callable[[Any], None] | None) -> Any:
 
 def _small(config_class: Any) -> Any:
     defaults = config_class()
-    kinds = getattr(config_class, "sub_configs", {})
-    parts = {name: _changes(part) for name in kinds if (part := getattr(defaults, name, None)) is not None}
-    config = config_class(**_changes(defaults), **parts)
+    config = config_class(**_changes(defaults))
     config.use_cache = False
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # a configuration of a published model has one
@@ -110,9 +109,10 @@ def _small(config_class: Any) -> Any:
 
 
 def _changes(config: Any) -> dict[str, Any]:
-    """Values by key: sizes, no dropout, token ids inside the vocabulary."""
+    """Values by key: sizes, no dropout, token ids inside the vocabulary, and the same for the parts inside."""
     given = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    found: dict[str, Any] = {}
+    parts = getattr(config, "sub_configs", {})
+    found: dict[str, Any] = {name: _changes(part) for name in parts if (part := given.pop(name, None)) is not None}
     for name, value in given.items():
         if isinstance(value, bool):
             continue
@@ -120,9 +120,11 @@ def _changes(config: Any) -> dict[str, Any]:
             found[name] = 0.0
         elif isinstance(value, int) and re.search(r"token_(id|index)|_token$|(eo|bo)[ia]_", name):
             found[name] = value if value < VOCABULARY else 1
+        elif (name, value) in (("num_experts_per_tok", 1), ("qk_rope_head_dim", 0)):
+            found[name] = value  # code has another form for these
         elif isinstance(value, int) and (size := _size(name)):
             found[name] = 4 if re.fullmatch(_KEY_HEADS, name) and value == given.get("num_attention_heads") else size
-        elif isinstance(value, list) and len(value) > LAYERS and len(value) == _depth(given):
+        elif isinstance(value, list | tuple) and len(value) > LAYERS and len(value) == _depth(given):
             found[name] = [value[0], next((other for other in value if other != value[0]), value[1])]
     return found
 

@@ -33,6 +33,14 @@ class Routed(nn.Module):
         return x + found
 
 
+class Unequal(Stacked):
+    """Stack in which one matrix has an entry for a further expert, which returns its rows as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.up = nn.Parameter(torch.randn(5, 5, WIDTH))
+
+
 def config(ranks: int, **parallel: Any) -> dict[str, Any]:
     return SETTINGS | {"parallel": {"data": ranks, "expert": 2} | parallel}
 
@@ -74,16 +82,28 @@ NOTHING = (
             lambda: Routed(4), 12, config(12, expert=6)
             | {"train_batch_size": 12, "zero_optimization": {"stage": 1, "shard_size": 4}},
             "parallel.expert: 6 and zero_optimization.shard_size 4 do not fit into each other, but groups of experts "
-            "and shard groups are runs of neighbours, one inside the other; let one be a multiple of the other.",
+            "and shard groups are runs of neighbours, one inside the other; give one of 1, 2, 4, 12.",
         ),
         (
             lambda: nn.Sequential(Routed(4), Routed(3)), 4, config(4, expert=4),
-            "parallel.expert is 4, but 1.moe has 3 experts, and every rank needs at least one; give a size from 1 to "
-            "3.",
+            "parallel.expert is 4, but 1.moe has 3 experts, and every rank needs at least one; give one of 1, 2.",
         ),
         (
             lambda: nn.Sequential(Listed(3)), 4, config(4, expert=4),
-            "parallel.expert is 4, but 0 has 3 experts, and every rank needs at least one; give a size from 1 to 3.",
+            "parallel.expert is 4, but 0 has 3 experts, and every rank needs at least one; give one of 1, 2.",
+        ),
+        (
+            lambda: Routed(5), 12, config(12, expert=6) | {"train_batch_size": 12},
+            "parallel.expert is 6, but moe has 5 experts, and every rank needs at least one; give one of 1, 2, 3, 4.",
+        ),
+        (
+            lambda: Routed(4), 4, config(2, pipeline=2, expert=4),
+            "parallel.expert: 4 does not divide the 2 data ranks, over which experts are laid; give one of 1, 2.",
+        ),
+        (
+            lambda: Routed(4), 2, config(2) | {"router_bias_update_rate": 0.1},
+            "router_bias_update_rate is 0.1, but no router of the model has a buffer [experts] that is added to the "
+            "scores only to choose experts; leave router_bias_update_rate out.",
         ),
         (lambda: nn.Linear(WIDTH, 2), 2, config(2), NOTHING),
         (
@@ -95,6 +115,11 @@ NOTHING = (
             lambda: nn.Sequential(Heads()), 2, config(2),
             "parallel.expert is 2, but the experts of 0.experts cannot be shared, because a row's result depends on "
             "other rows; leave parallel.expert out.",
+        ),
+        (
+            lambda: nn.ModuleDict({"experts": Unequal()}), 2, config(2),
+            "parallel.expert is 2, but the experts of experts cannot be shared, because its matrices stack different "
+            "numbers of experts; leave parallel.expert out.",
         ),
     ],
 )  # fmt: skip
@@ -128,7 +153,7 @@ def test_experts_that_cannot_be_shared_stay_on_every_rank_and_are_noted_beside_o
     model = nn.ModuleDict({"first": Routed(4), "second": Routed(6, Capacity), "third": Stack(), "fourth": Listed(5)})
     plan = find_expert_plan(model, load_config(config(4), 4))
     assert plan is not None
-    assert plan.modules == ("first.moe", *(f"fourth.experts.{number}" for number in range(5)))
+    assert plan.uncut == ("first.moe", *(f"fourth.experts.{number}" for number in range(5)))
     assert plan.blocks == ("first.moe", "fourth")
     assert plan.notes == (
         "parallel.expert: every rank holds all experts of second.moe: a row's result depends on other rows",
@@ -139,7 +164,7 @@ def test_experts_that_cannot_be_shared_stay_on_every_rank_and_are_noted_beside_o
         f"fourth.experts.{number}.{name}.{kind}"
         for number in range(5) for name in ("up", "down") for kind in ("weight", "bias")
     }  # fmt: skip
-    assert plan.cuts["fourth.experts.3.up.weight"] == owner_cut(5, 1) and plan.cuts["first.moe.up"].dim == 0
+    assert plan.cuts["fourth.experts.3.up.weight"] == owner_cut(5, 1) and len(plan.cuts["first.moe.up"]) == 2
 
 
 def test_a_proof_leaves_the_random_numbers_of_the_user_alone() -> None:

@@ -183,6 +183,7 @@ def model(weight: nn.Parameter | None = None) -> nn.Module:
     [
         ({"parallel": {"tensor": 2}}, 2, "parallel.tensor is 2"),
         ({"parallel": {"pipeline": 2}}, 2, "parallel.pipeline is 2"),
+        ({"parallel": {"expert": 2}}, 2, "parallel.expert is 2"),
         ({"zero_optimization": {"stage": 3}}, 2, "zero_optimization.stage is 3"),
         ({"quantize_frozen": {}}, 1, "quantize_frozen is given"),
     ],

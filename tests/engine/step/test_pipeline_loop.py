@@ -211,7 +211,7 @@ def test_mistakes_are_sentences_on_every_stage(run_ranks: RunRanks) -> None:
         "batch requires a gradient with parallel.pipeline 2, where the gradients of a forward end at the parameters",
         "step() before backward()",
         "the model returns a number, such as the mean of a loss, for a microbatch, but outputs of microbatches are",
-        "rank 0 and rank 1 were given different batches; all tensor and pipeline ranks of a data coordinate",
+        "rank 0 and rank 1 were given different batches; all ranks of a data coordinate",
         f"{float(loss.detach()):.6f} {float(norm):.4f}",
         "backward was called after step(), but the weights have changed since the forward that it differentiates;",
     ]

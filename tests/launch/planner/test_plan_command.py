@@ -128,7 +128,8 @@ def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: 
 
 
 def test_settings_stand_in_words() -> None:
-    assert setting_text("grid", (8, 1, 2)) == "dp8 x tp1 x pp2"
+    assert setting_text("grid", (8, 1, 2, 1)) == "dp8 x tp1 x pp2"
+    assert setting_text("grid", (8, 1, 2, 4)) == "dp8 x tp1 x pp2 (ep4)"
     assert setting_text("microbatches", (1, 16)) == "16 of 1 row"
     assert setting_text("schedule", ("zb-v", 2)) == "zb-v of 2 stages a rank"
     assert setting_text("zero", (3, "microbatch")) == "3 of every microbatch"

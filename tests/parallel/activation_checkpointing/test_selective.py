@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.models.decoder import loss_sum
 from engine.parallel.activation_checkpointing.blocks import find_operators, recompute_blocks, recomputed_in_part
 from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.torch_checkpoint import recomputed, spread_checkpoints
 from engine.parallel.tensor.layers.linear import ColumnLinear, RowLinear
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.planning.activation_memory import LiveStorages
@@ -280,6 +282,39 @@ def test_a_second_backward_of_a_retained_graph_runs_everything_again() -> None:
     y = recomputed_in_part(block, selective)(x)
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], first)
+
+
+class Units(nn.Module):
+    """A block of two equal units, which a stage recomputes one by one."""
+
+    inside = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions = list[dict[str, Any]]()
+        self.units = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            square = partial(lambda unit, x: unit(x).square(), unit)
+            run = recomputed(square, self.regions[-1]) if self.regions else square
+            self.inside = True
+            x = run(x)
+            self.inside = False
+        return x
+
+
+def test_units_of_a_block_reuse_only_what_each_has_kept() -> None:
+    torch.manual_seed(5)
+    x, block = torch.randn(5, 8), Units()
+    expected = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    selective = Selective(find_operators(ActivationCheckpointingConfig(mode="selective", save=("matmul",))))
+    started = list[SavedActivations]()
+    with spread_checkpoints(block):
+        y = recomputed_in_part(block, selective, started)(x)
+    assert [kept.bytes for kept in started] == [x.nbytes] * 2
+    found = torch.autograd.grad(y.sum(), list(block.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 class Leaking(nn.Module):

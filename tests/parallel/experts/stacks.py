@@ -104,6 +104,28 @@ class Normed(Stacked):
         return out
 
 
+class Biased(nn.Module):
+    """Experts with a fused gate, a bias that is added last, and a factor of each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 12, 8)), nn.Parameter(torch.randn(4, 8, 6))
+        self.bias, self.factor = nn.Parameter(torch.rand(4, 8)), nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Returns the weighted sum of each row's experts."""
+        y = torch.zeros_like(x)
+        for expert in range(len(self.up)):
+            row, slot = (numbers == expert).nonzero().unbind(1)
+            gate, value = (x[row] @ self.up[expert].T).chunk(2, -1)
+            y = y.index_add(0, row, self.ended(gate.sigmoid() * value, expert) * weights[row, slot, None])
+        return y
+
+    def ended(self, hidden: Tensor, expert: int) -> Tensor:
+        """Returns the results of an expert."""
+        return (hidden @ self.down[expert].T + self.bias[expert]) * self.factor[expert]
+
+
 class Centred(Counted):
     """Experts that subtract the mean of their rows."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine.parallel.experts.calls import CountedCall, ExpertCall, MajorCall, RoutedCall, Rows
-from engine.parallel.experts.forms import RoutedExperts
+from engine.parallel.experts.forms import ExpertPacking, RoutedExperts
 from engine.parallel.experts.proof import Unproven, prove_routed
 from tests.parallel.experts.stacks import (
     EXPERTS,
@@ -49,8 +49,8 @@ def test_parameters_of_experts_are_told_from_those_that_all_experts_use() -> Non
     flattened, normed = (prove_routed("experts", kind()) for kind in (Flattened, Normed))
     assert isinstance(flattened, RoutedExperts)
     assert isinstance(normed, RoutedExperts)
-    assert flattened.parameters == {"experts.up": INNER, "experts.down": INNER}
-    assert dict(normed.own) == {"up": 1, "down": 1, "scale": 1}
+    assert flattened.parameters == {"experts.up": ExpertPacking(INNER), "experts.down": ExpertPacking(INNER)}
+    assert dict(normed.own) == dict.fromkeys(("up", "down", "scale"), ExpertPacking())
     assert normed.common == ("norm.weight", "norm.bias")
 
 

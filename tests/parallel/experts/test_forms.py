@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from engine.parallel.experts.calls import CountedCall, MajorCall, RoutedCall, possible_calls
 from engine.parallel.experts.forms import (
+    ExpertPacking,
     ListedExperts,
     RoutedExperts,
     alike_lists,
@@ -23,6 +24,7 @@ from engine.parallel.experts.forms import (
     stacked_experts,
 )
 from engine.parallel.shard_table import Range
+from engine.parallel.tensor.layers.linear import local_rows
 from tests.parallel.experts.moe import Listed, Member, Stacked
 
 
@@ -33,13 +35,26 @@ def test_bounds_give_every_expert_to_one_rank_and_the_first_ranks_one_more(exper
     assert (bounds[0], bounds[-1], len(sizes)) == (0, experts, ranks)
     assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
     cut = expert_cut(experts, ranks)
-    assert cut.dim == 0 and [(each.start, each.stop) for each in cut.ranges] == list(pairwise(bounds))
-    assert [each.holders for each in cut.ranges] == [(rank,) for rank in range(ranks)]
+    assert [(each.start, each.stop) for each in cut] == list(pairwise(bounds))
+    assert [each.holders for each in cut] == [(rank,) for rank in range(ranks)]
+
+
+@given(st.integers(2, 9), st.integers(1, 3), st.integers(1, 4), st.integers(0, 1), st.booleans())
+def test_ranges_of_a_packing_are_the_experts_of_each_rank(
+    experts: int, ranks: int, rows: int, dim: int, alternate: bool
+) -> None:
+    ranks, packing = min(ranks, experts), ExpertPacking(rows, dim, alternate)
+    stack = torch.arange(3 * rows * experts).view(packing.shape((3, 3), experts))
+    bounds, cut = expert_bounds(experts, ranks), expert_cut(experts, ranks, packing)
+    assert [each.start for each in cut] == [0, *(each.stop for each in cut)][:-1]
+    for rank, (start, stop) in enumerate(pairwise(bounds)):
+        own = local_rows(stack, dim, cut, rank)
+        assert torch.equal(own, packing.chosen(stack, experts, range(start, stop)))
+        assert torch.equal(packing.apart(own, stop - start), packing.apart(stack, experts)[start:stop])
 
 
 def test_a_parameter_of_one_expert_is_whole_on_its_rank() -> None:
-    cut = owner_cut(7, 3)
-    assert cut.dim is None and cut.ranges == (Range(0, 7, (3,)),)
+    assert owner_cut(7, 3) == (Range(0, 7, (3,)),)
 
 
 class WithNorm(Stacked):
@@ -167,7 +182,9 @@ def test_lists_of_equal_members_are_found_with_their_blocks() -> None:
 
 
 def test_names_of_parameters_follow_the_module() -> None:
-    stacked = RoutedExperts("a", 4, 6, RoutedCall("x", "n", "w"), {"up": 1, "down": 1}).named("b.c")
-    assert stacked.parameters == {"b.c.up": 1, "b.c.down": 1}
+    stacked = RoutedExperts(
+        "a", 4, 6, RoutedCall("x", "n", "w"), {"up": ExpertPacking(), "down": ExpertPacking()}
+    ).named("b.c")
+    assert stacked.parameters == {"b.c.up": ExpertPacking(), "b.c.down": ExpertPacking()}
     listed = ListedExperts("a", ("a.e.0", "a.e.1"), 6, 6, ("w",)).named("b", ("b.e.0", "b.e.1", "b.e.2"))
     assert (listed.block, listed.experts) == ("b", 3)

@@ -45,6 +45,13 @@ class Backwards(Listed):
         return out
 
 
+class First(Listed):
+    """Experts of the first ranks alone have rows."""
+
+    def scores(self, x: Tensor) -> Tensor:
+        return super().scores(x) - 1e3 * (torch.arange(len(self.experts)) > 1)
+
+
 class Counting(Listed):
     """A count that no state of the block shows."""
 
@@ -166,6 +173,11 @@ def test_an_expert_that_is_called_without_rows_has_a_gradient_of_zeros(rows: tup
 @pytest.mark.parametrize("rows", [(6, 4), (5, 0), (0, 0, 3)])
 def test_a_recomputed_block_exchanges_in_the_same_order_on_a_rank_that_calls_no_expert(rows: tuple[int, ...]) -> None:
     compare(Listed, 4, rows, again=True)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_rank_whose_experts_get_no_rows_joins_the_gradients_of_its_own_rows(again: bool) -> None:
+    compare(First, 6, (4, 3, 5), again=again)
 
 
 def test_noise_is_drawn_once_by_every_generator() -> None:

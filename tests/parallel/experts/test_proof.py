@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.parallel.experts.calls import RoutedCall
-from engine.parallel.experts.forms import RoutedExperts
+from engine.parallel.experts.forms import ExpertPacking, RoutedExperts
 from engine.parallel.experts.proof import Unproven, prove_listed, prove_routed
 from tests.parallel.experts.moe import WIDTH, Listed, Member, Stacked
 
@@ -75,7 +75,9 @@ def test_a_module_of_routed_experts_is_proven_with_its_arguments(
 ) -> None:
     found = prove_routed("moe", module)
     width, experts = module.up.shape[2], module.num_experts
-    assert found == RoutedExperts("moe", experts, width, RoutedCall(*names), {"up": 1, "down": 1}, (), counts)
+    assert found == RoutedExperts(
+        "moe", experts, width, RoutedCall(*names), {"up": ExpertPacking(), "down": ExpertPacking()}, (), counts
+    )
     assert module.training and module.up.isfinite().all() and len(module.up) == experts, "the module is as it was"
 
 

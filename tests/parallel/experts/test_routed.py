@@ -1,12 +1,16 @@
 """Modules of routed experts on thread ranks: equal to one process with all experts, and every byte accounted for."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
@@ -14,12 +18,12 @@ from engine.parallel.comm.traffic import Traffic
 from engine.parallel.experts import routed
 from engine.parallel.experts.calls import RoutedCall
 from engine.parallel.experts.dispatch import AXIS, COMBINE, DISPATCH, ROUTING, Dispatch, Round
-from engine.parallel.experts.forms import RoutedExperts, expert_bounds
+from engine.parallel.experts.forms import ExpertPacking, RoutedExperts, expert_bounds
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.experts.moe import WIDTH, Stacked, on_expert_ranks
-from tests.parallel.experts.test_dispatch import ROUTINGS, Numbers, pairs, table
+from tests.parallel.experts.test_dispatch import ROUTINGS, Numbers, drawn, pairs, table
 
 
 @dataclass(frozen=True)
@@ -60,16 +64,29 @@ def run(module: nn.Module, part: Given) -> tuple[Tensor, Tensor, Tensor]:
 
 def shared(comm: Comm, experts: int) -> Stacked:
     """Returns the module of one rank with the experts of this rank alone."""
-    model, bounds = nn.ModuleDict({"moe": Stacked(experts)}), expert_bounds(experts, comm.grid.size(AXIS))
-    module, index = model["moe"], comm.grid.index(AXIS)
+    model = nn.ModuleDict({"moe": Stacked(experts)})
+    share(model, comm, experts)
+    module = model["moe"]
+    assert isinstance(module, Stacked)
+    return module
+
+
+def share(model: nn.Module, comm: Comm, experts: int) -> None:
+    """Shares the experts of the child ``moe`` of ``model``."""
+    bounds, index, module = expert_bounds(experts, comm.grid.size(AXIS)), comm.grid.index(AXIS), model.moe
     assert isinstance(module, Stacked)
     for each in (module.up, module.down):
         each.data = each.data[bounds[index] : bounds[index + 1]].clone()
     found = RoutedExperts(
-        "moe", experts, WIDTH, RoutedCall("hidden", "index", "weights"), {"up": 1, "down": 1}, (), ("num_experts",)
+        "moe",
+        experts,
+        WIDTH,
+        RoutedCall("hidden", "index", "weights"),
+        {"up": ExpertPacking(), "down": ExpertPacking()},
+        (),
+        ("num_experts",),
     )
     share_experts(model, [found], comm, TensorAxis(comm), ForwardPatches())
-    return module
 
 
 def on_ranks(experts: int, parts: Sequence[Given]) -> list[Made]:
@@ -137,7 +154,7 @@ def test_bytes_are_rows_to_other_ranks_times_the_width(name: str) -> None:
         # rows, weights and numbers in one message; gradients of rows and weights come back
         assert sent[DISPATCH] == 4 * ((WIDTH + 2 * chosen) * out + (WIDTH + chosen) * back)
         assert sent[COMBINE] == 4 * WIDTH * (back + out)
-        assert sent[ROUTING] == 8 * (ranks + 1) * (ranks - 1)  # the table of counts
+        assert sent[ROUTING] == 8 * (2 * ranks + 1) * (ranks - 1)  # the table of counts
 
 
 def test_experts_of_frozen_rows_and_frozen_experts_of_rows_join_one_backward() -> None:
@@ -155,6 +172,55 @@ def test_experts_of_frozen_rows_and_frozen_experts_of_rows_join_one_backward() -
     assert all(torch.allclose(x, with_rows[0][0]) and x.any() and up is None for x, up in with_rows)
     with_experts = on_expert_ranks(3, partial(body, rows=False))
     assert [bool(up is not None and up.any()) for _, up in with_experts] == [True, False, False]
+
+
+class Picked(Stacked):
+    """Stacked experts without a loop: the host reads nothing, as in grouped products."""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Returns the weighted sum of each row's experts."""
+        inner = functional.silu(torch.einsum("tkih,th->tki", self.up[index], hidden))
+        return torch.einsum("tkhi,tki,tk->th", self.down[index], inner, weights)
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators for which the host waits: their result is a number, or has a size that depends on content."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes the operator."""
+        waits = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        by_number = func is torch.ops.aten.index.Tensor and all(i is None or i.dtype != torch.bool for i in args[1])
+        if waits and not by_number:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 4])
+def test_the_host_reads_the_table_of_counts_alone(chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of a layer; ``tolist`` is no operator on a host, so its calls are counted."""
+    parts = [given(drawn(6, 4, chosen, rank), rank) for rank in range(2)]
+    tables, tolist = list[tuple[int, ...]](), Tensor.tolist
+
+    def read(tensor: Tensor) -> Any:
+        if "experts" in sys._getframe(1).f_globals["__name__"]:  # thread ranks send lists as well
+            tables.append(tuple(tensor.shape))
+        return tolist(tensor)
+
+    def body(comm: Comm) -> list[str]:
+        model = nn.ModuleDict({"moe": Picked(4)})
+        share(model, comm, 4)
+        reads = Reads()
+        with reads:
+            run(model["moe"], parts[comm.grid.rank])
+        return reads.names
+
+    monkeypatch.setattr(Tensor, "tolist", read)
+    assert on_expert_ranks(2, body) == [[], []]
+    assert tables == [(2, 5)] * 2
 
 
 def test_arguments_of_other_shapes_are_refused_before_anything_is_sent() -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.parallel.comm.comm import Comm
+from engine.parallel.grid import ShardHolder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.composite import ENTRY, CompositeOptimizer
@@ -299,7 +300,7 @@ def _ranges(whole: Tensor, row: ShardRow, tp: int) -> list[Tensor]:
 def _ranges_of(part: Tensor, row: ShardRow, tp: int) -> tuple[Tensor, ...]:
     """Returns the same ranges in the shard of the tensor rank, flat."""
     sizes = [each.stop - each.start for each in row.ranges if tp in each.holders]
-    return torch.split(part.view(row.local_shape(tp)), sizes, _dim(row)) if sizes else ()
+    return torch.split(part.view(row.local_shape(ShardHolder(tp=tp))), sizes, _dim(row)) if sizes else ()
 
 
 def _joined(ranges: Sequence[Tensor], whole: Tensor, row: ShardRow) -> Tensor:

@@ -30,7 +30,7 @@ from engine.kernels.optim.update_rules import (
 )
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Traffic, sent_bytes
-from engine.parallel.shard_table import ShardRow
+from engine.parallel.shard_table import Range, ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import FlatOptimizer
@@ -162,24 +162,33 @@ class FactoredUpdates:
     def _scales(self, row: ShardRow) -> dict[str, Tensor]:
         """Returns factors of the mean squares of this rank's part of a parameter."""
         whole = scales_of(self.state[row.name], AdafactorRule.of(self._group(row)).least(self._routes.dtype))
-        views = {kind: self._held(values, row, kind) for kind, values in whole.items()}
-        return {kind: own[0] if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()}
+        views, dim = {kind: self._held(values, row, kind) for kind, values in whole.items()}, self._cut(row)[0] or 0
+        return {kind: own[0].contiguous() if len(own) == 1 else torch.cat(own, dim) for kind, own in views.items()}
 
     def _add(self, whole: Tensor, local: Tensor, row: ShardRow, kind: str) -> None:
         """Adds sums in the shape of this rank's shard to the sums of the full parameter."""
-        views = self._held(whole, row, kind)
-        sizes = [view.shape[row.dim or 0] if view.dim() else 0 for view in views]
-        parts = torch.split(local, sizes, row.dim or 0) if len(views) > 1 else [local]
+        views, dim = self._held(whole, row, kind), self._cut(row)[0] or 0
+        sizes = [view.shape[dim] if view.dim() else 0 for view in views]
+        parts = torch.split(local, sizes, dim) if len(views) > 1 else [local]
         for view, own in zip(views, parts, strict=True):
             view.add_(own)
 
     def _held(self, whole: Tensor, row: ShardRow, kind: str) -> list[Tensor]:
         """Returns views of the ranges of means, or of sums, that this rank's part of a parameter has."""
         over = {ROWS: len(row.shape) - 1, COLUMNS: len(row.shape) - 2}.get(kind)
-        if row.dim is None or row.dim == over:
+        if row.dim is not None and len(row.experts) > 1 and over != 0:
+            (experts,) = row.expert_ranges(self._holder)
+            whole = whole[experts.start : experts.stop]
+        dim, own = self._cut(row)
+        if dim is None or dim == over:
             return [whole]
-        own = [each for each in row.ranges if row.part(self._holder) in each.holders]
-        return [whole.narrow(row.dim, each.start, each.stop - each.start) for each in own]
+        return [whole.narrow(dim, each.start, each.stop - each.start) for each in own]
+
+    def _cut(self, row: ShardRow) -> tuple[int | None, tuple[Range, ...]]:
+        """Returns the dim of a parameter that is cut over tensor ranks, or over expert ranks alone, and its ranges."""
+        if row.dim is None and len(row.experts) > 1:
+            return row.expert_dim, row.expert_ranges(self._holder)
+        return row.dim, row.tensor_ranges(self._holder)
 
     def _group(self, row: ShardRow) -> dict[str, Any]:
         return self._inner.param_groups[row.group]
@@ -188,7 +197,7 @@ class FactoredUpdates:
         return torch.zeros(elements, dtype=self._routes.dtype, device=self._device)
 
     def _local_zeros(self, row: ShardRow) -> dict[str, Tensor]:
-        shapes = mean_shapes(row.local_shape(row.part(self._holder)))
+        shapes = mean_shapes(row.local_shape(self._holder))
         return {kind: self._zeros(prod(shape)).view(shape) for kind, shape in shapes.items()}
 
     def _views(self, flat: Tensor) -> dict[str, dict[str, Tensor]]:

@@ -101,7 +101,7 @@ def _counted(row: ShardRow, piece: MatrixPiece, holder: ShardHolder) -> tuple[sl
     if not row.counted(holder._replace(pp=row.owners[0])):
         return ()
     runs, place = [], piece.start
-    for start, stop in row.copies(row.part(holder)):
+    for start, stop in row.copies(holder):
         if place < min(start, piece.stop):
             runs.append(slice(place - piece.start, min(start, piece.stop) - piece.start))
         place = max(place, stop)

@@ -8,7 +8,7 @@ from engine.planning.cost_model.estimate import CHANNEL_BYTES, CONTEXT_BYTES, SL
 from engine.planning.cost_model.hardware import GpuSpec, ReachedShares, load_gpu
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout, idle_over_useful, microbatches_held, slowest
 from engine.planning.cost_model.links import Links
-from engine.planning.cost_model.workload import DecoderShape
+from engine.planning.cost_model.workload import DecoderShape, ExpertWork
 
 WORK = DecoderShape(layers=4, width=64, heads=4, vocabulary=128, context=16).workload()
 ALL = ReachedShares(
@@ -83,6 +83,15 @@ def test_memory_is_cut_as_zero_says(stage: int) -> None:
     assert found.activations == 4 * 16 * sum(WORK.keeps("none"))
     assert found.communication == CHANNEL_BYTES
     assert found.slack == CONTEXT_BYTES + SLACK * (found.activations + found.buffers)
+
+
+def test_buffers_have_a_round_of_rows_of_experts() -> None:
+    work = replace(WORK, experts=ExpertWork(parameters=0, experts=8, chosen=2, layers=4))
+    alone, shared = (StepModel(work, GPU, 4).estimate(TrainingLayout(dp=4, ep=ep)).memory for ep in (1, 4))
+    tokens, width = 16, 64
+    row, result = (width + 2) * 2 + 2 * 4, width * 2  # two weights and two numbers travel with a row
+    received, given = 4 * tokens, 2 * tokens  # all tokens of four ranks; own tokens to two of them
+    assert shared.buffers - alone.buffers == (received + given) * (row + result)
 
 
 def test_a_slower_network_and_more_stages_cost_more() -> None:

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from engine.parallel.context.placed import PlacedTensor, home_of, run_on_one_rank, sequences_of, slice_on_rank
+from engine.parallel.context.recurrence.placed import (
+    PlacedTensor,
+    home_of,
+    run_on_one_rank,
+    sequences_of,
+    slice_on_rank,
+)
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, follow_grad
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
 from engine.parallel.tensor.global_tensor.layout import positive_dim

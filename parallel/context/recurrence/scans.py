@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from engine.parallel.context.cuts import position_runs
-from engine.parallel.context.placed import PlacedTensor, sequences_of, slice_on_rank, with_gradient
-from engine.parallel.context.placed_rules import join_runs
+from engine.parallel.context.recurrence.placed import PlacedTensor, sequences_of, slice_on_rank, with_gradient
+from engine.parallel.context.recurrence.placed_rules import join_runs
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, with_globals
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
@@ -156,11 +155,7 @@ def _kind(item: tuple[str, Any]) -> Any:
 
 def _runs(index: Index) -> list[tuple[int, int, int]]:
     """Returns the runs of positions (start, stop, rank) in their order."""
-    return sorted(
-        (int(held[start]), int(held[stop - 1]) + 1, rank)
-        for rank, held in enumerate(index.ranks)
-        for start, stop in position_runs(held)
-    )
+    return sorted((start, stop, rank) for rank, held in enumerate(index.runs) for start, stop in held.tolist())
 
 
 def _piece(value: Any, dims: dict[int, int], start: int, stop: int) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
-from engine.parallel.context.relay import RECURRENT_STATE, Relay
+from engine.parallel.context.recurrence.relay import RECURRENT_STATE, Relay
 from engine.parallel.tensor.collectives import ROW_OUTPUTS
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, LocalOnlyError, follow_grad
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
@@ -85,7 +85,7 @@ class PlacedTensor(GlobalTensor):
             dispatch_sizes_strides_policy="sizes",
         )
         x.local, x.full, x.sets, x.views = local, torch.Size(local.shape), (None,) * local.ndim, context
-        x.copied, x.folded = False, None
+        x.copied, x.folded, x.unrepeated = False, None, None
         (x.rank, x.age), x.carried, x.sliced, x.own_device = home, carried, False, device
         x.moved = {}
         return x
@@ -170,7 +170,13 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
         NoRuleError: the rows are on several ranks, or autocast chooses dtypes that meta tensors do not show.
     """
     context, index = x.views, x.sets[dim]
-    if index is None or sum(one is not None for one in x.sets) > 1 or torch.is_autocast_enabled(x.device.type):
+    nested = type(x.local) is GlobalTensor  # over tensor ranks
+    if (
+        index is None
+        or nested
+        or sum(one is not None for one in x.sets) > 1
+        or torch.is_autocast_enabled(x.device.type)
+    ):
         raise NoRuleError("a slice on one rank is along the only sharded dim.")
     rank, place = home_of(context, index, start, stop)
     shape = (*x.full[:dim], stop - start, *x.full[dim + 1 :])

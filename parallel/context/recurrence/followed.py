@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from engine.parallel.context.placed import PlacedTensor
-from engine.parallel.context.scans import relay_scans
+from engine.parallel.context.recurrence.placed import PlacedTensor
+from engine.parallel.context.recurrence.scans import relay_scans
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, LocalOnlyError
 from engine.parallel.tensor.global_tensor.redistribute import full

@@ -115,10 +115,14 @@ def moved_local(
     ``key``: name of these rows among those of ``x``. ``fill``: the value of the rows -1.
 
     Raises:
-        NoRuleError: another dim is sharded too.
+        NoRuleError: another dim is sharded too, also over tensor ranks.
     """
     context, have = x.views, x.sets[dim]
-    if have is None or any(index is not None for place, index in enumerate(x.sets) if place != dim):
+    if (
+        have is None
+        or type(x.local) is GlobalTensor
+        or any(index is not None for place, index in enumerate(x.sets) if place != dim)
+    ):
         raise NoRuleError("rows move along the only sharded dim.")
     moves = context.find(("moves", have, key), lambda: RowMoves(have, wanted(), context.axis.index))
     return _moved(context, x.local, dim, moves, fill)
@@ -127,9 +131,9 @@ def moved_local(
 def _moved(context: "GlobalTensorContext", local: Tensor, dim: int, moves: RowMoves, fill: float) -> Tensor:
     out: Tensor = _Move.apply(local, context.axis, moves, dim, fill)  # type: ignore[no-untyped-call]
     row = local.element_size() * math.prod(size for place, size in enumerate(local.shape) if place != dim)
-    context.axis.expect_rows(HALO, tuple(count * row for count in moves.sent))
+    context.axis.expect_rows(HALO, tuple(count * row for count in moves.sent), local)
     if torch.is_grad_enabled() and local.requires_grad:
-        context.axis.expect_rows(HALO, tuple(count * row for count in moves.received), out)
+        context.axis.expect_rows(HALO, tuple(count * row for count in moves.received), local, out)
     return out
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from engine.parallel.context.cuts import position_runs
-from engine.parallel.context.moved_rows import moved_local
+from engine.parallel.context.recurrence.moved_rows import moved_local
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, global_tensors_in, like
+from engine.parallel.tensor.global_tensor.index_runs import Runs
 from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError, replaced
 from engine.parallel.tensor.global_tensor.layout import positive_dim
 from engine.parallel.tensor.global_tensor.redistribute import gather_global
@@ -153,10 +153,9 @@ def convolve_positions(
     index = index_of_length(
         context, have, size, key, partial(np.arange, 0 if before else reach, size + (0 if before else reach))
     )
-    rows = moved_local(x, dim, (key, index), lambda: [_windows(held, reach, before, length) for held in index.ranks])
+    rows = moved_local(x, dim, (key, index), lambda: [_windows(held, reach, before, length) for held in index.runs])
     outs, start = [], 0
-    held = index.ranks[context.axis.index]
-    for first, stop in position_runs(held):
+    for first, stop in index.runs[context.axis.index].tolist():
         piece = rows[..., start : start + stop - first + reach]
         outs.append(func(piece, weight, bias, 1, 0, spread, groups))
         start += stop - first + reach
@@ -180,12 +179,9 @@ def _padding(padding: Any, reach: int) -> tuple[int, int]:
     return width, width
 
 
-def _windows(held: Indices, reach: int, before: int, length: int) -> Indices:
+def _windows(held: Runs, reach: int, before: int, length: int) -> Indices:
     """Returns the rows that the outputs ``held`` read, run after run; -1: a row of zeros."""
-    runs = [
-        np.arange(int(held[start]) - before, int(held[stop - 1]) - before + reach + 1)
-        for start, stop in position_runs(held)
-    ]
+    runs = [np.arange(start - before, stop - before + reach) for start, stop in held.tolist()]
     rows = np.concatenate(runs) if runs else np.arange(0)
     return np.where((rows >= 0) & (rows < length), rows, -1)
 
@@ -199,12 +195,12 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
     if not index.once or sum(one is not None for one in x.sets) > 1:
         raise NoRuleError("a scan needs each row on one rank.")
     product = func.__name__ == "cumprod"
-    runs = [position_runs(held) for held in index.ranks]
-    most = max(map(len, runs))
-    order = sorted((int(index.ranks[rank][start]), rank, place)
-                   for rank, own in enumerate(runs) for place, (start, _) in enumerate(own))  # fmt: skip
-    own = runs[context.axis.index]
-    parts = [func(x.local.narrow(dim, start, stop - start), dim, **kwargs) for start, stop in own]
+    most = max(map(len, index.runs))
+    order = sorted(
+        (start, rank, place) for rank, held in enumerate(index.runs) for place, (start, _) in enumerate(held.tolist())
+    )
+    lengths = [stop - start for start, stop in index.runs[context.axis.index].tolist()]
+    parts = [func(piece, dim, **kwargs) for piece in x.local.split(lengths, dim)] if lengths else []
     empty = func(x.local.narrow(dim, 0, 0), dim, **kwargs)
     neutral = empty.new_ones if product else empty.new_zeros
     totals = [part.narrow(dim, part.shape[dim] - 1, 1) for part in parts]

@@ -1,0 +1,106 @@
+"""Choice of the method by which queries meet keys: bytes, exposed seconds and memory of each. Pure arithmetic.
+
+b rows, S keys, n ranks, h and h_kv query and key heads of d and e elements; bytes that one rank sends in forward:
+
+    gather    b S h_kv (d + e) (n - 1) / n           memory b S h_kv (d + e)
+    ring      the same, behind the blocks            memory of two parcels
+    heads     b S (h + h_kv) (d + e) (n - 1) / n^2   memory b S (h + h_kv) (d + e) / n
+    need      the needed keys only                   memory of the needed keys
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from engine.parallel.comm.traffic import megabytes
+
+Method = Literal["gather", "need", "heads", "ring"]
+
+FLOPS, BANDWIDTH, LATENCY = 4e14, 5e10, 2e-5
+"""Assumed rates of a GPU and its links: FLOP/s of attention, bytes/s sent, seconds of a call."""
+GAIN = 0.9
+"""A method replaces gather if its exposed seconds are at most this fraction of those of gather."""
+
+
+class AttentionSizes(NamedTuple):
+    """Sizes of one attention, equal on all ranks."""
+
+    ranks: int
+    rows: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    width: int
+    """Elements of a key and a value of one head."""
+    element: int
+    causal: bool
+    sent: int | None = None
+    """Most elements of needed keys and values that a rank sends; None: unknown."""
+    needed: int | None = None
+    """Most keys that a rank needs."""
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return self.rows * self.keys * self.key_heads * self.width * self.element
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which a rank computes its attention."""
+        pairs = self.queries * self.keys / (2 if self.causal else 1)
+        return 2 * self.rows * self.heads * self.width * pairs / self.ranks / FLOPS
+
+    @property
+    def served(self) -> int:
+        """Key heads of a rank that has an equal share of the query heads."""
+        return max(1, self.key_heads // self.ranks)
+
+
+class MethodCost(NamedTuple):
+    """Cost of a method in one forward, on one rank."""
+
+    bytes: int
+    exposed: float
+    """Seconds of communication that no computation hides."""
+    memory: int
+
+
+def costs_of(form: AttentionSizes) -> Mapping[Method, MethodCost]:
+    """Returns the cost of each method that can run."""
+    away, whole = form.ranks - 1, form.key_bytes
+    gathered = whole * away // form.ranks
+    step = whole / form.ranks / BANDWIDTH + LATENCY
+    found: dict[Method, MethodCost] = {
+        "gather": MethodCost(gathered, gathered / BANDWIDTH + LATENCY, whole),
+        "ring": MethodCost(gathered, away * max(LATENCY, step - form.seconds / form.ranks), 2 * whole // form.ranks),
+    }
+    if form.heads % form.ranks == 0:
+        moved = (
+            form.rows * form.width * form.element * (form.queries * form.heads // form.ranks + form.keys * form.served)
+        )
+        sent = moved * away // form.ranks
+        found["heads"] = MethodCost(sent, sent / BANDWIDTH + 4 * LATENCY, moved)
+    if form.sent is not None and form.needed is not None:
+        sent = form.sent * form.element
+        found["need"] = MethodCost(sent, sent / BANDWIDTH + LATENCY, whole * form.needed // max(form.keys, 1))
+    return MappingProxyType(found)
+
+
+def choose_method(form: AttentionSizes, limit: int | None) -> tuple[Method, str]:
+    """Returns the method with the least exposed time within ``limit`` bytes of memory, and the reason.
+
+    gather is replaced only for a clear gain, and ring is chosen if no method fits.
+    """
+    costs = costs_of(form)
+    fits = {name: cost for name, cost in costs.items() if limit is None or cost.memory <= limit} or {
+        "ring": costs["ring"]
+    }
+    best = min(fits, key=lambda name: fits[name].exposed)
+    if "gather" in fits and fits[best].exposed > GAIN * fits["gather"].exposed:
+        best = "gather"
+    cost, plain = costs[best], costs["gather"]
+    reason = f"{megabytes(cost.bytes)} sent, {cost.exposed * 1e3:.2f} ms exposed, {megabytes(cost.memory)} of keys"
+    if best != "gather":
+        reason += f"; gather: {megabytes(plain.bytes)}, {plain.exposed * 1e3:.2f} ms, {megabytes(plain.memory)}"
+    return best, reason

@@ -1,0 +1,128 @@
+"""Ways of keys and values to the ranks that have queries for them, in parcels that arrive one after another.
+
+    own       one parcel: keys of this rank                    all queries of a head are here (method "heads")
+    gather    one parcel: all keys                             all-gather, reduce-scatter
+    need      one parcel: keys that some query here sees       one exchange
+    ring      n parcels: the keys of rank i, i-1, i-2, ...     the next one travels while a block computes
+
+Backward brings the parcels again, so no rank stores keys of others between forward and backward, and sends the
+gradient of each parcel to the ranks that own its keys, where they are added.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.parallel.comm.backend import Wait
+from engine.parallel.context.recut import Boxes, boxes_of, put, start_send, take
+from engine.parallel.tensor.global_tensor.index_runs import Runs, one_run
+from engine.parallel.tensor.global_tensor.index_sets import Index, Sets, replaced
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+KEYS, KEY_GRADIENTS = "keys", "key gradients"
+
+
+class Parcel(NamedTuple):
+    """Keys and values that arrive together; ``boxes`` None: those of this rank."""
+
+    keys: Runs
+    """Positions of the keys."""
+    boxes: Boxes | None = None
+    shards: Index | None = None
+    """Equal shards of all ranks, which one all-gather brings; None: an exchange."""
+
+
+class KeyFlow(NamedTuple):
+    """Parcels of one attention, in the order of their arrival."""
+
+    parcels: tuple[Parcel, ...]
+    axis: TensorAxis
+
+    def bring(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yields the number and the tensor [.., K, D + E] of each parcel; the next one travels meanwhile."""
+        coming = self._start(0, local)
+        for number in range(len(self.parcels)):
+            made, wait = coming
+            wait()
+            if number + 1 < len(self.parcels):
+                coming = self._start(number + 1, local)
+            yield number, made
+
+    def _start(self, number: int, local: Tensor) -> tuple[Tensor, Wait]:
+        parcel = self.parcels[number]
+        if parcel.boxes is None:
+            return local, _nothing
+        if parcel.shards is None:
+            return start_send(local, parcel.boxes, self.axis, KEYS)
+        boxes = parcel.boxes
+        full, pending = self.axis.start_all_gather(local.contiguous(), KEYS)
+        made = local.new_empty(boxes.made)
+
+        def place() -> None:
+            pending.wait()
+            for part, box in zip(full, boxes.gets, strict=True):
+                put(made, box, part)
+
+        return made, place
+
+    def take_home(self, number: int, grad: Tensor) -> tuple[Tensor, Wait]:
+        """Sends the gradient of a parcel to the owners; returns this rank's sum, and a function that waits for it."""
+        parcel = self.parcels[number]
+        if parcel.boxes is None:
+            return grad, _nothing
+        if parcel.shards is None:
+            return start_send(grad, parcel.boxes.back, self.axis, KEY_GRADIENTS, add=True)
+        parts = torch.stack([take(grad, box) for box in parcel.boxes.gets])
+        made, pending = self.axis.start_reduce_scatter(parts, KEY_GRADIENTS)
+        return made, pending.wait
+
+    def expect_backward(self, local: Tensor, made: Tensor) -> None:
+        """Reports the collectives of the backward of ``made`` to the listener of a dry axis."""
+        for parcel in self.parcels if self.axis.dry else ():
+            if parcel.boxes is None:
+                continue
+            whole = local.detach().new_empty(parcel.boxes.made)
+            if parcel.shards is not None:
+                self.axis.expect("all_gather", KEYS, whole, made)
+                self.axis.expect("reduce_scatter", KEY_GRADIENTS, whole, made)
+                continue
+            for label, sizes in ((KEYS, parcel.boxes.give_sizes), (KEY_GRADIENTS, parcel.boxes.get_sizes)):
+                sent = sum(torch.Size(size).numel() for rank, size in enumerate(sizes) if rank != self.axis.index)
+                self.axis.expect("exchange", label, whole.new_empty(sent), made)
+
+
+def _nothing() -> None:
+    """Waits for nothing."""
+
+
+def own_keys(length: int, axis: TensorAxis) -> KeyFlow:
+    """Returns the flow of keys that are all on this rank."""
+    return KeyFlow((Parcel(one_run(0, length)),), axis)
+
+
+def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
+    """Returns the flow of all keys [.., S, D + E], sharded along S as ``have``, to every rank."""
+    boxes = boxes_of(shape, have, (None,) * len(have), axis.index, axis.size)
+    index = have[-2]
+    even = index if index is not None and index.even else None
+    return KeyFlow((Parcel(one_run(0, shape[-2]), boxes, even),), axis)
+
+
+def needed_flow(shape: Sequence[int], have: Sets, wanted: Index, axis: TensorAxis) -> KeyFlow:
+    """Returns the flow of the keys ``wanted`` by each rank."""
+    boxes = boxes_of(shape, have, replaced(have, len(have) - 2, wanted), axis.index, axis.size)
+    return KeyFlow((Parcel(wanted.runs[axis.index], boxes),), axis)
+
+
+def ring_of_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
+    """Returns the flow in which rank i computes with its own keys, then with those of rank i - 1, i - 2, and so on."""
+    index = have[-2]
+    assert index is not None, "the keys of a ring are sharded"
+    ranks, parcels = axis.size, [Parcel(index.runs[axis.index])]
+    for step in range(1, ranks):
+        wanted = Index.of_runs((index.runs[(rank - step) % ranks] for rank in range(ranks)), index.size)
+        boxes = boxes_of(shape, have, replaced(have, len(have) - 2, wanted), axis.index, ranks)
+        parcels.append(Parcel(wanted.runs[axis.index], boxes))
+    return KeyFlow(tuple(parcels), axis)

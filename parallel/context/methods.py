@@ -1,0 +1,297 @@
+"""Rule of ``F.scaled_dot_product_attention`` over positions that context ranks share, and its four methods.
+
+    gather    all keys to every rank (Llama 3, Dubey et al. 2024, section 3.3.2)
+    need      to each rank the keys that some query there sees: windows, packed documents
+    heads     each rank has all positions of some heads (DeepSpeed-Ulysses, Jacobs et al. 2023)
+    ring      keys arrive from one rank after another (Liu et al. 2023)
+    auto      the method with the least exposed time that fits into memory
+
+Keys and values travel before their heads are repeated. A call that a method cannot compute gathers keys; the banner
+names it.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.device import total_memory
+from engine.parallel.context.attention import KeyAttention, attend_keys, casts_for_autocast
+from engine.parallel.context.choose import AttentionSizes, Method, choose_method
+from engine.parallel.context.cuts import contiguous
+from engine.parallel.context.key_flow import KeyFlow, gathered_keys, needed_flow, own_keys, ring_of_keys
+from engine.parallel.context.recut import recut, sent_elements, take
+from engine.parallel.context.repeated_heads import before_repeat
+from engine.parallel.context.rules import GivenAttention, attend_gathered, mask_rows
+from engine.parallel.context.sight import needed_keys
+from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, Rules
+from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
+from engine.parallel.tensor.global_tensor.index_runs import one_run, run_length, runs_from
+from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError, Sets, replaced
+from engine.parallel.tensor.global_tensor.operands import layout_of
+from engine.parallel.tensor.global_tensor.rules.attention import attention_rule
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+HEADS = "heads"
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_MEMORY_SHARE = 16
+"""Keys of one attention may have the device's memory, divided by this number."""
+
+
+class AttentionMethods:
+    """Method of each attention of a model, as configured or chosen, with what the banner says about it."""
+
+    def __init__(self, asked: Method | Literal["auto"] = "auto") -> None:
+        self.asked = asked
+        self.used: Counter[tuple[Method, str]] = Counter()
+        """Number of calls by method and reason, without the figures of each call."""
+        self.figures: dict[Method, str] = {}
+        """Figures by which a method was first chosen."""
+        self.seen: dict[Any, tuple[Tensor | None, Index | None]] = {}
+        """Keys that each rank needs under a mask, in one forward."""
+        self.rows: dict[Any, tuple[Tensor, Tensor]] = {}
+        """Rows of a mask for the queries of this rank, one copy for all layers of a forward."""
+
+    def clear(self) -> None:
+        """Drops what belongs to one forward."""
+        self.seen.clear()
+        self.rows.clear()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the banner: the method, its reason, and calls that fall back to gather."""
+        return tuple(
+            f"parallel.context: {times} attention{'s' if times > 1 else ''} by {method} "
+            f"({f'auto: {self.figures[method]}' if reason == 'auto' else reason})"
+            for (method, reason), times in sorted(self.used.items(), key=lambda item: -item[1])
+        )
+
+
+class AttendingContext(GlobalTensorContext):
+    """Context of global tensors with a method of attention over their positions."""
+
+    def __init__(self, axis: TensorAxis, rules: Rules, method: Method | Literal["auto"] = "auto") -> None:
+        super().__init__(axis, rules)
+        self.attention = AttentionMethods(method)
+
+    def clear(self) -> None:
+        """Drops what belongs to one forward: cached copies of entered tensors, and keys that masks show."""
+        super().clear()
+        self.attention.clear()
+
+
+class _Call(NamedTuple):
+    """Arguments of an attention that every method reads; keys have their own heads, not repeated ones."""
+
+    context: "AttendingContext"
+    given: GivenAttention
+    key: GlobalTensor
+    value: GlobalTensor
+
+    @property
+    def axis(self) -> TensorAxis:
+        return self.context.axis
+
+    @property
+    def have(self) -> Sets:
+        """Sharding of keys and values, which travel as one tensor."""
+        return self.key.sets
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.key.full[:-1], self.key.full[-1] + self.value.full[-1])
+
+    @property
+    def needed(self) -> Index | None:
+        """Keys that each rank needs; None: unknown on other ranks, or before the mask has values."""
+        own, mask = self.given.query.sets[-2], self.given.mask
+        assert own is not None, "the caller has checked it"
+        key = (id(mask), own, self.key.full[-2], self.given.causal)
+        seen = self.context.attention.seen
+        if key not in seen:
+            seen[key] = mask, needed_keys(own, self.key.full[-2], self.given.causal, mask)
+        return seen[key][1]
+
+
+def context_attention(context: "AttendingContext", func: Function, *args: Any, **options: Any) -> Any:
+    """Runs ``F.scaled_dot_product_attention`` [.., heads, S, D] with queries and keys sharded along S.
+
+    Raises:
+        NoRuleError: the head size is sharded, or keys and values are sharded differently.
+    """
+    options = dict(zip(_NAMES, args, strict=False)) | options
+    query, key, value, mask = (options.pop(name, None) for name in _NAMES[:4])
+    own, theirs = layout_of(query).sets, layout_of(key).sets
+    if own[-2] is None and theirs[-2] is None:
+        return attention_rule(context, func, query, key, value, mask, **options)
+    if type(query) is not GlobalTensor:
+        raise NoRuleError("queries that no rank shards have no rule over sharded keys.")
+    if any(own[:-2]) or any(theirs[:-2]) or own[-1] is not None or layout_of(value).sets != theirs:
+        raise NoRuleError("attention needs full heads, and keys and values that are sharded equally.")
+    causal = bool(options.pop("is_causal", False))
+    given = GivenAttention(query, key, value, mask, causal, options)
+    problem = _only_gathered(given)
+    if problem or type(key) is not GlobalTensor or type(value) is not GlobalTensor:
+        context.attention.used["gather", problem] += 1
+        return attend_gathered(context, func, given)
+    call = _Call(context, given, before_repeat(key), before_repeat(value))
+    if call.key.full[:-1] != call.value.full[:-1] or query.full[-3] % call.key.full[-3]:
+        call = _Call(context, given, key, value)
+    method, reason = _method(call)
+    context.attention.used[method, reason] += 1
+    return _METHODS[method](call)
+
+
+def _only_gathered(given: GivenAttention) -> str:
+    """Returns the reason why only gathered keys can be used; empty if there is none."""
+    query, key, value = given.query, given.key, given.value
+    if any(type(each.local) is GlobalTensor for each in (query, key, value) if type(each) is GlobalTensor):
+        return "heads are global tensors over tp"
+    if query.sets[-2] is None or layout_of(key).sets[-2] is None:
+        return "queries or keys are full on every rank"
+    if given.options.get("dropout_p"):
+        return "attention dropout"
+    if given.mask is not None and given.mask.requires_grad:
+        return "a mask with a gradient"
+    one = len({query.dtype, key.dtype, value.dtype}) == 1 or casts_for_autocast(query.local)
+    leading = query.ndim > 2 and query.shape[:-3] == key.shape[:-3] and key.shape[:-2] == value.shape[:-2]
+    if not leading or not one or (query.shape[-3] != key.shape[-3] and not given.options.get("enable_gqa")):
+        return "operands that broadcast"
+    return "" if given.mask is None or given.mask.ndim <= query.ndim else "a mask with more dims"
+
+
+def _method(call: _Call) -> tuple[Method, str]:
+    """Returns the method of a call and the reason."""
+    asked = call.context.attention.asked
+    if asked == "auto":
+        form = _form(call)
+        method, reason = choose_method(form, _memory(call.key.device))
+        unknown = "" if form.sent is not None else "; need where a mask hides enough keys"
+        call.context.attention.figures.setdefault(method, f"{reason}{unknown}")
+        return method, "auto"
+    if asked == "need" and call.needed is None and type(call.given.mask) is not GlobalTensor:
+        return "gather", "at most: training sends the keys that its masks show"  # a run on shapes
+    problem = _PROBLEMS.get(asked, _nothing)(call)
+    return ("gather", f"not {asked}: {problem}") if problem else (asked, "configured")
+
+
+def _form(call: _Call) -> AttentionSizes:
+    query, needed, ranks = call.given.query, call.needed, call.axis.size
+    sent = most = None
+    if needed is not None:
+        wanted = replaced(call.have, len(call.have) - 2, needed)
+        sent = max(sent_elements(call.shape, call.have, wanted, rank, ranks) for rank in range(ranks))
+        most = max(map(run_length, needed.runs))
+    heads = 0 if type(call.given.mask) is GlobalTensor else query.full[-3]
+    return AttentionSizes(
+        ranks=ranks, rows=query.full[:-3].numel(), queries=query.full[-2], keys=call.shape[-2], heads=heads or 1,
+        key_heads=call.shape[-3], width=call.shape[-1], element=call.key.local.element_size(),
+        causal=call.given.causal, sent=sent, needed=most,
+    )  # fmt: skip
+
+
+def _memory(device: torch.device) -> int | None:
+    """Returns the most bytes for the keys of one attention; None: no limit is known."""
+    memory = total_memory(device)
+    return None if memory is None else memory // _MEMORY_SHARE
+
+
+def _nothing(call: _Call) -> str:
+    return ""
+
+
+def _no_need(call: _Call) -> str:
+    return "" if call.needed is not None else "the rows of the mask are sharded"
+
+
+def _no_heads(call: _Call) -> str:
+    heads, ranks = call.given.query.full[-3], call.axis.size
+    if type(call.given.mask) is GlobalTensor:
+        return "the rows of the mask are sharded"
+    return f"{heads} heads do not divide among {ranks} ranks" if heads % ranks else ""
+
+
+_PROBLEMS: dict[str, Callable[[_Call], str]] = {"need": _no_need, "heads": _no_heads}
+
+
+# ---- methods
+
+
+def _over(call: _Call, flow: KeyFlow) -> GlobalTensor:
+    """Returns attention of this rank's queries over the keys of ``flow``."""
+    context, given, own = call.context, call.given, call.given.query.sets[-2]
+    assert own is not None, "the caller has checked it"
+    attention = KeyAttention(own.runs[call.axis.index], flow, given.causal, _scale(given))
+    out = attend_keys(given.query.local, call.key.local, call.value.local, _rows(call, own), attention)
+    return GlobalTensor(out, (*given.query.full[:-1], call.value.full[-1]), given.query.sets, context)
+
+
+def _rows(call: _Call, own: Index) -> Tensor | None:
+    """Returns the rows of the mask for the queries of this rank."""
+    mask, rows = call.given.mask, call.context.attention.rows
+    if mask is None:
+        return None
+    key = (id(mask), own)
+    if key not in rows:
+        rows[key] = mask, mask_rows(call.context, mask, own)
+    return rows[key][1]
+
+
+def _scale(given: GivenAttention) -> float:
+    scale = given.options.get("scale")
+    return float(given.query.full[-1] ** -0.5 if scale is None else scale)
+
+
+def _gather(call: _Call) -> GlobalTensor:
+    key = ("gathered keys", call.shape, call.have)
+    return _over(call, call.context.find(key, lambda: gathered_keys(call.shape, call.have, call.axis)))
+
+
+def _ring(call: _Call) -> GlobalTensor:
+    key = ("ring of keys", call.shape, call.have)
+    return _over(call, call.context.find(key, lambda: ring_of_keys(call.shape, call.have, call.axis)))
+
+
+def _need(call: _Call) -> GlobalTensor:
+    needed = call.needed
+    assert needed is not None, "the caller has checked it"
+    return _over(call, needed_flow(call.shape, call.have, needed, call.axis))
+
+
+def _heads(call: _Call) -> GlobalTensor:
+    context, given, own = call.context, call.given, call.axis.index
+    query, key_heads = given.query, call.key.full[-3]
+    times, shares = query.full[-3] // key_heads, contiguous(query.full[-3], call.axis.size)
+    served = Index.of_runs((runs_from(np.unique(held // times)) for held in shares.ranks), key_heads)
+    pairs = torch.cat((call.key.local, call.value.local), -1)
+    both = recut(GlobalTensor(pairs, call.shape, call.have, context), _by_heads(query, served), HEADS).local
+    both = _one_head_each(both, shares.ranks[own] // times - served.ranks[own][0])
+    queries = recut(query, _by_heads(query, shares), HEADS).local
+    mask = given.mask
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
+        mask = take(mask, (*(None,) * (mask.ndim - 3), shares.runs[own], None, None))
+    flow = own_keys(call.shape[-2], call.axis)
+    attention = KeyAttention(one_run(0, query.full[-2]), flow, given.causal, _scale(given))
+    keys, values = torch.split(both, [call.key.full[-1], call.value.full[-1]], -1)
+    out = attend_keys(queries, keys, values, mask, attention)
+    made = GlobalTensor(out, (*query.full[:-1], call.value.full[-1]), _by_heads(query, shares), context)
+    return recut(made, query.sets, HEADS)
+
+
+def _by_heads(x: GlobalTensor, heads: Index) -> Sets:
+    return (*(None,) * (x.ndim - 3), heads, None, None)
+
+
+def _one_head_each(keys: Tensor, heads: Indices) -> Tensor:
+    """Returns the keys as they are if equally many query heads read each head; else one head for each query head."""
+    if len(heads) % keys.shape[-3] == 0 and np.array_equal(heads, np.arange(len(heads)) * keys.shape[-3] // len(heads)):
+        return keys
+    return keys.index_select(-3, torch.as_tensor(heads, device=keys.device))
+
+
+_METHODS: dict[Method, Callable[[_Call], GlobalTensor]] = {
+    "gather": _gather, "need": _need, "heads": _heads, "ring": _ring,
+}  # fmt: skip

@@ -1,0 +1,311 @@
+"""Masks by recipe: a large tensor that is a pointwise function of short ones is computed in parts, where it is read.
+
+    q[:, None] >= k[None, :]      [S] and [S] -> a recipe of [S, S]: nothing is computed
+    recipe & (doc_q == doc_k)     a recipe of both
+    recipe.box((rows, None))      the part of these rows, from the parts of the short tensors
+    attention(q, k, v, recipe)    some rows of queries at a time over the keys that they see, each again in backward
+    anything else                 the whole tensor, as torch makes it
+
+Recipes have no gradient. Short tensors (position ids, documents, padding) are ordinary tensors.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from engine.parallel.context.sequences import SequenceEntry
+from engine.parallel.model.operand_casts import QuietMode
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.trace.torch_function import METADATA
+
+_LARGE = 1 << 24
+"""Elements from which on a result stays a recipe."""
+_ROWS = 1 << 22
+"""Elements of a mask that attention makes at a time."""
+_LONG = 1 << 12
+"""Positions from which on the tensors of a forward become recipes."""
+
+Part = Tensor | slice | None
+"""Indices of one dim: a tensor of integers, a slice, or None for all."""
+Function = Callable[..., Any]
+
+
+def _functions(names: str) -> frozenset[Function]:
+    return frozenset(
+        getattr(owner, name) for name in names.split() for owner in (torch, Tensor) if hasattr(owner, name)
+    )
+
+
+_BY_ELEMENT = _functions(
+    "add sub mul div floor_divide remainder neg abs eq ne lt le gt ge logical_and logical_or logical_not bitwise_and "
+    "bitwise_or bitwise_not where float long int bool half double bfloat16 to type_as clamp masked_fill minimum "
+    "maximum __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __floordiv__ __mod__ __truediv__ __and__ __rand__ "
+    "__or__ __ror__ __invert__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __abs__ contiguous clone "
+    "detach"
+)
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_SELECTS = (Tensor.index_select, torch.index_select)
+_ASKED = METADATA | _functions("size dim numel")
+_INDEXED = Tensor.__getitem__
+
+
+class TensorRecipe(Tensor):
+    """Tensor that is computed where it is read.
+
+    ``part(wanted)`` returns the part for indices of each dim; ``made``: the whole tensor, once something has read it.
+    """
+
+    part: Callable[[Sequence[Part]], Tensor]
+    made: Tensor | None
+    seen: dict[int, slice]
+    """Keys that the rows of queries from a number on see."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device, part: Callable[[Sequence[Part]], Tensor]) -> "TensorRecipe":
+        recipe: TensorRecipe = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
+        recipe.part, recipe.made, recipe.seen = part, None, {}
+        return recipe
+
+    def box(self, wanted: Sequence[Part]) -> Tensor:
+        """Returns the part of the tensor for indices of each dim."""
+        return _box(self.made, wanted) if self.made is not None else self.part(wanted)
+
+    def whole(self) -> Tensor:
+        """Returns the whole tensor."""
+        if self.made is None:
+            self.made = self.part((None,) * self.ndim)
+        return self.made
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention and not any(
+            issubclass(kind, GlobalTensor) for kind in types
+        ):
+            return _attention(func, *args, **kwargs)
+        if any(issubclass(kind, GlobalTensor) for kind in types) and not isinstance(args[0], TensorRecipe):
+            return NotImplemented
+        made = recipe_of(func, args, kwargs)
+        if made is not None:
+            return made
+        return func(*_made(args), **_made(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*_made(args), **_made(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"TensorRecipe({tuple(self.shape)}, {self.dtype})"
+
+
+def _made(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.whole() if type(leaf) is TensorRecipe else leaf, tree, is_leaf=_is_tensor)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
+    """Returns the result of ``func`` as a recipe; None if it has to be computed."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_tensor) if isinstance(leaf, Tensor)]
+    if not tensors or any(type(leaf) not in (Tensor, TensorRecipe) or leaf.requires_grad for leaf in tensors):
+        return None
+    if func in _BY_ELEMENT:
+        return _by_element(func, args, kwargs, tensors)
+    first = args[0] if args else None
+    if type(first) is not TensorRecipe or (len(tensors) > 1 and func not in _SELECTS):
+        return None
+    if func is Tensor.expand:
+        return _expanded(first, torch.Size(pytree.tree_leaves(args[1:])) if args[1:] else kwargs["size"])
+    if func in _SELECTS and len(args) == 3:
+        return _picked(first, tuple(args[2] if dim == args[1] % first.ndim else None for dim in range(first.ndim)))
+    if func in (Tensor.unsqueeze, torch.unsqueeze) and len(args) == 2:
+        place = args[1] % (first.ndim + 1)
+        return _indexed(first, (slice(None),) * place + (None,))
+    return _indexed(first, args[1] if isinstance(args[1], tuple) else (args[1],)) if func is _INDEXED else None
+
+
+def _by_element(func: Function, args: Any, kwargs: Any, tensors: list[Tensor]) -> TensorRecipe | None:
+    """Returns the recipe of a function of elements; None if the result is short, or no larger than a given tensor."""
+    shape = torch.broadcast_shapes(*(leaf.shape for leaf in tensors))
+    count = shape.numel()
+    if count < _LARGE or any(type(leaf) is Tensor and 2 * leaf.numel() > count for leaf in tensors):
+        return None
+
+    def part(wanted: Sequence[Part]) -> Tensor:
+        def aligned(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            own = wanted[len(wanted) - leaf.ndim :] if leaf.ndim else ()
+            return _box(leaf, [None if size == 1 else each for size, each in zip(leaf.shape, own, strict=True)])
+
+        own, named = pytree.tree_map(aligned, (args, kwargs), is_leaf=_is_tensor)
+        out: Tensor = func(*own, **named)
+        return out
+
+    device = next((leaf.device for leaf in tensors if leaf.ndim), tensors[0].device)
+    return TensorRecipe(_like(func, args, kwargs, shape), device, part)
+
+
+def _like(func: Function, args: Any, kwargs: Any, shape: torch.Size) -> Tensor:
+    """Returns a tensor on the meta device of ``shape`` with the dtype of the result."""
+    empty = pytree.tree_map(
+        lambda leaf: torch.empty((0,) * min(leaf.ndim, 1), dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf,
+        (args, kwargs), is_leaf=_is_tensor,
+    )  # fmt: skip
+    return _shaped(shape, func(*empty[0], **empty[1]).dtype)
+
+
+def _shaped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty((), dtype=dtype, device="meta").expand(*shape)
+
+
+def _box(given: Tensor, wanted: Sequence[Part]) -> Tensor:
+    """Returns the part of a tensor or a recipe."""
+    if type(given) is TensorRecipe:
+        return given.box(wanted)
+    for dim, part in enumerate(wanted):
+        if isinstance(part, slice):
+            given = given[(slice(None),) * dim + (part,)]
+        elif part is not None:
+            given = given.index_select(dim, part)
+    return given
+
+
+def _expanded(given: TensorRecipe, sizes: Sequence[int]) -> TensorRecipe | None:
+    ahead = len(sizes) - given.ndim
+    shape = [given.shape[dim - ahead] if size == -1 else size for dim, size in enumerate(sizes)]
+
+    def part(wanted: Sequence[Part]) -> Tensor:
+        own = [None if size == 1 else each for size, each in zip(given.shape, wanted[ahead:], strict=True)]
+        found = given.box(own)
+        return found.expand(
+            *(_count(size, each) for size, each in zip(shape[:ahead], wanted[:ahead], strict=True)),
+            *(_count(size, each) for size, each in zip(shape[ahead:], wanted[ahead:], strict=True)),
+        )
+
+    return TensorRecipe(_shaped(shape, given.dtype), given.device, part)
+
+
+def _count(size: int, part: Part) -> int:
+    return size if part is None else len(range(*part.indices(size))) if isinstance(part, slice) else len(part)
+
+
+def _picked(given: TensorRecipe, own: tuple[Part, ...]) -> TensorRecipe:
+    """Returns the recipe of a part."""
+    shape = [_count(size, each) for size, each in zip(given.shape, own, strict=True)]
+
+    def part(wanted: Sequence[Part]) -> Tensor:
+        return given.box([_within(size, *each) for size, *each in zip(given.shape, own, wanted, strict=True)])
+
+    def _within(size: int, outer: Part, inner: Part) -> Part:
+        if outer is None or inner is None:
+            return inner if outer is None else outer
+        places = torch.arange(size, device=given.device)[outer] if isinstance(outer, slice) else outer
+        return places[inner]
+
+    return TensorRecipe(_shaped(shape, given.dtype), given.device, part)
+
+
+def _indexed(given: TensorRecipe, index: tuple[Any, ...]) -> TensorRecipe | None:
+    """Returns the recipe of ``given[index]`` for slices, None and an ellipsis."""
+    if any(each is not None and each is not Ellipsis and not isinstance(each, slice) for each in index):
+        return None
+    used = sum(isinstance(each, slice) for each in index)
+    filled = [*index] if Ellipsis in index else [*index, Ellipsis]
+    place = filled.index(Ellipsis)
+    filled[place : place + 1] = [slice(None)] * (given.ndim - used)
+    slices = tuple(None if each == slice(None) else each for each in filled if each is not None)
+    inner = given if not any(slices) else _picked(given, slices)
+    if None not in filled:
+        return inner
+    added = [dim for dim, each in enumerate(filled) if each is None]
+    shape = list(inner.shape)
+    for dim in added:
+        shape.insert(dim, 1)
+
+    def part(wanted: Sequence[Part]) -> Tensor:
+        found = inner.box([each for dim, each in enumerate(wanted) if dim not in added])
+        for dim in added:
+            found = found.unsqueeze(dim)
+        return _box(found, [each if dim in added else None for dim, each in enumerate(wanted)])
+
+    return TensorRecipe(_shaped(shape, given.dtype), given.device, part)
+
+
+def _attention(func: Function, *args: Any, **options: Any) -> Tensor:
+    """Runs attention [.., S, D] with a recipe as mask, some rows of queries at a time, over the keys that they see."""
+    options = dict(zip(_NAMES, args, strict=False)) | options
+    query, key, value, recipe = (options.pop(name) for name in _NAMES[:4])
+    if type(recipe) is not TensorRecipe:
+        return func(*_made((query, key, value, recipe)), **options)  # type: ignore[no-any-return]
+
+    def attend(rows: Tensor, key: Tensor, value: Tensor, lines: slice, keys: slice) -> Tensor:
+        out: Tensor = func(rows, key, value, attn_mask=_lines(recipe, lines, keys), **options)
+        return out
+
+    length, outs = query.shape[-2], list[Tensor]()
+    count = max(1, _ROWS // max(1, recipe.shape[:-2].numel() * recipe.shape[-1]))
+    graded, draws = torch.is_grad_enabled(), bool(options.get("dropout_p"))
+    for start, rows in zip(range(0, length, count), query.split(count, -2), strict=True):
+        lines = slice(start, start + rows.shape[-2])
+        keys = _seen(recipe, lines)
+        given = rows, key[..., keys, :], value[..., keys, :], lines, keys
+        out = checkpoint(attend, *given, use_reentrant=False, preserve_rng_state=draws) if graded else attend(*given)
+        outs.append(out)
+    return torch.cat(outs, -2) if len(outs) > 1 else outs[0]
+
+
+def _lines(recipe: TensorRecipe, lines: slice, keys: slice) -> Tensor:
+    """Returns some rows of a mask, which may have one row for all queries, or one column for all keys."""
+    wanted = (lines if recipe.shape[-2] != 1 else None, keys if recipe.shape[-1] != 1 else None)
+    return recipe.box([*(None,) * (recipe.ndim - 2), *wanted])
+
+
+def _seen(recipe: TensorRecipe, lines: slice) -> slice:
+    """Returns the keys from the first to the last that some row sees, found once for all layers."""
+    every = slice(0, recipe.shape[-1])
+    if recipe.dtype is not torch.bool or recipe.shape[-1] == 1:
+        return every if recipe.shape[-1] != 1 else slice(None)
+    if lines.start not in recipe.seen:
+        with torch.no_grad():
+            found = _lines(recipe, lines, every).flatten(0, -2).any(0).nonzero()
+        recipe.seen[lines.start] = slice(int(found[0]), int(found[-1]) + 1) if len(found) else every
+    return recipe.seen[lines.start]
+
+
+class RecipeMode(QuietMode):
+    """Mode of a forward in which large functions of short tensors become recipes."""
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BY_ELEMENT and (made := recipe_of(func, args, kwargs or {})) is not None:
+            return made
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def masks_by_recipe(batch: Iterable[Tensor]) -> Iterator[None]:
+    """Context of a forward whose masks are recipes, if the batch is long and nothing else watches the forward."""
+    given = [tensor for tensor in batch if tensor.ndim > 1]
+    plain = all(type(tensor) is Tensor and not tensor.is_meta for tensor in given)
+    if plain and any(tensor.shape[1] >= _LONG for tensor in given) and not _is_watched():
+        with RecipeMode():
+            yield
+    else:
+        yield
+
+
+def _is_watched() -> bool:
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, QuietMode | SequenceEntry) for mode in modes)

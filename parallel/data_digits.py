@@ -1,0 +1,80 @@
+"""Digits of a rank along the data and context axes: shard groups, and groups of ranks that share experts."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class DataParts(NamedTuple):
+    """The data axis in three digits and the context axis in two, slowest first, and the digits of each part of them.
+
+    Shard groups and groups of experts are runs of neighbours, one kind inside the other:
+
+        dp = 8, shard_size = 4, experts = 2     outer 2 x middle 2 x inner 2
+        dp_shard    middle, inner               dp_replicate    outer
+        ep          inner                       edp             outer, middle
+
+    Context ranks vary faster than data ranks, so a group of experts has context ranks first.
+    """
+
+    data: tuple[int, int, int]
+    context: tuple[int, int]
+    shards: int
+    """Number of fastest data digits that ``dp_shard`` has."""
+    experts: int
+    """Number of fastest data digits that ``ep`` has; it has the fastest context digit too."""
+
+    def digits(self, axis: str, size: int) -> Iterable[tuple[str, int]]:
+        """Returns name and size of each digit of an axis of the grid, slowest first."""
+        if axis == "dp":
+            return zip(_DATA_DIGITS, self.data, strict=True)
+        return zip(_CONTEXT_DIGITS, self.context, strict=True) if axis == "cp" else ((axis, size),)
+
+    def names(self, axis: str) -> tuple[str, ...]:
+        """Returns the digits of an axis: parts of the data and context axes, or the axis itself."""
+        data, context = set(_DATA_DIGITS), set(_CONTEXT_DIGITS)
+        shard = set(_DATA_DIGITS[3 - self.shards :])
+        experts = {*_DATA_DIGITS[3 - self.experts :], _CONTEXT_DIGITS[-1]}
+        found = {
+            "dp": data, "dp_shard": shard, "dp_replicate": data - shard, "cp": context, "ep": experts,
+            "edp": (data | context) - experts, "edp_shard": (shard | context) - experts,
+            "edp_replicate": data - shard - experts,
+        }.get(axis)  # fmt: skip
+        return (axis,) if found is None else tuple(name for name in (*_DATA_DIGITS, *_CONTEXT_DIGITS) if name in found)
+
+
+_DATA_DIGITS = ("dp_outer", "dp_middle", "dp_inner")
+_CONTEXT_DIGITS = ("cp_outer", "cp_inner")
+
+
+def data_parts(dp: int, cp: int, shards: int, experts: int) -> DataParts:
+    """Returns the digits of ``dp`` data and ``cp`` context ranks, for sizes of the two kinds of groups."""
+    within = min(experts, cp)
+    experts //= within
+    inner, outer = min(shards, experts), max(shards, experts)
+    data = (dp // outer, outer // inner, inner)
+    return DataParts(data, (cp // within, within), 2 if shards >= experts else 1, 2 if experts > shards else 1)
+
+
+def expert_problem(experts: int, dp: int, cp: int, shard_size: int | None) -> str | None:
+    """Returns an error sentence if ``experts`` ranks do not divide the data and context ranks or a shard group."""
+    named = f"{dp} data x {cp} context ranks" if cp > 1 else f"{dp} data ranks"
+    sizes = expert_sizes(dp, cp, shard_size)
+    given = ", ".join(map(str, sizes))
+    if experts > 1 and dp * cp == 1:
+        return "is laid over data ranks, and there is one; give more of them, or one expert rank"
+    if experts not in expert_sizes(dp, cp, None):
+        return f"does not divide the {named}, over which experts are laid; give one of {given}"
+    if experts not in sizes:
+        return (
+            f"and zero_optimization.shard_size {shard_size} do not fit into each other, but groups of experts and "
+            f"shard groups are runs of neighbours, one inside the other; give one of {given}"
+        )
+    return None
+
+
+def expert_sizes(dp: int, cp: int, shard_size: int | None) -> list[int]:
+    """Returns the numbers of data and context ranks that may share the experts of a layer."""
+    shards = shard_size or dp
+    inside = [size for size in range(1, cp) if cp % size == 0]
+    outside = [size for size in range(1, dp + 1) if dp % size == 0 and max(shards, size) % min(shards, size) == 0]
+    return [*inside, *(cp * size for size in outside)]

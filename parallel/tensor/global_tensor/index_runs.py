@@ -1,0 +1,93 @@
+"""Sets of indices as runs of neighbours: an array [m, 2] of (first, last + 1), ascending, with gaps between runs.
+
+A rank's part of a sequence of 10 M positions is one run or two, so its size, its intersections and its slices cost
+nothing. Pure arithmetic.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Runs = NDArray[np.int64]
+
+
+def runs_from(indices: NDArray[np.int64]) -> Runs:
+    """Returns the runs of sorted, distinct indices."""
+    if not len(indices):
+        return np.empty((0, 2), np.int64)
+    borders = np.flatnonzero(np.diff(indices) != 1)
+    return np.stack((indices[np.append(0, borders + 1)], indices[np.append(borders, -1)] + 1), 1)
+
+
+def one_run(start: int, stop: int) -> Runs:
+    """Returns the indices from ``start`` up to ``stop``."""
+    return np.array([(start, stop)] if start < stop else [], np.int64).reshape(-1, 2)
+
+
+def indices_of(runs: Runs) -> NDArray[np.int64]:
+    """Returns all indices of ``runs``, ascending."""
+    if len(runs) == 1:
+        return np.arange(runs[0, 0], runs[0, 1])
+    lengths = runs[:, 1] - runs[:, 0]
+    first = np.repeat(runs[:, 0] - np.cumsum(lengths) + lengths, lengths)
+    return first + np.arange(len(first))
+
+
+def run_length(runs: Runs) -> int:
+    """Returns the number of indices."""
+    return int((runs[:, 1] - runs[:, 0]).sum())
+
+
+def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns borders, ascending, and the sum of the ``weights`` of the sets with the indices after each border."""
+    points = np.concatenate([side for runs in sets for side in (runs[:, 0], runs[:, 1])])
+    steps = np.concatenate(
+        [np.full(len(runs), sign * w) for runs, w in zip(sets, weights, strict=True) for sign in (1, -1)]
+    )
+    borders, place = np.unique(points, return_inverse=True)
+    changes = np.zeros(len(borders), np.int64)
+    np.add.at(changes, place, steps)
+    return borders, np.cumsum(changes)
+
+
+def meet(a: Runs, b: Runs) -> Runs:
+    """Returns the indices of both sets."""
+    if len(a) == 1 or len(b) == 1:  # the usual case, without a sort
+        one, other = (a, b) if len(a) == 1 else (b, a)
+        cut = np.clip(other, one[0, 0], one[0, 1])
+        return cut[cut[:, 0] < cut[:, 1]]
+    if not len(a) or not len(b):
+        return a[:0]
+    borders, depths = depth([a, b], [1, 1])
+    inside = np.flatnonzero(depths == 2)
+    return join_runs(np.stack((borders[inside], borders[inside + 1]), 1))
+
+
+def join_runs(runs: Runs) -> Runs:
+    """Returns sorted runs with those joined that touch each other."""
+    if len(runs) < 2:
+        return runs
+    apart = runs[1:, 0] != runs[:-1, 1]
+    return np.stack((runs[np.append(True, apart), 0], runs[np.append(apart, True), 1]), 1)
+
+
+def places_in(held: Runs, wanted: Runs) -> Runs | None:
+    """Returns the runs of places, within the indices of ``held``, of ``wanted``; None if some index is not in
+    ``held``."""
+    if not len(wanted):
+        return wanted
+    if not len(held):
+        return None
+    lengths = held[:, 1] - held[:, 0]
+    before = np.cumsum(lengths) - lengths
+    run = np.searchsorted(held[:, 0], wanted[:, 0], side="right") - 1
+    if run[0] < 0 or bool((wanted[:, 1] > held[run, 1]).any()):
+        return None
+    return join_runs(wanted + (before[run] - held[run, 0])[:, None])
+
+
+def as_slices(runs: Runs) -> list[slice]:
+    """Returns one slice for each run."""
+    found: Any = runs.tolist()
+    return [slice(start, stop) for start, stop in found]

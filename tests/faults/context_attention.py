@@ -1,0 +1,111 @@
+"""Faults of attention whose keys other ranks store: stale and missing keys, lost masks, gradients that stay away."""
+
+from tests.faults.fault import Fault
+
+_FLOW, _ATTENTION, _METHODS, _SIGHT, _RECUT = (
+    f"parallel/context/{name}.py" for name in ("key_flow", "attention", "methods", "sight", "recut")
+)
+_BLOCK = "kernels/ops/attention_block.py"
+_TESTS = "tests/parallel/context/test_attention_methods.py"
+_EQUAL = f"{_TESTS}::test_every_method_is_attention_of_one_process"
+
+CONTEXT_ATTENTION = (
+    Fault(
+        name="ring-with-stale-keys",
+        about="Later steps of a ring compute with the keys of an earlier one.",
+        file=_FLOW,
+        old="            made, wait = coming\n",
+        new="            made, wait = coming if number < 2 else (made, wait)\n",
+        tests=(f"{_EQUAL}[all keys-ring]",),
+    ),
+    Fault(
+        name="ring-backward-with-own-keys",
+        about="The backward of a ring multiplies every block with the keys of its own rank.",
+        file=_ATTENTION,
+        old="            keys, values = torch.split(parcel, widths, -1)\n            d_parcel",
+        new="            keys, values = torch.split(local if len(local) == len(parcel) else parcel, widths, -1)\n"
+        "            d_parcel",
+        tests=(f"{_TESTS}::test_any_number_of_ranks_and_key_heads[2-4-ring]",),
+    ),
+    Fault(
+        name="window-is-full-attention",
+        about="A bool mask hides nothing, so a window sees the whole sequence.",
+        file=_BLOCK,
+        old="        return scores.masked_fill_(~mask, -math.inf)\n",
+        new="        return scores\n",
+        tests=(f"{_EQUAL}[window-ring]",),
+    ),
+    Fault(
+        name="mask-is-thrown-away",
+        about="Attention over the keys of other ranks drops the model's mask.",
+        file=_METHODS,
+        old="    if mask is None:\n        return None\n    key =",
+        new="    if mask is None or mask.ndim:\n        return None\n    key =",
+        tests=(f"{_EQUAL}[documents-need]",),
+    ),
+    Fault(
+        name="key-gradients-stay-away",
+        about="The gradient of the keys of other ranks does not come back to their owner.",
+        file=_ATTENTION,
+        old="        for made, wait in home:\n            wait()\n            total += made\n",
+        new="        for number, (made, wait) in enumerate(home):\n            wait()\n"
+        "            total += made if number == 0 else 0\n",
+        tests=(f"{_EQUAL}[causal-ring]",),
+    ),
+    Fault(
+        name="heads-permuted",
+        about="Query heads meet keys of another head.",
+        file=_METHODS,
+        old="runs_from(np.unique(held // times))",
+        new="runs_from(np.unique(held % key_heads))",
+        tests=(f"{_EQUAL}[causal-heads]",),
+    ),
+    Fault(
+        name="needed-keys-missing",
+        about="Keys that only an early query of a rank sees do not travel.",
+        file=_SIGHT,
+        old="            found |= part.reshape(-1, part.shape[-1]).any(0)\n",
+        new="            found |= part[..., -1, :].reshape(-1, part.shape[-1]).any(0)\n",
+        tests=(f"{_EQUAL}[documents-need]",),
+    ),
+    Fault(
+        name="all-keys-are-needed",
+        about="Method need sends keys that no query sees.",
+        file=_SIGHT,
+        old="    found = torch.stack(seen).cpu().numpy()",
+        new="    found = torch.stack(seen).cpu().logical_or(torch.tensor(True)).numpy()",
+        tests=(f"{_TESTS}::test_needed_keys_alone_are_sent[documents]",),
+    ),
+    Fault(
+        name="gradients-overwrite-each-other",
+        about="The gradient of an element that several ranks read is that of one of them.",
+        file=_RECUT,
+        old="parts[rank].view(boxes.get_sizes[rank]), add)",
+        new="parts[rank].view(boxes.get_sizes[rank]))",
+        tests=("tests/parallel/context/test_recut.py::test_elements_travel_to_those_who_want_them_and_gradients_back",),
+    ),
+    Fault(
+        name="softmax-of-each-block",
+        about="Outputs of blocks are added without the weight that their log-sum-exp gives them.",
+        file=_ATTENTION,
+        old="        self.out[..., rows, :].mul_((before - base).exp_()[..., None])\n",
+        new="",
+        tests=(f"{_EQUAL}[all keys-ring]",),
+    ),
+    Fault(
+        name="padding-does-not-see",
+        about="Queries from which a finite mask hides all keys get no mean of the values, as torch gives them.",
+        file=_ATTENTION,
+        old="BlockRule(self.scale, block.causal, rows, unseeing)",
+        new="BlockRule(self.scale, block.causal, rows)",
+        tests=(f"{_EQUAL}[added, finite-gather]",),
+    ),
+    Fault(
+        name="keys-stored-until-backward",
+        about="Every layer stores the keys of all ranks between forward and backward.",
+        file=_ATTENTION,
+        old="        ctx.save_for_backward(q, k, v, rows, out, merged.lse)\n",
+        new="        ctx.save_for_backward(q, k, v, rows, out, merged.lse, parcel)\n",
+        tests=(f"{_TESTS}::test_nothing_of_the_full_length_is_stored_for_backward[gather]",),
+    ),
+)

@@ -1,0 +1,69 @@
+"""Faults of modules of positions (proof, run on context ranks, tiles) and of masks by recipe."""
+
+from tests.faults.fault import Fault
+
+_PROOF, _RUN = "parallel/context/rowwise_proof.py", "parallel/context/rowwise.py"
+_RECIPE = "parallel/context/recipe.py"
+_TILES = "parallel/activation_checkpointing/tiles.py"
+_TRAPS = "tests/parallel/context/test_rowwise.py::test_a_module_that_mixes_positions_or_has_state_is_refused"
+_ROWS = "tests/parallel/context/test_rowwise.py"
+_TILED = "tests/parallel/activation_checkpointing/test_tiles.py"
+
+CONTEXT_ROWS = (
+    Fault(
+        name="positions-proven-by-values-alone",
+        about="A module with a backward that mixes positions runs on the positions of a rank, with wrong gradients.",
+        file=_PROOF,
+        old="        return all(self._close(one, self._kept(other, dim, keep)) for one, other, dim in pairs)",
+        new="        return True or bool(pairs)",
+        tests=(f"{_TRAPS}[backward that mixes]",),
+    ),
+    Fault(
+        name="positions-proven-without-state",
+        about="A module that counts its calls or keeps activations is taken for one of positions.",
+        file=_PROOF,
+        old="        if drawn() or not _same_state(before, _state(self._twin)):",
+        new="        if drawn():",
+        tests=(f"{_TRAPS}[counter]",),
+    ),
+    Fault(
+        name="positions-run-behind-a-hook",
+        about="A hook inside a module of positions receives the positions of one rank only.",
+        file=_RUN,
+        old="        if any(other.startswith(inside) for other in mixing) or is_heard(module):",
+        new="        if any(other.startswith(inside) for other in mixing):",
+        tests=(f"{_ROWS}::test_a_module_is_refused_while_a_hook_listens_inside",),
+    ),
+    Fault(
+        name="tiles-draw-other-masks",
+        about="Dropout draws another mask when a tile runs again in backward.",
+        file=_TILES,
+        old="use_reentrant=False, preserve_rng_state=draws)",
+        new="use_reentrant=False, preserve_rng_state=False)",
+        tests=(f"{_TILED}::test_dropout_in_a_tile_draws_the_same_mask_again",),
+    ),
+    Fault(
+        name="tiles-keep-intermediate-tensors",
+        about="Tiles keep what they compute until backward, so that they save no memory.",
+        file=_TILES,
+        old="            if torch.is_grad_enabled():",
+        new="            if not torch.is_grad_enabled():",
+        tests=(f"{_TILED}::test_tiles_alone_halve_the_peak_of_a_long_step",),
+    ),
+    Fault(
+        name="recipes-lose-the-last-key",
+        about="Queries do not see the last of the keys that their mask allows.",
+        file=_RECIPE,
+        old="slice(int(found[0]), int(found[-1]) + 1)",
+        new="slice(int(found[0]), max(int(found[-1]), 1))",
+        tests=("tests/parallel/context/test_recipe.py::test_packed_and_padded_batches_train_as_one_process",),
+    ),
+    Fault(
+        name="recipes-make-the-whole-mask",
+        about="Attention makes the mask of all queries and keys before it reads some rows.",
+        file=_RECIPE,
+        old="        return _box(self.made, wanted) if self.made is not None else self.part(wanted)",
+        new="        return _box(self.whole(), wanted)",
+        tests=("tests/parallel/context/test_recipe.py::test_no_mask_is_made_whole",),
+    ),
+)

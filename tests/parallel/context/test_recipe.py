@@ -1,0 +1,118 @@
+"""Masks that are functions of short tensors are never made whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.context import recipe as recipes
+from engine.parallel.context.recipe import RecipeMode, TensorRecipe
+from engine.planning.activation_memory import LiveStorages
+from engine.verify import verify
+from tests.parallel.context.test_context_training import batches_of, config_of, llama
+from tests.selection import wide
+
+S = 48
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "_LARGE", 64)
+    monkeypatch.setattr(recipes, "_LONG", 8)
+    monkeypatch.setattr(recipes, "_ROWS", 256)
+
+
+def _documents() -> Tensor:
+    return (torch.arange(S) // 11)[None]
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "causal": lambda q, k: k <= q,
+    "window": lambda q, k: (k <= q) & (k > q - 7),
+    "documents": lambda q, k: (_documents()[:, q[:, 0]][..., None] == _documents()[:, k[0]][:, None]) & (k <= q),
+    "added": lambda q, k: torch.where(k <= q, 0.0, -1e9),
+    "filled": lambda q, k: (0.5 * (q - k).abs()).masked_fill(k > q, -1e9),
+    "expanded": lambda q, k: (k <= q)[None, None].expand(2, -1, -1, -1),
+    "sliced": lambda q, k: (k <= q)[3:, ..., 5:40:2].unsqueeze(0),
+    "picked": lambda q, k: (k <= q).index_select(0, torch.tensor([4, 40, 7, 9])).index_select(1, torch.tensor([5, 8])),
+    "negated": lambda q, k: ~(k > q) | (q == 3),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_recipe_and_its_parts_are_what_torch_makes(kind: str) -> None:
+    place = torch.arange(S)
+    wanted = MASKS[kind](place[:, None], place[None])
+    with RecipeMode():
+        made = MASKS[kind](place[:, None], place[None])
+    assert (
+        type(made) is TensorRecipe and made.shape == wanted.shape and made.dtype == wanted.dtype and made.made is None
+    )
+    rows, columns = torch.tensor([3, 1, 2]), slice(0, 2)
+    if kind != "picked":
+        part = made.box([*(None,) * (made.ndim - 2), rows, columns])
+        assert torch.equal(part, wanted[..., rows, :][..., columns]) and made.made is None
+    assert torch.equal(made + 0, wanted + 0)
+
+
+def test_a_tensor_with_a_gradient_or_no_growth_stays_a_tensor() -> None:
+    x, place = torch.randn(S, S), torch.arange(S)
+    bias = torch.randn(S, requires_grad=True)
+    with RecipeMode():
+        assert type(x * 2) is type(x + place) is type(bias[:, None] + place) is Tensor
+
+
+@pytest.mark.parametrize("layout", ["one rank", "cp2"])
+@pytest.mark.parametrize("form", ["packed", wide("left"), wide("right")])
+def test_packed_and_padded_batches_train_as_one_process(form: str, layout: str) -> None:
+    parallel = {"data": 1} | ({"context": 2} if layout == "cp2" else {})
+    result = verify(llama, config_of(parallel, 2), batches_of(form), threads=2 if layout == "cp2" else 1)
+    assert result is not None and result.holds(), str(result)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_mask_is_made_whole(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, seen = list[Any](), list[Any]()
+    make, read = TensorRecipe.whole, TensorRecipe.box
+
+    def made(recipe: TensorRecipe) -> Tensor:
+        whole.append(recipe.shape)
+        return make(recipe)
+
+    def boxed(recipe: TensorRecipe, wanted: Any) -> Tensor:
+        seen.append(recipe.shape)
+        return read(recipe, wanted)
+
+    def train(world: Any) -> float:
+        with engine.initialize(llama(), config_of({"data": 1, "context": ranks}, 0), world=world) as eng:
+            return eng.train_batch(batches_of("packed")[0]).loss
+
+    monkeypatch.setattr(TensorRecipe, "whole", made)
+    monkeypatch.setattr(TensorRecipe, "box", boxed)
+    assert all(run_thread_ranks(ranks, train))
+    assert any(shape[-2:] == (36, 36) for shape in seen) and all(shape[-2:] != (36, 36) for shape in whole)
+
+
+@pytest.mark.long
+def test_live_storage_of_packed_sequences_grows_as_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    first, second, third = (_peak(length) for length in (4096, 8192, 16384))
+    assert third - second < 2.2 * (second - first)
+    assert third < 16384**2  # bytes of one mask
+
+
+def _peak(length: int) -> int:
+    settings = config_of({"data": 1}, 0) | {"train_batch_size": 1}
+    with engine.initialize(llama(), settings) as eng:
+        place = torch.arange(length)
+        ids = place[None] % 61
+        batch = {"input_ids": ids, "labels": ids, "position_ids": (place % 700)[None]}
+        eng.train_batch({name: x[:, :64] for name, x in batch.items()})
+        live = LiveStorages()
+        with live:
+            eng.train_batch(batch)
+        return live.peak
