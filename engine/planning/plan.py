@@ -327,9 +327,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     precision = make_precision(config, model)
     groups = groups or (GroupOptions(),)  # of a model that is frozen altogether
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
-    request = replace(request, shared_experts=find_expert_plan(model, config))
-    analysis = analyze(config, request, requested.stages if requested else config.pp)
-    request = replace(request, shared_experts=analysis.shared_experts or request.shared_experts)
+    analysis, request = _analyzed(config, request, requested.stages if requested else config.pp)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
@@ -365,6 +363,13 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         replay=find_replay_plan(model, config),
     )
     return _settled(plan)
+
+
+def _analyzed(config: Config, request: PlanRequest, stages: int) -> tuple[Analysis, PlanRequest]:
+    """Returns the analysis of the example, and the request with the experts that data ranks share."""
+    request = replace(request, shared_experts=find_expert_plan(request.program.model, config))
+    analysis = analyze(config, request, stages)
+    return analysis, replace(request, shared_experts=analysis.shared_experts or request.shared_experts)
 
 
 def _notes(

@@ -200,7 +200,7 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
         (start, rank, place) for rank, held in enumerate(index.runs) for place, (start, _) in enumerate(held.tolist())
     )
     lengths = [stop - start for start, stop in index.runs[context.axis.index].tolist()]
-    parts = [func(piece, dim, **kwargs) for piece in x.local.split(lengths, dim)] if lengths else []
+    parts = [func(piece, dim, **kwargs) for piece in torch.split(x.local, lengths, dim)] if lengths else []
     empty = func(x.local.narrow(dim, 0, 0), dim, **kwargs)
     neutral = empty.new_ones if product else empty.new_zeros
     totals = [part.narrow(dim, part.shape[dim] - 1, 1) for part in parts]

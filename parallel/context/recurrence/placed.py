@@ -93,8 +93,8 @@ class PlacedTensor(GlobalTensor):
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        context = sequences_of(next(one for one in _leaves((args, kwargs)) if type(one) is PlacedTensor))
-        rule = context.placed.get(func)
+        first = next(one for one in _leaves((args, kwargs)) if type(one) is PlacedTensor)
+        context, rule = first.views, state_of(first).placed.get(func)
         if rule is not None:
             try:
                 return rule(context, func, *args, **kwargs)
@@ -121,7 +121,7 @@ class PlacedTensor(GlobalTensor):
         """Returns the tensor on ``rank``: sent there if it is on another one, at most once between two writes."""
         if rank == self.rank:
             return self
-        relay = sequences_of(self).relay
+        relay = state_of(self).relay
         writes, done = self.moved.get(rank, (-1, self))
         if writes == relay.writes:
             return done
@@ -136,7 +136,7 @@ class PlacedTensor(GlobalTensor):
         context = self.views
         context.note_gather(reason)
         ranks = tuple(range(context.axis.size))
-        made = sequences_of(self).relay.send(self.local, self.rank, ranks, ROW_OUTPUTS, self.own_device)
+        made = state_of(self).relay.send(self.local, self.rank, ranks, ROW_OUTPUTS, self.own_device)
         return made
 
 
@@ -158,7 +158,7 @@ def _unflatten(leaves: Any, context: Any) -> Any:
 register_pytree_node(PlacedTensor, _flatten, _unflatten)
 
 
-def sequences_of(x: GlobalTensor) -> SequenceState:
+def state_of(x: GlobalTensor) -> SequenceState:
     """Returns the context of ``x``, which is sharded along positions."""
     return cast(SequenceState, x.views)
 
@@ -184,7 +184,7 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
         local = x.local.narrow(dim, place, stop - start)
     else:
         local = _meta(shape, x.dtype, x.requires_grad)
-    made = PlacedTensor.place(local, context, (rank, sequences_of(x).next_age()), x.device)
+    made = PlacedTensor.place(local, context, (rank, state_of(x).next_age()), x.device)
     made.sliced = True
     return made
 
@@ -255,7 +255,7 @@ def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, k
         out = _local(func, args, kwargs) if here else _on_meta(func, args, kwargs)
     carried = len({one.age for one in placed}) > 1 or target.carried
     if written:
-        sequences_of(target).relay.writes += 1
+        state_of(target).relay.writes += 1
         target.local = with_gradient(target.local, graded)
         follow_grad(target)
         return target if isinstance(out, Tensor) or out is None else out

@@ -14,8 +14,8 @@ from engine.parallel.context.recurrence.placed import (
     PlacedTensor,
     home_of,
     run_on_one_rank,
-    sequences_of,
     slice_on_rank,
+    state_of,
 )
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, follow_grad
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
@@ -132,7 +132,7 @@ def blank_sequence(context: "GlobalTensorContext", func: Function, input: Any, *
         made: Tensor = func(local.detach().new_empty(1).expand(whole), *args, **kwargs)
         return made.to(dtype).requires_grad_(graded)
 
-    sequences_of(input).written.blank[made] = make, local._version
+    state_of(input).written.blank[made] = make, local._version
     return made
 
 
@@ -149,7 +149,7 @@ def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any
     if type(target) is not GlobalTensor or not writes_in_place(name):
         return gathered(context, func, *args, **kwargs)
     if any(target.sets):
-        make, version = sequences_of(target).written.blank.pop(target, (None, 0))
+        make, version = state_of(target).written.blank.pop(target, (None, 0))
         if make is None or target.local._version != version or _has_views(target):
             return gathered(context, func, *args, **kwargs)
         target.local, target.sets = make(), (None,) * target.ndim
@@ -185,7 +185,7 @@ def set_position(context: "GlobalTensorContext", func: Function, target: Any, in
         if type(piece) is not GlobalTensor or piece.copied:
             raise NoRuleError("the written part is not a view of the shard.")
         piece.local.copy_(part(context, value, piece.sets) if isinstance(value, Tensor) else torch.as_tensor(value))
-        sequences_of(target).written.blank.pop(target, None)
+        state_of(target).written.blank.pop(target, None)
         follow_grad(target)
         return None
     items, dim, place, start = found
@@ -193,7 +193,7 @@ def set_position(context: "GlobalTensorContext", func: Function, target: Any, in
     assert own is not None
     rank, offset = home_of(context, own, start, start + 1)
     value = _at(value, rank)
-    sequences = sequences_of(target)
+    sequences = state_of(target)
     sequences.written.blank.pop(target, None)
     graded = isinstance(value, Tensor) and value.requires_grad
     _tie(target, graded)
@@ -215,7 +215,7 @@ def _at(value: Any, rank: int) -> Any:
 
 def _tie(target: GlobalTensor, graded: bool) -> None:
     """Lets the backward of ``target`` reach the messages so far, on every rank, before a write on one of them."""
-    sequences = sequences_of(target)
+    sequences = state_of(target)
     token, done = sequences.relay.token, sequences.written.tied.get(target)
     if torch.is_grad_enabled() and graded and (done is None or done[0] is not token):
         target.local = sequences.relay.tie(target.local, graded, in_place=True)
@@ -246,7 +246,7 @@ def _sharded_along(x: PlacedTensor, dim: int) -> GlobalTensor:
     shape = (*x.full[:dim], 0, *x.full[dim + 1 :])
     local = x.local if x.here else torch.zeros(shape, dtype=x.dtype, device=x.device)
     sets = tuple(index if place == dim else None for place in range(x.ndim))
-    local = sequences_of(x).relay.tie(local, x.requires_grad)
+    local = state_of(x).relay.tie(local, x.requires_grad)
     return GlobalTensor(local, tuple(x.full), sets, context)
 
 
@@ -263,7 +263,7 @@ def _joined(context: "GlobalTensorContext", func: Function, tensors: list[Any], 
     return _sharded(tensors, func(mine, dim) if mine else None, shape, (dim, index))
 
 
-def join_runs(pieces: list[PlacedTensor], dim: int) -> GlobalTensor:
+def join_pieces(pieces: list[PlacedTensor], dim: int) -> GlobalTensor:
     """Returns the concatenation of ``pieces`` along ``dim``, each on its rank; nothing is communicated."""
     context, first = pieces[0].views, pieces[0]
     ranks, sizes = [one.rank for one in pieces], [one.shape[dim] for one in pieces]
@@ -280,7 +280,7 @@ def _sharded(pieces: Sequence[Any], local: Tensor | None, shape: Sequence[int], 
     if local is None:
         empty = tuple(0 if place == dim else size for place, size in enumerate(shape))
         local = torch.zeros(empty, dtype=first.dtype, device=first.device)
-    local = sequences_of(first).relay.tie(local, any(one.requires_grad for one in pieces))
+    local = state_of(first).relay.tie(local, any(one.requires_grad for one in pieces))
     sets = tuple(index if place == dim else None for place in range(len(shape)))
     return GlobalTensor(local, tuple(shape), sets, first.views)
 

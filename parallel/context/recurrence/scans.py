@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from engine.parallel.context.recurrence.placed import PlacedTensor, sequences_of, slice_on_rank, with_gradient
-from engine.parallel.context.recurrence.placed_rules import join_runs
+from engine.parallel.context.recurrence.placed import PlacedTensor, slice_on_rank, state_of, with_gradient
+from engine.parallel.context.recurrence.placed_rules import join_pieces
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, with_globals
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
@@ -132,7 +132,7 @@ def _run(
         cut |= {carry.state: state, carry.flag: True}
         out, state = _split(_on(function, signature, cut, rank, first), carry, stop - start)
         made.append(out)
-    joined = join_runs(made, carry.dim)
+    joined = join_pieces(made, carry.dim)
     without = context.find((*key, "shape"), lambda: _returned(function, bound, signature))
     wanted = bool(bound.arguments.get(carry.flag, False))
     return joined if without and not wanted else (joined, state if wanted else None)
@@ -174,7 +174,7 @@ def _on(function: Function, signature: inspect.Signature, given: dict[str, Any],
     else:
         key = ("scan on meta", function, tuple(map(_kind, given.items())))
         out = context.find(key, lambda: _call_on_meta(function, signature, given))
-    age = sequences_of(like).next_age()
+    age = state_of(like).next_age()
 
     def place(one: Any) -> Any:
         if not isinstance(one, Tensor):
@@ -238,7 +238,7 @@ def recurrent_layer(
         out, *last = func(slice_on_rank(input, dim, start, stop), state, params, *options)
         state = last if isinstance(hx, tuple | list) else last[0]
         made.append(out)
-    return (join_runs(made, dim), *(state if isinstance(hx, tuple | list) else (state,)))
+    return (join_pieces(made, dim), *(state if isinstance(hx, tuple | list) else (state,)))
 
 
 LAYER_RULES: Mapping[Any, "TensorRule"] = MappingProxyType(

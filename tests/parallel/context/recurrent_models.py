@@ -192,7 +192,8 @@ class _Rooted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * (1 - ctx.saved_tensors[0].tanh() ** 2)
+        slope: Tensor = 1 - ctx.saved_tensors[0].tanh() ** 2
+        return grad * slope
 
 
 class _Function(nn.Module):
