@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from engine.parallel.context.recurrence.placed import PlacedTensor, slice_on_rank, state_of, with_gradient
+from engine.parallel.context.recurrence.placed import PlacedTensor, apart, slice_on_rank, state_of, with_gradient
 from engine.parallel.context.recurrence.placed_rules import join_pieces
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, with_globals
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
@@ -206,7 +206,7 @@ def _call_on_meta(function: Function, signature: inspect.Signature, given: dict[
     def twin(one: Any) -> Any:
         return torch.empty(tuple(one.shape), dtype=one.dtype, device="meta") if isinstance(one, Tensor) else one
 
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with apart(), torch.no_grad():
         return _call(function, signature, _mapped(twin, given))
 
 
@@ -266,7 +266,7 @@ def _found(function: FunctionType, bound: inspect.BoundArguments, signature: ins
     flags = [name for name, one in signature.parameters.items() if one.default is False]
     states.sort(key=lambda name: "state" not in name)
     flags.sort(key=lambda name: "state" not in name)
-    with torch._C.DisableTorchFunction():
+    with apart():
         whole = _random(given, _LENGTH)
         for state, flag in product(states, flags):
             with suppress(NoRuleError):
@@ -355,5 +355,5 @@ def _returned(function: FunctionType, bound: inspect.BoundArguments, signature: 
     def twin(value: Any) -> Any:
         return torch.empty(tuple(value.shape), dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with apart(), torch.no_grad():
         return isinstance(_call(function, signature, _mapped(twin, given)), Tensor)
