@@ -39,14 +39,18 @@ class Relay:
         axis = self._axis
         size = local.numel() * local.element_size()
         there = tuple(rank for rank in targets if rank != source)
-        axis.expect_rows(label, tuple(size * len(there) * (rank == source) for rank in range(axis.size)), local)
+        ranks = range(axis.size)
+        axis.expect_rows(label, tuple(size * len(there) * (rank == source) for rank in ranks), local)
         sent = _Sent(axis, source, there, label, torch.Size(local.shape), local.dtype)
         given = local if axis.index == source else None
         if not (local.requires_grad and torch.is_grad_enabled()):
             return sent.forward(given, device)
         made: Tensor
-        made, self.token = _Send.apply(given, self._entered(device), sent)  # type: ignore[no-untyped-call]
-        axis.expect_rows(label, tuple(size * (rank in there) for rank in range(axis.size)), local, made)
+        made, token = _Send.apply(given, self._entered(device), sent)  # type: ignore[no-untyped-call]
+        if axis.dry:  # backward always reaches the message; a token that another unit reads would end the trace
+            axis.expect_rows(label, tuple(size * (rank in there) for rank in ranks), local, torch.empty(0))
+        else:
+            self.token = token
         return made
 
     def tie(self, local: Tensor, graded: bool, in_place: bool = False) -> Tensor:

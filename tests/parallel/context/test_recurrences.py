@@ -1,5 +1,6 @@
 """Convolutions, shifts and recurrences over sequences that context ranks share: equal to one process, in few bytes."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,11 +19,12 @@ from engine.program.program import Program
 from engine.verify import verify
 from tests.parallel.context.recurrent_models import FAMILIES, OWN, VOCABULARY, WIDTH, batches
 from tests.parallel.context.test_context_training import check_parity, config_of
+from tests.parallel.context.test_nested_axes import GRIDS
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 
 CP = {"data": 1, "context": 2}
-FIRST = ("causal conv", "written loop", "scan")
+FIRST = ("causal conv", "scan")
 """Layers of the default suite."""
 GATHERED = {"trap": (), "custom function": ("_Function",)}
 """Layers without a state, and the names in the note about gathers."""
@@ -48,7 +50,7 @@ def test_families_with_recurrences_train_as_one_process(family: str, layout: str
     check_parity(FAMILIES[family], batches(documents=(0, 7, 8, 21) if packed else (0,)), layout)
 
 
-@pytest.mark.parametrize("layout", [wide("cp2"), wide("cp4")])
+@pytest.mark.parametrize("layout", ["cp2", wide("cp4")])
 def test_a_reset_in_place_at_a_border_reaches_the_next_rank(layout: str) -> None:
     check_parity(OWN["reset in place"], batches(documents=(0, 18)), layout)
 
@@ -58,6 +60,18 @@ def test_a_reset_in_place_at_a_border_reaches_the_next_rank(layout: str) -> None
 def test_recomputation_sends_states_again(layer: str, mode: str) -> None:
     more = {"activation_checkpointing": {"mode": mode}}
     result = verify(lambda: _Blocks(OWN[layer]), config_of(CP) | more, batches(), None, threads=2)
+    assert result is not None and result.holds(), str(result)
+
+
+@pytest.mark.parametrize(
+    ("layer", "grid"),
+    [wide(name, grid) for name in ("causal conv", "stacked loop", "scan", "GRU") for grid in GRIDS],
+)
+def test_blocks_along_positions_train_on_context_and_other_axes(layer: str, grid: str) -> None:
+    sizes, stage = GRIDS[grid]
+    parallel = {"data": 1, **sizes}
+    ranks = math.prod(parallel.get(axis, 1) for axis in ("data", "context", "tensor", "pipeline"))
+    result = verify(lambda: _Blocks(OWN[layer]), config_of(parallel, stage), batches(), None, threads=ranks)
     assert result is not None and result.holds(), str(result)
 
 
@@ -119,13 +133,20 @@ def test_the_halo_of_a_zigzag_sharding_is_that_of_the_formula(layer: str, rows: 
         assert sent["halo"] == 2 * rows * ROW and not notes
 
 
-@pytest.mark.parametrize("layer", ["stacked loop", wide("written loop"), wide("reset loop"), wide("GRU"), wide("LSTM"),
-                                   wide("scan")])  # fmt: skip
+@pytest.mark.parametrize(
+    "layer", [wide(name) for name in ("stacked loop", "written loop", "reset loop", "GRU", "LSTM", "scan")]
+)
 def test_a_state_passes_each_border_once(layer: str) -> None:
     states = {"GRU": 2, "LSTM": 2}.get(layer, 1)  # two layers; hidden state and cell
     first, second, third = (sent["state"] for sent, _ in _sent(layer, ranks=3))
     # forward to the next rank, and its gradient to the one before
     assert (first, second, third) == (states * ROW, 2 * states * ROW, states * ROW)
+
+
+@pytest.mark.parametrize("layer", [wide("stacked loop"), wide("GRU"), wide("scan")])
+def test_states_of_several_blocks_are_planned(layer: str) -> None:
+    for differs, sent, _ in run_thread_ranks(2, partial(_planned, lambda: _Blocks(OWN[layer]), 36, 2)):
+        assert not differs and "state" in sent
 
 
 @pytest.mark.parametrize("layer", [wide("stacked loop"), wide("scan"), wide("cumsum"), wide("causal conv")])
@@ -154,7 +175,7 @@ def test_the_payload_of_a_family_is_constant_from_1024_to_65536_tokens(family: s
     assert planned[0] == planned[1] and planned[0]["state"] > 0 and planned[0]["halo"] > 0
 
 
-@pytest.mark.parametrize("layer", [wide(name) for name in GATHERED])
+@pytest.mark.parametrize("layer", ["trap", wide("custom function")])
 def test_what_cannot_be_followed_is_gathered_and_named(layer: str) -> None:
     for sent, notes in _sent(layer):
         assert "state" not in sent
@@ -173,7 +194,7 @@ def _losses(layer: str, changed: bool, world: Any) -> Any:
         return report.loss, report.grad_norm
 
 
-@pytest.mark.parametrize("layer", ["reset loop", wide("reset in place")])
+@pytest.mark.parametrize("layer", [wide("reset loop"), wide("reset in place")])
 def test_a_changed_token_moves_no_bit_of_an_earlier_document(layer: str) -> None:
     before, after = (run_thread_ranks(2, partial(_losses, layer, changed)) for changed in (False, True))
     assert before == after
