@@ -192,7 +192,7 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
     if type(input) is not GlobalTensor or input.sets[dim] is None:
         return reductions.along(context, func, input, dim, **kwargs)
     x, index = input, input.sets[dim]
-    if not index.once or sum(one is not None for one in x.sets) > 1:
+    if not index.once or type(x.local) is GlobalTensor or sum(one is not None for one in x.sets) > 1:
         raise NoRuleError("a scan needs each row on one rank.")
     product = func.__name__ == "cumprod"
     most = max(map(len, index.runs))

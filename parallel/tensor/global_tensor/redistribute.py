@@ -54,6 +54,8 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
     """Gathers ``x`` into a plain tensor on every tensor rank; records ``reason``."""
     context = x.views
     context.note_gather(reason)
+    if type(x.local) is GlobalTensor:  # over "tp", within this rank's positions
+        x = GlobalTensor(full(x.local, reason), tuple(x.full), x.sets, context)
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     partial = context.plain is PlainGradient.PARTIAL
     if not dims and partial:
