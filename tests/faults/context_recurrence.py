@@ -53,7 +53,7 @@ CONTEXT_RECURRENCE = (
         name="state-not-reset-between-documents",
         about="A state that a document's end sets to zero in place goes on to the next rank as it was before.",
         file=_PLACED,
-        old="        sequences_of(target).relay.writes += 1\n",
+        old="        state_of(target).relay.writes += 1\n",
         new="",
         tests=(f"{_TESTS}::test_a_reset_in_place_at_a_border_reaches_the_next_rank[cp2]",),
     ),
