@@ -36,6 +36,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "training.expert", "experts on several ranks beside all_to_all_single, tensor ranks, data ranks, DeepSpeed",
             frozenset({"rounds", "write_figures"}),
         ),
+        "context": Benchmark(
+            "training.context", "sequences over several ranks beside torch, DeepSpeed's Ulysses and data ranks",
+            frozenset({"rounds", "write_figures"}),
+        ),
         "host_time": Benchmark(
             "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",
             frozenset({"rounds", "write_figures"}),

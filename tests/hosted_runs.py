@@ -18,6 +18,7 @@ GRIDS: Mapping[str, tuple[int, int, Mapping[str, Any] | None]] = {
     "zero3": (2, 2, {"zero_optimization": {"stage": 3}}),
     "dp2 x tp2": (4, 2, {"parallel": {"tensor": 2}, "zero_optimization": {"stage": 1}}),
     "pp2": (2, 4, {"parallel": {"pipeline": 2}}),
+    "cp2": (2, 4, {"parallel": {"context": 2}}),
     "pp2 in parts": (2, 4, {"parallel": {"pipeline": 2}, "train_micro_batch_size_per_gpu": 2}),
     "tp2 x pp2": (4, 4, {"parallel": {"tensor": 2, "pipeline": 2}}),
     "dp2 x pp2": (4, 2, {"parallel": {"pipeline": 2}, "zero_optimization": {"stage": 1}}),

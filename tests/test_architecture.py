@@ -44,6 +44,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.planning.cost_model": (
         "workload", "layout", "hardware", "links", "expert_exchange", "expert_forms", "estimate", "search",
+        "longest",
     ),
     "engine.launch.jobs": (
         "request", "bound_cores", "torchrun", "hostfile", "guard", "probe", "schedulers", "remote", "ssh",

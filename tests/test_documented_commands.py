@@ -91,6 +91,8 @@ TESTED = {
         f"{PLANNER}test_plan_command.py::test_a_folder_with_a_configuration",
     "trine plan runs/llama --world 1024 --search --out best.json":
         f"{PLANNER}test_plan_command.py::test_a_search_writes_a_configuration_that_loads",
+    "trine plan runs/llama --world 64 --gpu h200 --longest":
+        f"{PLANNER}test_plan_command.py::test_the_longest_row_of_a_folder",
     "trine plan --calibrate here.json": f"{PLANNER}test_calibrate.py::test_an_unknown_kind_has_its_measured_rates",
     "trine plan --calibrate here.json --links links.json":
         f"{PLANNER}test_calibrate.py::test_a_known_kind_keeps_its_data_sheet",

@@ -23,6 +23,8 @@ RENEW: Mapping[str, str] = MappingProxyType(
         "architectures": _PARITY.format("architectures"),
         "axes": _PARITY.format("parity_axes"),
         "checkpoint": "python -m benchmarks checkpoint --write-figures",
+        "context": "python -m benchmarks context --write-figures",
+        "context-families": "pytest -m long tests/parallel/context/test_context_families.py --write-figures",
         "expert-families": _PARITY.format("expert_families"),
         "expert": "python -m benchmarks expert --rounds 1 --write-figures",
         "faults": "python -m tests.faults --write-figures",

@@ -27,8 +27,11 @@ _TIMES_AROUND: Mapping[str, int] = MappingProxyType({
     "all_gather_into_tensor": 1, "_allgather_base_": 1, "allgather_": 1,
     "reduce_scatter_tensor": 1, "_reduce_scatter_base_": 1, "reduce_scatter_": 1,
     "all_to_all_single": 1, "alltoall_base_": 1, "alltoall_": 1, "broadcast": 1, "broadcast_": 1,
+    "dim_zero_all_to_all": 1,
 })  # fmt: skip
 """How often a collective's whole payload goes around the ring; each rank passes on all of it but its own part."""
+_OPAQUE = ("dim_zero_all_to_all",)
+"""Operators of peers that call a process group where torch's dispatch modes do not see it."""
 _SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
 
 
@@ -76,7 +79,7 @@ class RingCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             return NotImplemented  # let it come down to what it does on local tensors
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.namespace in _NAMESPACES and name not in _SILENT:
+        if (func.namespace in _NAMESPACES and name not in _SILENT) or name in _OPAQUE:
             ranks = _group(args).size()
             # The undivided tensor is the largest of what goes in and comes out: the output of an all-gather, the
             # input of a reduce-scatter; an operation in place has it as its only tensor.

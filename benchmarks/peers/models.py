@@ -25,8 +25,10 @@ def make_llama(config: DecoderConfig) -> nn.Module:
     class Llama(LlamaForCausalLM):  # type: ignore[no-untyped-call]
         """Asked for logits alone: the loss is that of all rows."""
 
-        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-            logits: Tensor = super().forward(input_ids=input_ids, use_cache=False).logits
+        def forward(
+            self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+        ) -> Tensor:
+            logits: Tensor = super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
             return logits
 
     sizes = LlamaConfig(

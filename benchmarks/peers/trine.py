@@ -36,8 +36,8 @@ def make_config(mode: Mode, workload: Workload) -> dict[str, Any]:
     zero |= {name: value for name, value in (("reduce", mode.reduce), ("gather", mode.gather)) if value}
     if workload.bucket_elements is not None:
         zero["reduce_bucket_size"] = workload.bucket_elements
-    parallel: dict[str, int | str] = {"data": mode.data_ranks}
-    parallel |= {mode.axis: mode.ranks}
+    parallel: dict[str, Any] = {"data": mode.data_ranks}
+    parallel |= {mode.axis: {"size": mode.ranks, "method": mode.method} if mode.method else mode.ranks}
     if mode.axis == "pipeline":
         parallel |= {"schedule": mode.schedule, "virtual_stages": mode.virtual_stages}
     watchdog = {} if mode.watched else {"watchdog": {"enabled": False}}

@@ -19,13 +19,13 @@ WEIGHT_DECAY = 0.1
 
 
 Kind = Literal[
-    "plain", "ddp", "dtensor", "pipelining", "fsdp2", "deepspeed", "trine", "trine, empty launches",
+    "plain", "ddp", "dtensor", "pipelining", "fsdp2", "context_parallel", "deepspeed", "trine", "trine, empty launches",
     "trine, collectives alone", "trine, dispatch", "rows",
 ]  # fmt: skip
 """Kind of trainer: plain torch, a peer, or Trine."""
 PEERS: tuple[Kind, ...] = ("ddp", "dtensor", "pipelining", "fsdp2", "deepspeed")
 """Peers that a table may omit."""
-Axis = Literal["data", "tensor", "pipeline", "expert"]
+Axis = Literal["data", "tensor", "pipeline", "expert", "context"]
 """Axis that the ranks of a mode share."""
 Schedule = Literal["1f1b", "interleaved", "zb-v"]
 """Pipeline schedule; the last two place two stages on each rank."""
@@ -81,6 +81,8 @@ class Mode:
     """True if Trine's watchdog runs."""
     model: Name | None = None
     """Model of the mode, if not the workload's."""
+    method: str | None = None
+    """Trine's method of attention over context ranks; None: the default."""
 
     @property
     def virtual_stages(self) -> int:

@@ -14,33 +14,18 @@ Exit code 1 if the losses of equal models differ. The figure keeps rows that a r
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from benchmarks.harness.figures import Cells, record_cells
-from benchmarks.harness.report import Comparison, Rounds, judge, medians
-from benchmarks.harness.team import RankError, Team, start_server
 from benchmarks.peers.workload import Mode, Workload
-from benchmarks.training.comparison import Effort, make_workload, measure, some_of
+from benchmarks.training.cell_tables import Table, report
+from benchmarks.training.comparison import Effort, make_workload, some_of
 from engine.models.decoder import DecoderConfig
 
 RANKS = (2, 4)
 GROUPS = ("rows", "layer", "step")
 UNEVEN = 8
-COLUMNS = ("CPU ms a step", "beside", "sent MB", "calls", "state MB", "step MB", "loss")
-TOLERANCE = 1e-5
-"""Maximum loss difference in nats between equal models."""
 EPSILON = 1e-5
 """Eps of AdamW, large enough that rounding in near-zero gradients does not change losses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Modes measured in turns with one workload; the first is the reference."""
-
-    modes: tuple[Mode, ...]
-    workload: Workload
-    equal: tuple[str, ...] = ()
-    """Names of the modes with equal models."""
 
 
 def tables(group: str, ranks: int, workload: Workload) -> Iterator[Table]:
@@ -63,37 +48,6 @@ def tables(group: str, ranks: int, workload: Workload) -> Iterator[Table]:
         yield Table((data, expert, dense), replace(workload, model="mixture"), (data.name, expert.name))
 
 
-def cells(table: Table, rounds: Rounds) -> Cells:
-    """Formats the medians over rounds."""
-    made: dict[tuple[str, str], str] = {}
-    base = table.modes[0].name
-    for row in medians(rounds):
-        size, beside = row.footprint, f"{judge(rounds, Comparison(row.mode, base)).ratio:.2f} x {base}"
-        megabytes = [f"{count / 1e6:.2f}" for count in (size.sent_bytes, size.state_bytes, size.step_peak_bytes)]
-        texts = [f"{1e3 * row.cpu_seconds:.1f}", "" if row.mode == base else beside, megabytes[0], str(size.calls)]
-        texts += [*megabytes[1:], f"{row.loss:.6f}" if row.loss and "rows" not in table.modes[0].kind else ""]
-        made |= {(row.mode, column): text for column, text in zip(COLUMNS, texts, strict=True)}
-    return made
-
-
-def startable(table: Table) -> tuple[Table, Cells]:
-    """Returns the table without DeepSpeed modes that cannot start, and a cell with the error of each."""
-    refused: dict[tuple[str, str], str] = {}
-    for mode in table.modes:
-        if mode.kind == "deepspeed":
-            try:
-                Team(mode, table.workload).close()
-            except RankError as error:
-                refused[mode.name, COLUMNS[0]] = str(error).strip().splitlines()[-1][:120]
-    return replace(table, modes=tuple(m for m in table.modes if (m.name, COLUMNS[0]) not in refused)), refused
-
-
-def equal_losses(table: Table, rounds: Rounds) -> bool:
-    """Returns True if the modes with equal models have equal losses."""
-    losses = [sample.loss for samples in rounds for sample in samples if sample.mode in table.equal]
-    return not losses or max(losses) - min(losses) <= TOLERANCE
-
-
 def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks expert", description="Cost of experts on ranks.")
     parser.add_argument("--rows", type=some_of(GROUPS, "no rows are called {}"), default=GROUPS, help="some of them")
@@ -112,17 +66,5 @@ def main(command: Sequence[str] | None = None) -> int:
     sizes = DecoderConfig(layers=2, width=asked.width, heads=4, context=128)
     standard = make_workload(argparse.Namespace(bucket=None, adamw="fused"))
     workload = replace(standard, decoder=sizes, sequences=asked.sequences, epsilon=EPSILON)
-    start_server()
-    found: dict[tuple[str, str], str] = {}
-    equal = True
-    for table in (table for group in asked.rows for ranks in asked.ranks for table in tables(group, ranks, workload)):
-        table, refused = startable(table)
-        rounds = measure(table.modes, table.workload, Effort(asked.rounds, asked.steps))
-        found |= {**cells(table, rounds), **refused}
-        equal &= equal_losses(table, rounds)
-    for row in dict.fromkeys(row for row, _ in found):
-        print(f"{row:32}", "  ".join(found.get((row, column), "") for column in COLUMNS))
-    print(f"losses of equal models within {TOLERANCE:.0e} -> {'pass' if equal else 'FAIL'}")
-    if asked.write_figures:
-        record_cells("expert", "ranks", found)
-    return 0 if equal else 1
+    every = (table for group in asked.rows for ranks in asked.ranks for table in tables(group, ranks, workload))
+    return report("expert", every, Effort(asked.rounds, asked.steps), asked.write_figures)

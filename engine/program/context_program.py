@@ -74,7 +74,8 @@ class ContextProgram(Program):
     def _owned(self, value: Any) -> Any:
         value = _plain(value)
         needs = isinstance(value, Tensor) and value.requires_grad
-        return gradient_to_owner(value, self._sequences.axis) if needs else value
+        # autograd refuses to modify a view of a custom function in place, such as ``loss *= scale`` in a user's loop
+        return gradient_to_owner(value, self._sequences.axis).clone() if needs else value
 
     def _run(self, moved: Batch) -> Any:
         return self._entered(moved, lambda: Program._run(self, moved))

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine.config import Config, load_config
 from engine.config.sections import GPU_BUCKET
 from engine.errors import ConfigError, EngineError, PlanError, first_line
-from engine.launch.planner.plan_report import Planned, as_json, as_text, offload_text, room_text, search_text
+from engine.launch.planner.longest_report import find_longest, longest_json, longest_text
+from engine.launch.planner.plan_report import (
+    Planned,
+    as_json,
+    as_text,
+    offload_text,
+    room_text,
+    search_text,
+    setting_text,
+)
 from engine.launch.planner.plan_request import STEP_TOKENS, PlanAsked, read_request
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.layout import TrainingLayout
@@ -99,6 +108,9 @@ def _keep_freed_memory() -> None:
 
 
 def _run(asked: PlanAsked, config: Config | None, options: Namespace) -> None:
+    if options.longest:
+        _longest(asked, config, options)
+        return
     if options.search:
         _search(asked, config, options)
         return
@@ -230,6 +242,23 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
     )
 
 
+def _longest(asked: PlanAsked, config: Config | None, options: Namespace) -> None:
+    """Prints the longest row that fits, and writes its configuration."""
+    if options.search:
+        raise ConfigError("--longest and --search are given, but a plan has one aim; leave one of them out.")
+    model = _Model(asked, config)
+    work, samples = model.workload(config), model.samples if asked.counts else None
+    with say_if_slow("counting blocks on shapes", 0, SLOW_SECONDS):
+        runs = find_longest(asked, work, samples)
+    settings = settings_of(runs[0].layout, asked.config)
+    if options.out is not None:
+        _write(options.out, settings)
+    if options.json:
+        print(json.dumps(longest_json(asked, runs, settings), indent=2))
+        return
+    print(longest_text(asked, runs, asked.model.positions))
+
+
 def _plain(asked: PlanAsked, model: "_Model", config: Config | None, finalists: list[Planned]) -> list[Planned]:
     """Returns the plan of the command without ``--search``, if it is better than all finalists.
 
@@ -282,10 +311,10 @@ def _fit_and_fast(one: Planned) -> tuple[bool, float]:
 
 def _finalists(finals: _Finals, found: SearchResult, top: int) -> Iterator[Planned]:
     """Yields complete plans of the best layouts that the engine accepts, at most two of a grid."""
-    left, grids, actions = top, dict[tuple[int, int, int], int](), 0
+    left, grids, actions = top, dict[tuple[int, int, int, int], int](), 0
     for one in found.ranked:
         layout = one.layout
-        grid = (layout.dp, layout.tp, layout.pp)
+        grid = layout.grid
         length = layout.pp * layout.virtual * layout.microbatches
         # further layouts of a grid differ little, and long rows of actions take long to plan
         if left == 0 or grids.get(grid, 0) == 2 or (actions and actions + length > MOST_ACTIONS):
@@ -329,11 +358,15 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
     more: dict[str, Any] = {"expert": layout.ep} if layout.ep > 1 else {}
+    if layout.cp > 1 or "context" in given.get("parallel", {}):
+        more["context"] = layout.cp
     if layout.tp > 1:
         more["sequence_parallel"] = layout.sequence
     if layout.pp > 1:
         more |= {"schedule": layout.schedule, "virtual_stages": layout.virtual}
-    zero: dict[str, Any] = {"stage": layout.stage} | ({"reduce_bucket_size": GPU_BUCKET} if layout.dp > 1 else {})
+    zero: dict[str, Any] = {"stage": layout.stage}
+    if layout.dp * layout.cp > 1:
+        zero["reduce_bucket_size"] = GPU_BUCKET
     if layout.stage >= 2:
         zero["reduce"] = layout.reduction
     return given | {
@@ -342,7 +375,10 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
         "gradient_accumulation_steps": layout.microbatches,
         "parallel": {**given.get("parallel", {}), **parallel, **more},
         "zero_optimization": {**given.get("zero_optimization", {}), **zero},
-        "activation_checkpointing": {"mode": layout.recomputation},
+        "activation_checkpointing": {
+            "mode": layout.recomputation,
+            **({"inputs": "host"} if layout.inputs == "host" else {}),
+        },
     }
 
 
@@ -399,6 +435,6 @@ class _Model:
 
     def plan(self, config: Config) -> "Plan":
         """Returns the plan that the engine would run."""
-        grid = f"dp{config.dp} x tp{config.tp} x pp{config.pp}"
+        grid = setting_text("grid", (config.dp, config.cp, config.tp, config.pp, 1))
         with say_if_slow(f"the plan of {grid}, ZeRO {config.zero_optimization.stage}", 0, SLOW_SECONDS):
             return self.built.plan(config)

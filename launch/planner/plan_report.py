@@ -11,6 +11,7 @@ from engine.planning.cost_model.links import placement_picture
 from engine.planning.cost_model.search import USABLE, SearchResult, changes
 
 if TYPE_CHECKING:
+    from engine.parallel.context.balance import WorkBalance
     from engine.planning.plan import Plan
     from engine.planning.step_time.expert_traffic import ExpertTraffic
     from engine.planning.step_time.plan_costs import PlanCosts
@@ -66,6 +67,8 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "placement", picture.replace("\n", "\n" + 13 * " ")
     if costs.experts is not None:
         yield "exchange", expert_text(costs.experts)
+    if costs.balance is not None:
+        yield "balance", balance_text(costs.balance)
     fullest = max(range(len(costs.memory)), key=lambda pp: costs.memory[pp].total)
     for pp in sorted({0, fullest}):
         where = f"pipeline rank {pp}: " if len(costs.memory) > 1 else ""
@@ -99,6 +102,14 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     yield "fits", _verdict(planned)
 
 
+def balance_text(balance: "WorkBalance") -> str:
+    """Describes the attention work of context ranks."""
+    return (
+        f"a context rank computes at most {max(balance.pairs):,} pairs of a query and a key in a head and row, "
+        f"{balance.most_over_mean:.4f} times the mean of {len(balance.pairs)} ranks, under a causal mask"
+    )
+
+
 def expert_text(traffic: "ExpertTraffic") -> str:
     """Describes the rows of shared experts that a rank exchanges, and the experts of each rank."""
     places = "; ".join(_places(experts, bounds) for experts, bounds in traffic.placement)
@@ -118,11 +129,12 @@ def _places(experts: int, bounds: Sequence[int]) -> str:
 
 
 def _memory_text(memory: RankMemory) -> str:
-    kinds = ", ".join(f"{name} {value / GIB:.2f}" for name, value in _kinds(memory).items() if value)
+    kinds = ", ".join(f"{name} {value / GIB:.2f}" for name, value in memory_kinds(memory).items() if value)
     return f"{memory.total / GIB:.2f} GiB ({kinds})"
 
 
-def _kinds(memory: RankMemory) -> dict[str, float]:
+def memory_kinds(memory: RankMemory) -> dict[str, float]:
+    """Returns the bytes of each kind."""
     return {entry.name: getattr(memory, entry.name) for entry in fields(memory)}
 
 
@@ -153,10 +165,10 @@ def _verdict(planned: Planned) -> str:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Formats a setting of a layout, such as ``dp4 x tp2 x pp1`` for (4, 2, 1)."""
+    """Formats a setting of a layout, such as ``dp4 x tp2 x pp1`` for (4, 1, 2, 1, 1)."""
     match name, value:
-        case "grid", (dp, tp, pp, ep):
-            return f"dp{dp} x tp{tp} x pp{pp}{f' (ep{ep})' if ep > 1 else ''}"
+        case "grid", (dp, cp, tp, pp, ep):
+            return f"dp{dp}{f' x cp{cp}' if cp > 1 else ''} x tp{tp} x pp{pp}{f' (ep{ep})' if ep > 1 else ''}"
         case "microbatches", (micro, count):
             return f"{count} of {micro} row{'s' * (micro != 1)}"
         case "schedule", (kind, virtual):
@@ -192,7 +204,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "world": asked.world,
         "gpus_of_a_node": asked.node,
         "layout": str(costs.layout),
-        "memory_bytes": [{**_kinds(rank), "total": rank.total} for rank in costs.memory],
+        "memory_bytes": [{**memory_kinds(rank), "total": rank.total} for rank in costs.memory],
         "counted": planned.counted,
         "passed": [{"layout": str(one.layout), "memory_bytes": one.fullest.total} for one in planned.passed],
         "host_memory_bytes": [sum(rank.host_bytes.values()) for rank in first_ranks],
@@ -217,6 +229,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
             "expected_bytes": costs.experts.expected, "most_bytes": costs.experts.most,
             "round_bytes": costs.experts.round, "first_experts": dict(costs.experts.placement),
         }  # fmt: skip
+    if costs.balance is not None:
+        found["context_work"] = {"pairs": list(costs.balance.pairs), "most_over_mean": costs.balance.most_over_mean}
     if asked.dollars is not None:
         found["dollars_per_billion_tokens"] = _price(planned)
     if planned.change is not None:
@@ -252,7 +266,7 @@ def _reasons(found: SearchResult, planned: Sequence[Planned]) -> Iterator[str]:
         if seconds >= 0.005 * best.time.total
     )
     yield f"{best.time.total:.3g} s a step, of which {shown}; it fills {best.fullest.total / GIB:.1f} GiB of a GPU"
-    other = next((one.costs for one in planned if one.fits and _grid(one) != _grid(planned[0])), None)
+    other = next((one.costs for one in planned if one.fits and one.costs.layout.grid != best.layout.grid), None)
     if other is None:
         yield "no plan of another grid was made that fits"
     else:
@@ -266,8 +280,3 @@ def _reasons(found: SearchResult, planned: Sequence[Planned]) -> Iterator[str]:
 def _parts(costs: "PlanCosts") -> dict[str, float]:
     axes = {f"{axis} traffic": seconds for axis, seconds in costs.time.communication.items()}
     return {"computation": costs.time.computation, "bubble": costs.time.bubble, **axes}
-
-
-def _grid(one: Planned) -> tuple[int, int, int]:
-    layout = one.costs.layout
-    return layout.dp, layout.tp, layout.pp

@@ -12,7 +12,7 @@ from engine.config import load_config, load_raw
 from engine.config.config_file import OVERRIDES_HELP, is_override
 from engine.errors import ConfigError, GridError
 from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
-from engine.planning.cost_model.workload import DecoderShape, decoder_shape_of, is_model_config
+from engine.planning.cost_model.workload import SIZES, DecoderShape, decoder_shape_of, is_model_config
 
 STEP_TOKENS = 1 << 22
 """Tokens per step if rows are not specified."""
@@ -34,6 +34,8 @@ class ModelSource:
     """Tokens per row, if specified."""
     words: str = ""
     """Name of the model in the report."""
+    positions: int | None = None
+    """Positions that the configuration of the model declares; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ def add_plan_options(command: ArgumentParser) -> None:
     command.add_argument("--price", type=float, metavar="DOLLARS", help="dollars per GPU hour")
     add_sizes(command)
     command.add_argument("--search", action="store_true", help="rank all grids x ZeRO x schedules x microbatches")
+    command.add_argument("--longest", action="store_true", help="find the longest row that fits, and its layout")
     command.add_argument("--top", type=int, default=4, help="layouts that a search plans completely (default 4)")
     command.add_argument("--out", type=Path, metavar="FILE", help="write the planned JSON configuration")
     command.add_argument("--estimate", action="store_true", help=(
@@ -195,7 +198,7 @@ def _model(name: str | None, options: Namespace) -> ModelSource:
             context=sizes["context"],
         )
         words = _decoder_words(shape, any(given.values()))
-        return ModelSource(decoder=shape, shape=shape, context=shape.context, words=words)
+        return ModelSource(decoder=shape, shape=shape, context=shape.context, words=words, positions=shape.context)
     if odd := [f"--{size}" for size in _SIZES if size != "context" and given[size] is not None]:
         raise ConfigError(
             f"{', '.join(odd)} is for the built-in decoder, but MODEL is {name}; leave {', '.join(odd)} or MODEL out."
@@ -233,6 +236,7 @@ def _from_folder(path: Path, context: int | None) -> ModelSource:
         )
     text: Mapping[str, Any] = raw.get("text_config") or raw
     shape = decoder_shape_of(text)
+    declared = next((text[key] for key in SIZES["context"] if isinstance(text.get(key), int)), None)
     if shape is not None:
         shape = replace(shape, context=context or shape.context)
-    return ModelSource(folder=path, shape=shape, context=context, words=str(path))
+    return ModelSource(folder=path, shape=shape, context=context, words=str(path), positions=declared)

@@ -16,12 +16,13 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from engine.build.request import Request
 from engine.config import Config
@@ -38,7 +39,7 @@ from engine.parallel.model.user_code import is_own_mistake
 from engine.planning.analysis import PlanRequest, needs_search, search_styles
 from engine.planning.cost_model.estimate import CONTEXT_BYTES, SLACK, BlockSample, LayoutEstimate, working_bytes
 from engine.planning.cost_model.hardware import GpuSpec
-from engine.planning.cost_model.layout import TrainingLayout
+from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
 from engine.planning.cost_model.search import Working
 from engine.planning.cost_model.workload import DecoderShape, Workload
 from engine.planning.found_styles import FoundStyles
@@ -116,6 +117,16 @@ class PlannedModel:
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
         return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
+
+    def with_rows_of(self, length: int) -> "PlannedModel":
+        """Returns the same model with rows of ``length`` tokens in place of its own."""
+        sizes = {leaf.shape[1] for leaf in tree_leaves(self.row) if leaf.dim() > 1}
+        tokens = max(sizes, default=1)
+
+        def longer(row: Tensor) -> Tensor:
+            return row.new_empty([length if size == tokens else size for size in row.shape])
+
+        return replace(self, row=map_tensors(self.row, longer))
 
     def called(self) -> set[int] | None:
         """Returns the ids of the modules that a forward on shapes calls; None if the forward reads data."""
@@ -326,29 +337,31 @@ class SampledBlocks:
         """Runs of lists that a forward does not call, such as a vision tower on rows of text."""
         self._run = longest_run(planned.model, called)
         self._samples: dict[Hashable, BlockSample | None] = {}
+        self._shortened: dict[int, nn.Module] = {}
 
-    def of(self, layout: TrainingLayout, fresh: bool = True) -> BlockSample | None:
-        """Returns the sample of ``layout``.
+    def of(self, layout: TrainingLayout, fresh: bool = True, length: int | None = None) -> BlockSample | None:
+        """Returns the sample of ``layout`` for rows of ``length`` tokens, by default of the model's row.
 
         None if the model has no run of equal blocks, does not run on shapes, or uses less memory with more blocks.
 
         ``fresh``: make the sample if it is not cached.
         """
-        key = layout.tp, layout.sequence, layout.recomputation
+        key = layout.tp, layout.cp, layout.sequence, layout.recomputation, layout.inputs, length
         if key not in self._samples and fresh:
-            self._samples[key] = self._sample(layout)
+            self._samples[key] = self._sample(layout, length)
         return self._samples.get(key)
 
-    def _sample(self, layout: TrainingLayout) -> BlockSample | None:
-        if self._run is None or self._short is None:
+    def _sample(self, layout: TrainingLayout, length: int | None) -> BlockSample | None:
+        run, periods = self._run, self._periods(layout)
+        short = self._short(periods)
+        if run is None or short is None:
             return None
-        run, periods = self._run, self._periods
         alone = replace(
             layout, dp=1, pp=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
         )
         try:
             config = self._config_of(alone)
-            rank = self._rank(self._short, config)
+            rank = self._rank(short, config, length)
             last = run.start + periods * run.period - 1
             levels = rank.watch([f"{run.blocks}.{index}" for index in (last - run.period, last)])
             peak = forecast_of(rank.plan, 0, rank.step()).peak.bytes
@@ -361,24 +374,29 @@ class SampledBlocks:
             return None
         return BlockSample(kept=period / run.period, around=max(0.0, peak - periods * period))
 
-    @property
-    def _periods(self) -> int:
-        """Number of periods of the short model: one is enough if other blocks precede the run."""
-        return 1 if self._run is not None and self._run.start else 2
+    def _periods(self, layout: TrainingLayout) -> int:
+        """Returns the number of periods of the short model: one is enough if other blocks precede the run.
 
-    @cached_property
-    def _short(self) -> nn.Module | None:
-        """Short model, which plans and dry runs leave unchanged; None if no run is longer."""
-        if self._run is None or self._run.periods <= self._periods:
+        A block that moves its inputs to the host still has them when it returns; its first input stays with the model.
+        """
+        first = 1 if self._run is not None and self._run.start else 2
+        return first + (layout.inputs == "host")
+
+    def _short(self, periods: int) -> nn.Module | None:
+        """Returns a short model, which plans and dry runs leave unchanged; None if no run is longer."""
+        if self._run is None or self._run.periods <= periods:
             return None
-        model = self._planned.model
-        for run in self._idle:
-            model = shorten(model, run, 1)
-        return shorten(model, self._run, self._periods)
+        if periods not in self._shortened:
+            model = self._planned.model
+            for run in self._idle:
+                model = shorten(model, run, 1)
+            self._shortened[periods] = shorten(model, self._run, periods)
+        return self._shortened[periods]
 
-    def _rank(self, model: nn.Module, config: Config) -> DryRunRank:
+    def _rank(self, model: nn.Module, config: Config, length: int | None) -> DryRunRank:
         """Returns the only rank of a short model."""
-        short = self._planned.shortened(model, config)
+        planned = self._planned if length is None else self._planned.with_rows_of(length)
+        short = planned.shortened(model, config)
         plan = short.plan(config)
         example = map_tensors(short.row, lambda row: row.new_empty((1, *row.shape[1:])))
         request = Request(short.loss_fn)
@@ -389,7 +407,7 @@ def working_of(samples: SampledBlocks, work: Workload) -> Working:
     """Returns a function of a layout that scales the estimated bytes of activations and buffers to its sample."""
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:
-        layout, closed = one.layout, working_bytes(work, one.layout)[0]
+        layout, closed = one.layout, working_bytes(work, one.layout, EngineTraits())[0]
         sample = samples.of(layout, fresh)
         if sample is None or not closed:
             return None

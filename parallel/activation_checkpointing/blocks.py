@@ -28,6 +28,7 @@ from engine.parallel.activation_checkpointing.second_run import BlockState
 from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 CPU = torch.device("cpu")
@@ -156,6 +157,7 @@ def recomputed_in_part(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
+        run, args, kwargs = _on_shards(state.keeping(as_in_forward(inner, again)), args, kwargs)
         made, given = list[SavedActivations](), _GivenTensors(args, kwargs)
 
         def contexts() -> Any:  # a block in several units runs again in parts, the last one first
@@ -163,7 +165,7 @@ def recomputed_in_part(
             return selective.contexts(made[-1])
 
         out = checkpoint(
-            state.keeping(as_in_forward(inner, again)),
+            run,
             *args,
             use_reentrant=False,
             context_fn=contexts,
@@ -210,12 +212,47 @@ def _recomputed(block: nn.Module, again: Again | None) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        run, given = state.keeping(as_in_forward(inner, again)), _GivenTensors(args, kwargs)
+        run, args, kwargs = _on_shards(state.keeping(as_in_forward(inner, again)), args, kwargs)
+        given = _GivenTensors(args, kwargs)
         out = checkpoint(run, *args, use_reentrant=False, **kwargs)
         given.refuse_written(block)
         return out
 
     return forward
+
+
+def _on_shards(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Returns ``run`` and its arguments with this rank's shards in place of global tensors, which ``run`` makes again.
+
+    Autograd saves the arguments of a recomputed block; hooks that move saved tensors accept plain tensors only.
+    """
+    values = (*args, *kwargs.values())
+    if not any(type(value) is GlobalTensor for value in values):
+        return run, args, kwargs
+    makers = [_maker(value) for value in values]
+
+    def whole(*given: Any, **named: Any) -> Any:
+        made = [make(value) for make, value in zip(makers, (*given, *named.values()), strict=True)]
+        return run(*made[: len(given)], **dict(zip(named, made[len(given) :], strict=True)))
+
+    shards = [value.local if type(value) is GlobalTensor else value for value in values]
+    return whole, tuple(shards[: len(args)]), dict(zip(kwargs, shards[len(args) :], strict=True))
+
+
+def _maker(value: Any) -> Callable[[Any], Any]:
+    """Returns a function of a shard that makes a global tensor like ``value``, which it does not keep alive."""
+    if type(value) is not GlobalTensor:
+        return lambda given: given
+    full, sets, views, folded = value.full, value.sets, value.views, value.folded
+
+    def make(shard: Tensor) -> GlobalTensor:
+        made = GlobalTensor(shard, full, sets, views)
+        made.folded = folded
+        return made
+
+    return make
 
 
 def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:

@@ -154,6 +154,8 @@ class Comm:
         """Knows whether the engine can go on after a call that has failed."""
         self.recorder: FlightRecorder | None = None
         """Recorder of this rank's calls for other processes; None: no process watches."""
+        self.fill_wait: Callable[[], None] | None = None
+        """Function that computes a piece of another microbatch in the waits of :meth:`filled`."""
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
@@ -330,6 +332,14 @@ class Comm:
         work = _Work("exchange", rows * size // given.element_size(), rows * size, dtype)
         call = partial(self._backend.exchange, received, given, gets, gives, axis)
         return self._launch(work, axis, label, call, self._axis_route(axis))
+
+    def filled(self, pending: Pending) -> Pending:
+        """Returns ``pending``, whose wait first computes a piece of another microbatch, if the schedule has one."""
+        return pending if self.fill_wait is None else pending.beside(self._use_wait)
+
+    def _use_wait(self) -> None:
+        if self.fill_wait is not None:
+            self.fill_wait()
 
     def open_gathers(self, within: int | None = None, axis: Axis | None = None) -> None:
         """Creates the groups of :meth:`gather_parameters`. Every rank of the world calls it."""

@@ -101,7 +101,9 @@ class TensorRecipe(Tensor):
         return func(*_made(args), **_made(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*_made(args), **_made(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -138,7 +140,7 @@ def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
 
 def _by_element(func: Function, args: Any, kwargs: Any, tensors: list[Tensor]) -> TensorRecipe | None:
     """Returns the recipe of a function of elements; None if the result is short, or no larger than a given tensor."""
-    shape = torch.broadcast_shapes(*(leaf.shape for leaf in tensors))
+    shape = torch.broadcast_shapes(*(leaf.shape for leaf in tensors))  # type: ignore[no-untyped-call]
     count = shape.numel()
     if count < _LARGE or any(type(leaf) is Tensor and 2 * leaf.numel() > count for leaf in tensors):
         return None

@@ -106,6 +106,8 @@ class SequenceEntry(TorchFunctionMode):
             dim = _sequence_dim(func, args[0])
             if dim is not None:
                 args = (self._sharded(args[0], dim), *args[1:])
+                if func is layer_input:
+                    return args[0]
             elif not args[0].is_floating_point():
                 return self._followed(args[0], func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))

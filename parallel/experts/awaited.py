@@ -68,7 +68,8 @@ class Arrival:
         """Starts the exchange of the gradients of all rows; returns ``grad``, the rows that come, and the exchange."""
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
         route, given = self._route, grad.index_select(0, token)
-        return grad, rows, self._comm.exchange(rows, given, route.gets, route.gives, AXIS, COMBINE)
+        pending = self._comm.exchange(rows, given, route.gets, route.gives, AXIS, COMBINE)
+        return grad, rows, self._comm.filled(pending)
 
 
 class Awaited(Tensor):
@@ -206,7 +207,7 @@ class _Combine(torch.autograd.Function):
         pending = comm.exchange(rows, made.contiguous(), route.gives, route.gets, AXIS, COMBINE)
         sums = made.new_full((count, *made.shape[1:]), torch.nan)
         ctx.arrival = arrival = Arrival(sums, token, route, comm)
-        arrival.expect(rows, pending)
+        arrival.expect(rows, comm.filled(pending))
         ctx.save_for_backward(token)
         ctx.ties = [(each.shape, each.dtype, each.device) for each in ties]
         return Awaited.of(sums, arrival)

@@ -135,12 +135,17 @@ class _Exchange(torch.autograd.Function):
 def swap_rows(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str
 ) -> tuple[Tensor, ...]:
-    """Exchanges the rows of each tensor without a gradient; all messages are on their way together."""
+    """Exchanges the rows of each tensor without a gradient; all messages are on their way together.
+
+    A schedule may compute a piece of another microbatch in the meantime (``TensorAxis.filling_waits``).
+    """
     made, pending = [], []
     for tensor in tensors:
         got = tensor.new_empty(sum(gets), *tensor.shape[1:])
         pending.append(comm.exchange(got, tensor.contiguous(), gets, gives, AXIS, label))
         made.append(got)
+    for each in pending[:1]:
+        comm.filled(each)  # one piece, as all messages travel together
     for each in pending:
         each.wait()
     return tuple(made)

@@ -15,6 +15,7 @@ from torch import nn
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activations import Activation
 from engine.parallel.kernel_injection.equivalence import is_linear_layer
+from engine.parallel.kernel_injection.expert_stacks import find_expert_stack, injected_experts
 from engine.parallel.kernel_injection.replacements import (
     find_activated,
     find_gated,
@@ -102,6 +103,8 @@ def _parts(module: nn.Module, kernels: Kernels) -> list[_Part]:
             "linear", f"with {pair.activation}", pair, injected_activation(pair, kernels), pair.linear, pair.activation
         )
         return [layer, _Part("linear", f"in {pair.linear}", pair, pass_through, pair.act)]
+    if (stack := find_expert_stack(module)) is not None:
+        return [_Part("experts", stack.words, stack, injected_experts(stack, own, kernels))]
     for name, function in rotary_globals(module):
         if (form := find_rotary(function)) is not None:
             return [_Part("rotary", name, form, injected_rotary(own, name, function, form, kernels))]

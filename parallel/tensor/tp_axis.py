@@ -86,28 +86,31 @@ class TensorAxis:
     """
 
     nested = False
-    """True if activations are global tensors over "cp", and their shards are the activations of this axis."""
+    """True if shards of global tensors over "cp" may be global tensors over "tp"."""
     name: Axis = "tp"
     """Axis of the grid over which the collectives run."""
 
     def __init__(self, comm: Comm, name: Axis = "tp") -> None:
         self.name, self.index, self.size = name, comm.grid.index(name), comm.grid.size(name)
-        self.nested = name == "tp" and comm.grid.cp > 1
+        self.nested = name in ("tp", "cp") and comm.grid.cp > 1 and comm.grid.tp > 1
         self.dry = False
         self.listener: Listener | None = None
         self._comm = comm
 
     @contextmanager
     def filling_waits(self, spare: Callable[[], None], device: torch.device) -> Iterator[None]:
-        """Calls ``spare`` before each wait inside the context, on devices on which compute overlaps collectives."""
+        """Calls ``spare`` before each wait of this axis, and of exchanges of rows, inside the context.
+
+        It does so on devices on which compute overlaps collectives.
+        """
         if device.type not in self.overlap.devices:
             yield
             return
-        self.fill_wait = spare
+        self.fill_wait = self._comm.fill_wait = spare
         try:
             yield
         finally:
-            self.fill_wait = None
+            self.fill_wait = self._comm.fill_wait = None
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:

@@ -31,7 +31,11 @@ _LEAVES = frozenset((int, float, bool, str, type(None)))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns ``tree`` with ``function`` applied to every leaf, as ``torch.utils._pytree.tree_map``."""
+    """Returns ``tree`` with ``function`` applied to every leaf, as ``torch.utils._pytree.tree_map``.
+
+    A tensor is a leaf, also in a container that torch's registry contains (a model's output), and also a subclass that
+    the registry takes apart (a global tensor).
+    """
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
         return function(tree)
@@ -43,11 +47,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         return {key: map_leaves(function, item) for key, item in tree.items()}
     if isinstance(tree, tuple) and hasattr(kind, "_fields"):  # its class may check its content (PackedSequence)
         return tuple.__new__(kind, [map_leaves(function, item) for item in tree])
-    return tree_map(function, tree)
+    return tree_map(function, tree, is_leaf=_is_tensor)
 
 
 def plain_leaves(tree: Any) -> list[Any]:
-    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``."""
+    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``; tensors are leaves."""
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
         return [tree]
@@ -55,7 +59,11 @@ def plain_leaves(tree: Any) -> list[Any]:
         return [leaf for item in tree for leaf in plain_leaves(item)]
     if kind is dict:
         return [leaf for item in tree.values() for leaf in plain_leaves(item)]
-    return tree_leaves(tree)
+    return tree_leaves(tree, is_leaf=_is_tensor)
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, Tensor)
 
 
 Function = Callable[..., Any]

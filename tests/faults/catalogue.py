@@ -10,7 +10,9 @@ from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
+from tests.faults.context import CONTEXT
 from tests.faults.context_attention import CONTEXT_ATTENTION
+from tests.faults.context_plan import CONTEXT_PLAN
 from tests.faults.context_recurrence import CONTEXT_RECURRENCE
 from tests.faults.context_rows import CONTEXT_ROWS
 from tests.faults.counted_paths import COUNTED_PATHS
@@ -27,6 +29,7 @@ from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.first_gpu import FIRST_GPU
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.ground import GROUND
+from tests.faults.grouped_experts import GROUPED_EXPERTS
 from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.hosts import HOSTS
 from tests.faults.job_ends import JOB_ENDS
@@ -71,8 +74,9 @@ AREAS = {
         *EXPERT_PLANS,
         *ROUTER_REPLAY,
         *AWAITED_EXPERTS,
+        *GROUPED_EXPERTS,
     ),
-    "context": (*CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_RECURRENCE),
+    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

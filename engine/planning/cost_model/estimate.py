@@ -5,6 +5,7 @@ step = (microbatches x stage x (1 + idle) + exposed) x (1 + step overhead)
 stage     blocks of the slowest rank, forward, backward and recomputation, with their tensor sums, and the head
 tensor    two all-reduces a block in forward and backward, b s h elements each, one or two more with recomputation;
           overlapped ones cost (1 - overlap fraction) of their time
+context   keys and values, gathered or around a ring during attention, and their gradients
 data      gradients and parameters once a step (ZeRO 0 to 2), or parameters for every pass and gradients (ZeRO 3);
           counted: the time beyond the overlapped computation, and (1 - overlap fraction) of the rest
 pipeline  bubbles of the schedule, and the messages of its first and last microbatch
@@ -15,7 +16,8 @@ Memory of the fullest rank, with P its parameters and N data ranks, in 16 bits w
     parameters   2 P, ZeRO 3: 2 P / N
     gradients    4 P (or the engine's width), ZeRO 2 and 3 that reduce every microbatch: / N
     optimizer    12 P (master and two moments), ZeRO 1 to 3: / N
-    activations  bytes per token x tokens of a microbatch x blocks of the rank x microbatches in flight
+    activations  bytes per token x tokens of a microbatch x blocks of the rank x microbatches in flight; two blocks if
+                 their inputs are on the host
     buffers      logits in 16 and 32 bits with their gradient, one recomputed block, gathered blocks of ZeRO 3,
                  one round of expert rows
     comm         buffers of the communication library
@@ -100,17 +102,23 @@ def stage_parameters(work: Workload, layout: TrainingLayout, stage: StageShare) 
     return StageParameters((whole - experts) / layout.tp, experts / layout.ep)
 
 
-def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) -> tuple[float, float, float]:
-    """Returns bytes per microbatch: stored activations of a block, logits, and activations of a recomputed block.
-
-    ``again``: fraction of matrix products that selective recomputation repeats.
-    """
+def working_bytes(work: Workload, layout: TrainingLayout, traits: EngineTraits) -> tuple[float, float, float]:
+    """Returns bytes per microbatch: stored activations of a block, logits, and activations of a recomputed block."""
+    again = traits.products_again
     tokens = layout.micro * work.context / layout.cp
     least, kept = (work.keeps(mode).on(layout.tp, layout.sequence) * tokens for mode in ("full", layout.recomputation))
     kept = least + (1 - again) * (kept - least) if layout.recomputation == "selective" else kept
     logits = LOGIT_HELD_BYTES * tokens * work.vocabulary / layout.tp
     whole = work.keeps("none").on(layout.tp, layout.sequence) * tokens if layout.recomputation != "none" else 0.0
+    if layout.cp > 1 and not traits.ring:
+        keys = 2 * layout.micro * work.context * work.keys / layout.tp  # of all ranks
+        return kept + keys * (layout.recomputation != "full"), logits, whole + 2 * keys * (whole > 0)
     return kept, logits, whole
+
+
+def blocks_held(layout: TrainingLayout, blocks: float, microbatches: float) -> float:
+    """Returns the number of blocks of microbatches that a rank stores on the GPU; two if their inputs leave it."""
+    return min(2.0, blocks * microbatches) if layout.inputs == "host" else blocks * microbatches
 
 
 def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | None:
@@ -122,16 +130,21 @@ def block_exchange(work: Workload, layout: TrainingLayout) -> ExpertExchange | N
     return ExpertExchange(experts=experts, chosen=chosen, ranks=layout.ep, tokens=tokens, width=work.width)
 
 
+def message_buffers(work: Workload, layout: TrainingLayout, stage: StageShare) -> float:
+    """Returns the bytes of two gathered blocks of ZeRO 3, and of a round of expert rows."""
+    block = stage_parameters(work, layout, replace(stage, blocks=1, outer_parameters=0.0)).over(layout, sharded=False)
+    gathered = 2 * 2 * block if layout.stage == 3 and layout.dp * layout.cp > 1 else 0.0
+    exchange = block_exchange(work, layout)
+    return gathered + (exchange.round_bytes if exchange is not None else 0.0)
+
+
 def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, stage: StageShare) -> RankMemory:
     """Returns the estimated bytes of the fullest rank, by kind."""
-    share, held = layout.dp * layout.cp, stage_parameters(work, layout, stage)
-    kept, logits, again = working_bytes(work, layout, traits.products_again)
-    block = stage_parameters(work, layout, replace(stage, blocks=1, outer_parameters=0.0)).over(layout, sharded=False)
-    gathered = 2 * 2 * block if layout.stage == 3 and share > 1 else 0.0
+    held = stage_parameters(work, layout, stage)
+    kept, logits, again = working_bytes(work, layout, traits)
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)
-    activations = kept * stage.blocks * microbatches_held(layout)
-    exchange = block_exchange(work, layout)
-    buffers = max(last, again) + gathered + (exchange.round_bytes if exchange is not None else 0.0)
+    activations = kept * blocks_held(layout, stage.blocks, microbatches_held(layout))
+    buffers = max(last, again) + message_buffers(work, layout, stage)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
         parameters=2 * held.over(layout, layout.stage == 3),
@@ -220,7 +233,7 @@ class StepModel:
         block, head, m = roofline.block(), roofline.head(), layout.microbatches
         again = roofline.recomputed(block)
         sums = self._tensor_sums(layout, links) + sum(exchange_seconds(work, layout, links)) / work.blocks
-        rings = self._context_ring(layout, block, links)
+        rings = self._context_keys(layout, block, links)
         one = block.forward + block.backward + again + sums + rings
         share = slowest(work, layout.pp, one, head, traits.balanced)
         mean = (work.blocks * one + head) / layout.pp
@@ -261,15 +274,16 @@ class StepModel:
         beside = self._traits.tensor_overlap * whole
         return whole - beside + (1 - self._gpu.reached.overlap) * beside
 
-    def _context_ring(self, layout: TrainingLayout, block: BlockSeconds, links: Links) -> float:
-        """Returns the seconds that a block and microbatch waits for the ring of keys and values during attention."""
+    def _context_keys(self, layout: TrainingLayout, block: BlockSeconds, links: Links) -> float:
+        """Returns the seconds that a block and microbatch waits for keys, values and their gradients."""
         c = layout.cp
         if c == 1:
             return 0.0
-        kv = self._work.products[0].outer - self._work.attention
-        moved = 2 * self._tokens(layout) * kv / layout.tp * (c - 1)
-        ring = links.ring("dp")
-        whole = moved * (3 if layout.recomputation == "none" else 4) / ring.rate
+        moved = 2 * self._tokens(layout) * self._work.keys / layout.tp * (c - 1)
+        ring, passes = links.ring("cp"), 3 if layout.recomputation == "none" else 4  # keys come again in backward
+        if not self._traits.ring:
+            return passes * (moved / ring.rate + (c - 1) * ring.latency)
+        whole = moved * passes / ring.rate
         return max(0.0, whole - 3.5 * block.attention) + (1 - self._gpu.reached.overlap) * whole
 
     def _messages(self, layout: TrainingLayout, links: Links) -> float:
@@ -287,7 +301,7 @@ class StepModel:
         n, m = layout.dp * layout.cp, layout.microbatches
         if n == 1:
             return 0.0
-        ring, alike = links.ring("dp"), n // layout.ep
+        ring, alike = links.ring("dp+cp"), n // layout.ep
         one = (parameters.dense * (n - 1) / n + parameters.experts * (alike - 1) / alike) / ring.rate
         latency = ring.latency * (n - 1) * BUCKETS
         rounds = m if layout.keeps_gradient_shards else 1

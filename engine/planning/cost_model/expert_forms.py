@@ -52,7 +52,7 @@ class FormCost:
 
     def seconds(self, links: Links, gpu: GpuSpec) -> float:
         """Returns the seconds of the products, and of these bytes on the links of a layout."""
-        over_data = self.gradient_bytes / links.ring("dp").rate
+        over_data = self.gradient_bytes / links.ring("dp+cp").rate
         sent = self.expert_bytes / links.experts().rate + self.tensor_bytes / links.ring("tp").rate + over_data
         return sent + self.flops / (gpu.bf16_rate * gpu.reached.product)
 

@@ -34,6 +34,8 @@ class TrainingLayout:
     """Rows of a microbatch."""
     microbatches: int = 1
     recomputation: Recomputation = "none"
+    inputs: Literal["device", "host"] = "device"
+    """Memory in which recomputed blocks store their inputs."""
     reduction: Reduction = "step"
     """When ZeRO 2 and 3 reduce gradients; "microbatch" stores only shards."""
     order: Order = "tp-dp-pp"
@@ -47,6 +49,11 @@ class TrainingLayout:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def grid(self) -> tuple[int, int, int, int]:
+        """Sizes of the axes dp, cp, tp and pp."""
+        return self.dp, self.cp, self.tp, self.pp
+
+    @property
     def keeps_gradient_shards(self) -> bool:
         """True if a rank never stores full gradients."""
         return self.stage >= 2 and self.reduction == "microbatch"
@@ -57,7 +64,7 @@ class TrainingLayout:
         return self.dp * self.micro * self.microbatches
 
     def __str__(self) -> str:
-        sizes = (("dp", self.dp), ("tp", self.tp), ("pp", self.pp), ("cp", self.cp))
+        sizes = zip(("dp", "cp", "tp", "pp"), self.grid, strict=True)
         reduced = " of every microbatch" * self.keeps_gradient_shards
         grid = " x ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
         grid += f" (ep{self.ep})" * (self.ep > 1)
@@ -65,7 +72,8 @@ class TrainingLayout:
         virtual = f" of {self.virtual} stages a rank" if self.virtual > 1 else ""
         parts = [grid, f"ZeRO {self.stage}{reduced}"] + [f"{self.schedule}{virtual}"] * (self.pp > 1)
         parts.append(f"{self.microbatches} microbatches of {self.micro}")
-        return ", ".join([*parts, f"recomputation {self.recomputation}"])
+        host = ", their inputs on the host" if self.inputs == "host" else ""
+        return ", ".join([*parts, f"recomputation {self.recomputation}{host}"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +98,8 @@ class EngineTraits:
     """Fraction of matrix products that recomputation "selective" repeats."""
     parallel_block: bool = False
     """True if attention and MLP run in parallel, and share their all-reduces over tp."""
+    ring: bool = False
+    """True if context ranks pass keys and values around a ring; False if each gathers all of them for a block."""
     flash: bool = True
     """True for flash attention; False: attention scores are written to memory."""
 

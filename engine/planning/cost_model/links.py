@@ -30,7 +30,7 @@ def tensor_groups_cross(tp: int, node: int) -> bool:
 
 
 def placement_picture(grid: Grid, node: int) -> str:
-    """Returns a text with one line for each node: its ranks and their pp, dp and tp coordinates."""
+    """Returns a text with one line for each node: its ranks and their coordinates; cp only with context ranks."""
     lines = list(_lines(grid, node))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
@@ -39,11 +39,12 @@ def placement_picture(grid: Grid, node: int) -> str:
 
 
 def _lines(grid: Grid, node: int) -> Iterator[tuple[str, ...]]:
-    yield "node", "ranks", "stage", "data", "tensor"
+    shown = {"pp": "stage", "dp": "data", **({"cp": "context"} if grid.cp > 1 else {}), "tp": "tensor"}
+    yield "node", "ranks", *shown.values()
     for number in range(ceil(grid.world_size / node)):
         ranks = range(number * node, min((number + 1) * node, grid.world_size))
         coords = [grid.coord(rank) for rank in ranks]
-        axes = (sorted({coord[axis] for coord in coords}) for axis in ("pp", "dp", "tp"))
+        axes = (sorted({coord[axis] for coord in coords}) for axis in shown)
         yield str(number), _span(list(ranks)), *(_span(values) for values in axes)
 
 
@@ -71,29 +72,35 @@ class Links:
 
     def __init__(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> None:
         self._layout, self._gpu, self._node = layout, gpu, node
-        self._grid = Grid(pp=layout.pp, dp=layout.dp * layout.cp, tp=layout.tp, order=layout.order)
+        self._grid = Grid(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp, order=layout.order)
         self._inside = LinkSpeed(gpu.link_latency, gpu.link_rate * gpu.reached.link)
         self._out = gpu.network_rate * gpu.reached.network
 
-    def ring(self, axis: Literal["dp", "tp"]) -> LinkSpeed:
+    def ring(self, axis: Literal["dp+cp", "cp", "tp"]) -> LinkSpeed:
         """Returns the link speed of a ring collective over ``axis``."""
-        stride = self._grid.stride(axis)
-        if stride * self._grid.size(axis) <= self._node:
+        parts = self._parts(axis)
+        stride = min(stride for stride, _ in parts)
+        if all(stride * size <= self._node for stride, size in parts):
             return self._inside
         groups = min(stride, self._node)  # rings that leave a node, each once; together they have all of its links
         rate = min(self._inside.rate, self._node * self._out / groups)
         return LinkSpeed(self._gpu.network_latency, rate)
 
     def experts(self) -> LinkSpeed:
-        """Returns the link speed between ranks of an expert group, which are adjacent data ranks.
+        """Returns the link speed between ranks of an expert group, which are adjacent context and data ranks.
 
         Rows to ranks of the same node do not leave it.
         """
-        near, ranks = max(1, self._node // self._grid.stride("dp")), self._layout.ep
+        near, ranks = max(1, self._node // min(stride for stride, _ in self._parts("dp+cp"))), self._layout.ep
         if ranks <= near:
             return self._inside
         leaving = (ranks - near) / (ranks - 1)
         return LinkSpeed(self._gpu.network_latency, min(self._inside.rate, self._out / leaving))
+
+    def _parts(self, axis: str) -> list[tuple[int, int]]:
+        """Returns stride and size of each part of ``axis`` that has several ranks; of its first part if none has."""
+        parts = [(self._grid.stride(name), self._grid.size(name)) for name in axis.split("+")]
+        return [part for part in parts if part[1] > 1] or parts[:1]
 
     def hop(self) -> LinkSpeed:
         """Returns the link speed from a stage to the next one."""

@@ -9,6 +9,7 @@ from itertools import product
 from types import MappingProxyType
 
 from engine.errors import PlanError
+from engine.parallel.data_digits import expert_sizes
 from engine.planning.cost_model.estimate import SLACK, LayoutEstimate, RankMemory, StepModel
 from engine.planning.cost_model.layout import SPLIT, Reduction, TrainingLayout
 from engine.planning.cost_model.workload import Recomputation, Workload
@@ -18,6 +19,8 @@ SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), 
 """Schedules and stages per rank that are tried; gpipe and looped-bfs need more memory, dualpipe-v idles like zb-v."""
 USABLE = 0.94
 """Fraction of GPU memory that a plan may fill."""
+LEAST_POSITIONS = 8192
+"""Least positions of a row on a context rank in a search (Llama 3, Dubey et al. 2024, table 4: 131,072 on 16)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +39,25 @@ class Wish:
 def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
     """Yields every valid layout: tensor groups inside a node, at least one block per stage."""
     sizes = [size for size in range(1, wish.world + 1) if wish.world % size == 0]
-    for tp, pp in product(sizes, sizes):
-        if wish.world % (tp * pp) or pp > work.blocks or tp > wish.node or work.heads % tp or wish.node % tp:
+    for tp, pp, cp in product(sizes, sizes, (size for size in sizes if size in _context_sizes(work))):
+        if wish.world % (tp * pp * cp) or pp > work.blocks or tp > wish.node or work.heads % tp or wish.node % tp:
             continue
-        dp = wish.world // (tp * pp)
+        dp = wish.world // (tp * pp * cp)
         if wish.rows % dp == 0:
-            for ep in _expert_sizes(work, dp):
-                yield from _of_grid(work, TrainingLayout(dp=dp, tp=tp, pp=pp, ep=ep), wish.rows // dp)
+            for ep in _expert_sizes(work, dp, cp):
+                yield from _of_grid(work, TrainingLayout(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep), wish.rows // dp)
 
 
-def _expert_sizes(work: Workload, dp: int) -> list[int]:
-    """Returns the numbers of data ranks that may share the experts of a layer, evenly."""
+def _context_sizes(work: Workload) -> range:
+    """Returns the numbers of context ranks that leave each at least LEAST_POSITIONS of a row."""
+    return range(1, max(1, work.context // LEAST_POSITIONS) + 1)
+
+
+def _expert_sizes(work: Workload, dp: int, cp: int) -> list[int]:
+    """Returns the numbers of data and context ranks that may share the experts of a layer, evenly."""
     if work.experts is None:
         return [1]
-    return [size for size in range(1, dp + 1) if dp % size == 0 and work.experts.experts % size == 0]
+    return [size for size in expert_sizes(dp, cp, None) if work.experts.experts % size == 0]
 
 
 def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[TrainingLayout]:
@@ -57,16 +65,17 @@ def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[Traini
         count = rows // micro
         for kind, virtual in SCHEDULES if grid.pp > 1 else SCHEDULES[:1]:
             if _runs(grid.pp, count, kind, virtual, work.blocks):
-                for (stage, reduction), mode in product(_zero(grid.dp), RECOMPUTATIONS):
+                for (stage, reduction), mode in product(zero_stages(grid.dp * grid.cp), RECOMPUTATIONS):
                     yield replace(
                         grid, stage=stage, reduction=reduction, micro=micro, microbatches=count, schedule=kind,
                         virtual=virtual, recomputation=mode,
                     )  # fmt: skip
 
 
-def _zero(dp: int) -> tuple[tuple[int, Reduction], ...]:
+def zero_stages(shards: int) -> tuple[tuple[int, Reduction], ...]:
     """Returns the pairs of stage and reduction; ZeRO 2 that reduces once a step is ZeRO 1."""
-    return ((0, "step"), (1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch")) if dp > 1 else ((0, "step"),)
+    several: tuple[tuple[int, Reduction], ...] = ((1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch"))
+    return ((0, "step"), *several) if shards > 1 else ((0, "step"),)
 
 
 def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> bool:
@@ -101,7 +110,7 @@ def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult
         )
     limit = USABLE * wish.memory_bytes
     fit = sorted((one for one in found if one.memory.total <= limit), key=_rank)
-    grids = {(one.layout.dp, one.layout.tp, one.layout.pp) for one in found}
+    grids = {one.layout.grid for one in found}
     return SearchResult(
         tried=len(found), grids=len(grids), ranked=tuple(fit), smallest=min(found, key=lambda one: one.memory.total)
     )
@@ -118,11 +127,12 @@ def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | No
 
 SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "grid": ("dp", "tp", "pp", "ep"),
+        "grid": ("dp", "cp", "tp", "pp", "ep"),
         "microbatches": ("micro", "microbatches"),
         "schedule": ("schedule", "virtual"),
         "zero": ("stage", "reduction"),
         "recomputation": ("recomputation",),
+        "inputs of blocks": ("inputs",),
         "sequence": ("sequence",),
     }
 )
@@ -166,7 +176,7 @@ class LayoutChoice:
 
     def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:
         self._ranked, self._limit, self._working = ranked, limit, working
-        self._factors: dict[tuple[Recomputation, bool], float] = {}
+        self._factors: dict[tuple[Recomputation, bool, bool], float] = {}
         self._tried: set[TrainingLayout] = set()
 
     def __next__(self) -> LayoutEstimate:
@@ -205,5 +215,5 @@ class LayoutChoice:
         return one.memory.activations + one.memory.buffers if sampled is None else sampled
 
 
-def _held_alike(layout: TrainingLayout) -> tuple[Recomputation, bool]:
-    return layout.recomputation, layout.schedule in SPLIT
+def _held_alike(layout: TrainingLayout) -> tuple[Recomputation, bool, bool]:
+    return layout.recomputation, layout.schedule in SPLIT, layout.cp > 1

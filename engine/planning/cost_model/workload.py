@@ -88,6 +88,8 @@ class Workload:
     """Number of parameters of embedding and head; tied ones count once."""
     experts: ExpertWork | None = None
     """Experts of a block, included in its parameters; None for a dense model."""
+    keys: float = 0.0
+    """Total width of keys and values in a block."""
 
     @property
     def parameters(self) -> float:
@@ -169,6 +171,7 @@ class DecoderShape:
             vocabulary=self.vocabulary,
             block_parameters=sum(product.weights for product in products),
             outer_parameters=h * self.vocabulary * (1 if self.tied else 2),
+            keys=2.0 * kv,
         )
 
 

@@ -50,7 +50,7 @@ def _exchanges(plan: Plan, work: Workload, pp: int) -> Iterator[ExpertExchange]:
     for each in plan.shared_experts.shared:
         first = next(iter(each.parameters)) if isinstance(each, RoutedExperts) else f"{each.names[0]}.{each.own[0]}"
         if pp in owners[first]:
-            tokens = plan.config.micro * work.context
+            tokens = -(-plan.config.micro * work.context // plan.config.cp)
             yield ExpertExchange(
                 experts=each.experts,
                 chosen=min(work.experts.chosen, each.experts),

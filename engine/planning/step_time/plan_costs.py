@@ -7,8 +7,10 @@ link speeds.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.parallel.context.balance import WorkBalance, causal_balance
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.schedule.simulate import peak_live
+from engine.planning.budgets import sequence_unit
 from engine.planning.cost_model.estimate import (
     CHANNEL_BYTES,
     CONTEXT_BYTES,
@@ -17,6 +19,7 @@ from engine.planning.cost_model.estimate import (
     LayoutEstimate,
     RankMemory,
     StepModel,
+    blocks_held,
     exchange_seconds,
     working_bytes,
 )
@@ -35,7 +38,7 @@ class PlanCosts:
 
     layout: TrainingLayout
     memory: tuple[RankMemory, ...]
-    """Memory of each pipeline rank, equal for its data and tensor ranks."""
+    """Memory of each pipeline rank, equal for its data, context and tensor ranks."""
     time: StepTime
     closed: LayoutEstimate
     """Closed-form estimate of the same layout."""
@@ -44,6 +47,8 @@ class PlanCosts:
     flops_of_token: float
     exchanges: tuple[ExpertTraffic, ...]
     """Rows of shared experts that the first rank of each pipeline rank exchanges; empty if data ranks share none."""
+    balance: WorkBalance | None
+    """Attention work of the context ranks under a causal mask; None if there is one rank."""
     crossing_seconds: float
     """Seconds per step that are lost because tensor groups span nodes; 0 if they do not."""
 
@@ -74,6 +79,7 @@ def planned_layout(plan: Plan) -> TrainingLayout:
     recomputation = config.activation_checkpointing.mode
     return TrainingLayout(
         dp=config.dp,
+        cp=config.cp,
         tp=config.tp,
         pp=config.pp,
         ep=config.parallel.expert,
@@ -85,6 +91,7 @@ def planned_layout(plan: Plan) -> TrainingLayout:
         micro=config.micro,
         microbatches=config.accumulation,
         recomputation=recomputation if recomputation != "offload" else config.activation_checkpointing.others,
+        inputs=config.activation_checkpointing.inputs,
         sequence=config.parallel.sequence_parallel or config.tp == 1,  # with one tensor rank it is the same
     )
 
@@ -107,8 +114,14 @@ def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: Bloc
         tokens=layout.rows * work.context,
         flops_of_token=work.flops_of_token(),
         exchanges=tuple(filter(None, (expert_traffic(plan, work, Coord(pp=pp)) for pp in range(layout.pp)))),
+        balance=_balance(plan, work),
         crossing_seconds=crossing,
     )
+
+
+def _balance(plan: Plan, work: Workload) -> WorkBalance | None:
+    config = plan.config
+    return causal_balance(work.context, config.cp, sequence_unit(config)) if config.cp > 1 else None
 
 
 def host_links(gpu: GpuSpec, node: int) -> HostLinks:
@@ -120,11 +133,11 @@ def host_links(gpu: GpuSpec, node: int) -> HostLinks:
 
 
 def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roofline) -> StepTime:
-    grid, tp, layout = plan.grid(0), plan.config.tp, planned_layout(plan)
+    grid, layout = plan.grid(0), planned_layout(plan)
     block, head = roofline.block(), roofline.head()
     hosts = [str(rank // node) for rank in range(grid.world_size)]
     besides = 1 + gpu.reached.step
-    whole = besides * tp  # of a rank that has the whole model: the rule divides it by the tensor ranks
+    whole = besides * grid.tp * grid.cp  # of a rank alone: the rule divides it by the tensor and context ranks
     computation = Computation(
         forward=whole * (work.blocks * block.forward + head / 3),
         backward=whole * (work.blocks * (block.backward + roofline.recomputed(block)) + head * 2 / 3),
@@ -138,16 +151,16 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample:
     coord = Coord(pp=pp)
     state: Mapping[str, int] = plan.rank(plan.grid(0).rank_at(pp=pp)).state_bytes
     wide = 1 if plan.precision.compute is not None and plan.precision.compute.itemsize == 2 else 2
-    kept, logits, again = working_bytes(work, layout)
+    kept, logits, again = working_bytes(work, layout, EngineTraits())
     kept, again = (wide * kept, wide * again) if sample is None else (sample.kept * layout.micro, wide * again)
     blocks, live = _blocks(plan, work, pp), peak_live(plan.schedule)[pp]
-    activations = kept * blocks * live / len(plan.stages(pp))
+    activations = kept * blocks_held(layout, blocks, live / len(plan.stages(pp)))
     last = 0.0
     if pp == plan.last_rank:
         last = logits if sample is None else max(logits, sample.around * layout.micro)
     exchanged = expert_traffic(plan, work, coord)
     buffers = max(last, again) + _gathered(plan, coord) + (exchanged.round if exchanged is not None else 0.0)
-    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
+    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
         parameters=state["parameters"] + state["frozen parameters"] + state.get("secondary shards", 0),
         gradients=state["gradients"] + state.get("error feedback", 0),

@@ -2,7 +2,7 @@
 
     pipeline   actions of the schedule. Tensor ranks divide the compute time of a stage, except a fixed part (norms,
                launches, Python). Tensor-parallel sums are waited for, except sums of column inputs in the backward,
-               which overlap with weight gradients.
+               which overlap with weight gradients. Context ranks divide all of it, and wait for their messages.
                ZeRO 3 gathers parameters one group ahead: a pass waits for the first group, or for all groups minus
                its compute time, whichever is longer.
                Messages leave a pipeline rank one by one while it computes; a stage waits for its inputs.
@@ -43,7 +43,7 @@ from engine.parallel.pipeline.partition.cost_model import flops_of_calls
 from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
 from engine.parallel.pipeline.schedule.simulate import Span, StepTimeline
 from engine.parallel.pipeline.schedule.validate import complete_rules
-from engine.parallel.tensor.collectives import COLUMN_INPUTS
+from engine.parallel.tensor.collectives import COLUMN_INPUTS, LOSS
 from engine.planning.budgets import (
     pipeline_format,
     reduces_each_microbatch,
@@ -88,7 +88,7 @@ def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
     """
     if len(hosts) != grid.world_size:
         raise GridError(f"{len(hosts)} ranks have a host, and the grid has {grid.world_size}; give one host for each.")
-    axes: tuple[Axis, ...] = ("tp", "dp", *grid.data_axes, "replica", "world")
+    axes = dict.fromkeys(("tp", "dp", "cp", grid.sharding, *grid.data_axes, "replica", "world"))
     lines = list(grid.groups("pp"))
     patterns: tuple[Pattern, ...] = ("all_reduce", "all_gather")
     return AxisLinks(
@@ -143,7 +143,7 @@ _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Compute seconds of one rank without pipeline and tensor parallelism."""
+    """Compute seconds of one rank without pipeline, tensor and context parallelism."""
 
     forward: float
     """Forward seconds of a microbatch."""
@@ -222,10 +222,11 @@ class _Prediction:
     def step(self) -> StepTime:
         schedule, seconds = self._plan.schedule, self._seconds_by_action()
         tensor = _with_waits(seconds, self._tensor_waits(seconds))
-        gathers = _with_waits(tensor, self._gather_waits(seconds))
+        context = _with_waits(tensor, self._context_waits())
+        gathers = _with_waits(context, self._gather_waits(seconds))
         exchanged = _with_waits(gathers, self._exchange_waits())
         played = play_schedule(schedule, exchanged, self._hop)
-        waiting = (seconds, tensor, gathers, exchanged)
+        waiting = (seconds, tensor, context, gathers, exchanged)
         spans = [play_schedule(schedule, each).makespan for each in waiting] + [played.makespan]
         reduced = [self._reduced(pp, played) for pp in range(self._grid.pp)]
         ties = max(self._late(pp, "pp") for pp in range(self._grid.pp))
@@ -233,13 +234,15 @@ class _Prediction:
         computed = max(sum(seconds[op, stage] for op, stage, _ in row) for row in schedule.per_rank)
         communication: dict[Axis, float] = {
             "tp": spans[1] - spans[0] + partial,
-            self._grid.sharding: spans[2] - spans[1] + max(0.0, max(reduced) - spans[4]) + self._gathered(),
-            "ep": spans[3] - spans[2],
+            "cp": spans[2] - spans[1],
+            "ep": spans[4] - spans[3],
             "dp_replicate": max(self._replica_sums(pp) for pp in range(self._grid.pp)),
-            "pp": spans[4] - spans[3] + ties,
+            "pp": spans[5] - spans[4] + ties,
             "replica": self._latency("replica"),
             "world": self._latency("world"),
         }
+        state = spans[3] - spans[2] + max(0.0, max(reduced) - spans[5]) + self._gathered()
+        communication[self._grid.sharding] = communication.get(self._grid.sharding, 0.0) + state
         return StepTime(
             computation=computed + self._update(),
             bubble=max(0.0, spans[0] - computed),
@@ -261,7 +264,7 @@ class _Prediction:
     def _seconds_by_action(self) -> dict[_Key, float]:
         """Returns the computation of every action, without waiting."""
         one, found = self._computation, {}
-        left = one.fixed + (1 - one.fixed) / self._grid.tp
+        left = (one.fixed + (1 - one.fixed) / self._grid.tp) / self._grid.cp
         for stage, share in enumerate(self._shares()):
             forward, backward = one.forward * share * left, one.backward * share * left
             for op, seconds in zip(Op, (forward, backward, backward / 2, backward / 2), strict=True):
@@ -292,11 +295,22 @@ class _Prediction:
     def _tensor_waits(self, computed: Mapping[_Key, float]) -> dict[_Key, float]:
         waits: dict[_Key, float] = {}
         for stage, tally in self._plan.tensor_traffic.items():
-            seconds = [(row.label == COLUMN_INPUTS, self._seconds(row, self._sums(row))) for row in tally.rows()]
+            rows = (row for row in tally.rows() if row.axis == "tp")
+            seconds = [(row.label == COLUMN_INPUTS, self._seconds(row, self._sums(row))) for row in rows]
             backward = sum(one for is_input, one in seconds if is_input)
             backward = max(0.0, backward - computed[Op.BACKWARD_WEIGHT, stage])
             waits[Op.FORWARD, stage] = sum(one for is_input, one in seconds if not is_input)
             waits[Op.BACKWARD, stage] = waits[Op.BACKWARD_INPUT, stage] = backward
+        return waits
+
+    def _context_waits(self) -> dict[_Key, float]:
+        """Returns the waits for keys, values and their gradients, half of them in each pass."""
+        waits: dict[_Key, float] = {}
+        for stage, tally in self._plan.tensor_traffic.items():
+            rows = [row for row in tally.rows() if row.axis == "cp"]
+            whole = sum(self._seconds(row, "all_reduce" if row.label == LOSS else "all_gather") for row in rows)
+            for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+                waits[op, stage] = whole / 2
         return waits
 
     def _gather_waits(self, computed: Mapping[_Key, float]) -> dict[_Key, float]:

@@ -35,6 +35,8 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products: dict[tuple[int, int], float] = {}
         """Rows that are multiplied, by (inner, outer)."""
         self.attention_flops = 0
+        self.keys = 0
+        """Elements of keys and values."""
         self.pass_bytes = 0
         self.product_bytes = 0
         """Bytes of the results of products and attention."""
@@ -81,6 +83,7 @@ class _AttentionByBlocks(TorchFunctionMode):
         query, key, value = [*args, *(kwargs or {}).values()][:3]
         out = query.new_empty((*query.shape[:-1], value.shape[-1])) + 0 * query[..., :1]
         self._counts.attention_flops += 2 * out[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        self._counts.keys += key.numel() + value.numel()
         self._counts.product_bytes += _bytes(out)
         for tensor in (query, key, value, out):
             self._kept.pack(tensor)
@@ -124,6 +127,7 @@ def traced_workload(program: Program, row: Batch) -> Workload:
         block_parameters=inside / blocks,
         outer_parameters=parameters - inside,
         experts=_experts(model, blocks),
+        keys=counts.keys / every,
     )
 
 

@@ -217,7 +217,7 @@ def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["
 
     Arguments over "tp" are equal on all context ranks, as plain tensors are. Without one over "cp" nothing changes.
     """
-    outer = next((x.views for x in global_tensors_in(args, kwargs) if x.views is not context), None)
+    outer = next((x.views for x in global_tensors_in(args, kwargs) if x.views.axis.name == "cp"), None)
     if outer is None:
         return context, args, kwargs
 

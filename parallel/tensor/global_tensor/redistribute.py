@@ -54,8 +54,9 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
     """Gathers ``x`` into a plain tensor on every tensor rank; records ``reason``."""
     context = x.views
     context.note_gather(reason)
-    if type(x.local) is GlobalTensor:  # over "tp", within this rank's positions
-        x = GlobalTensor(full(x.local, reason), tuple(x.full), x.sets, context)
+    if type(x.local) is GlobalTensor:
+        joined = _gather_nested(x, x.local)
+        return full(joined, reason) if type(joined) is GlobalTensor else joined
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     partial = context.plain is PlainGradient.PARTIAL
     if not dims and partial:
@@ -77,6 +78,8 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
 def gather_global(x: GlobalTensor) -> GlobalTensor:
     """Returns ``x`` with all elements on every rank, gathered over "tp" once for all uses; gradients are summed."""
     context, local = x.views, x.local
+    if type(local) is GlobalTensor:
+        return GlobalTensor(_gather_nested(x, local), x.full, (None,) * x.ndim, context)
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[dims[0]] if len(dims) == 1 else None
 
@@ -95,8 +98,24 @@ def gather_global(x: GlobalTensor) -> GlobalTensor:
     return made
 
 
+def _gather_nested(x: GlobalTensor, inner: GlobalTensor) -> Tensor:
+    """Gathers ``x`` over its own axis only; returns a global tensor over the axis of its shard ``inner``.
+
+    A dim that is sharded over both axes is gathered over both: the result is plain.
+    """
+    if any(own is not None and within is not None for own, within in zip(x.sets, inner.sets, strict=True)):
+        whole = GlobalTensor(full(inner, ROW_OUTPUTS), x.full, x.sets, x.views)
+        return gather_global(whole).local
+    sizes = zip(inner.local.shape, x.full, x.sets, strict=True)
+    shape = tuple(own if index is None else whole for own, whole, index in sizes)
+    joined = gather_global(GlobalTensor(inner.local, shape, x.sets, x.views)).local
+    return GlobalTensor(joined, x.full, inner.sets, inner.views)
+
+
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
     """All-reduces ``local`` over the ranks of the axis, in place; nothing else may read ``local`` afterwards."""
+    if type(local) is GlobalTensor:
+        return GlobalTensor(add(context, local.local, label), local.full, local.sets, local.views)
     if context.plain is PlainGradient.PARTIAL:
         return sum_parts(local, context.axis, label)
     return reduce_from(local, context.axis, label)

@@ -159,7 +159,9 @@ class TrafficRecorder(CollectiveRecorder):
         partly: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
         self._plan, self._axis = plan, DryAxis(tp)
-        self._axis.wire, self._axis.nested = wire, bool(others)
+        self._axis.wire = wire
+        for axis in (self._axis, *others):
+            axis.nested = bool(others)
         super().__init__(model, recomputed, self._axis, *others, partly=partly)
         self._reads = OutsideReads(model, plan)
         self._partial: set[int] = set()

@@ -12,7 +12,7 @@ from benchmarks.harness.sent_bytes import RingCounter, ring_bytes
 from benchmarks.peers.expert_rows import DispatchedRows, ExchangedRows
 from benchmarks.peers.models import CHOSEN, EXPERTS, make
 from benchmarks.peers.workload import Workload
-from benchmarks.training import expert
+from benchmarks.training import cell_tables, expert
 from engine.models.decoder import DecoderConfig
 
 RunRanks = Callable[..., list[Any]]
@@ -47,9 +47,9 @@ def test_cells_name_the_row_that_others_stand_beside() -> None:
     seconds = dict(zip((mode.name for mode in table.modes), (0.2, 0.5), strict=True))
     size = Footprint(1_000_000, 7, 2_000_000, 0, 3_000_000, 0, 0)
     rounds = [[Sample(name, 1.0, spent, 0.0, 5.0, None, size) for name, spent in seconds.items()]]
-    found = expert.cells(table, rounds)
+    found = cell_tables.cells(table, rounds)
     plain, trine = seconds
-    assert [found[trine, column] for column in expert.COLUMNS] == [
+    assert [found[trine, column] for column in cell_tables.COLUMNS] == [
         "500.0", f"2.50 x {plain}", "1.00", "7", "2.00", "3.00", "",
     ]  # fmt: skip
     assert found[plain, "beside"] == ""
@@ -63,8 +63,8 @@ def test_losses_of_equal_models_are_compared() -> None:
         pairs = zip(table.modes, losses, strict=True)
         return [[Sample(mode.name, 1.0, 1.0, 0.0, loss, None, size) for mode, loss in pairs]]
 
-    assert expert.equal_losses(table, rounds(5.0, 5.0, 6.0))
-    assert not expert.equal_losses(table, rounds(5.0, 5.1, 6.0))
+    assert cell_tables.equal_losses(table, rounds(5.0, 5.0, 6.0))
+    assert not cell_tables.equal_losses(table, rounds(5.0, 5.1, 6.0))
 
 
 def test_a_dense_model_has_the_parameters_of_one_token() -> None:

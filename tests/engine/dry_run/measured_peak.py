@@ -70,6 +70,7 @@ class Way:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     schedule: str = "1f1b"
     virtual: int = 1
     microbatches: int = 4
@@ -82,11 +83,13 @@ class Way:
     @property
     def world(self) -> int:
         """Its ranks."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     def settings(self) -> dict[str, Any]:
         """Its configuration."""
         parallel: dict[str, Any] = {"data": self.dp, "tensor": self.tp, "pipeline": self.pp}
+        if self.cp > 1:
+            parallel["context"] = self.cp
         if self.pp > 1:
             parallel |= {"schedule": self.schedule, "virtual_stages": self.virtual}
         if self.tp > 1:
@@ -116,9 +119,9 @@ class PeakPair(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def batch_of(rows: int, seed: int) -> dict[str, torch.Tensor]:
+def batch_of(rows: int, seed: int, length: int = LENGTH) -> dict[str, torch.Tensor]:
     """Tokens, which are their own labels."""
-    ids = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -141,13 +144,13 @@ def compare_peaks(family: str, way: Way) -> PeakPair:
     return PeakPair(forecast.peak.bytes, measured, forecast.peak.action)
 
 
-def measured_peak(eng: Engine, way: Way) -> int:
+def measured_peak(eng: Engine, way: Way, length: int = LENGTH) -> int:
     """Most live bytes from the first action to the last reduction of a steady step, without state."""
     runtime = eng._runtime
     buckets = (*runtime.buckets, *runtime.frozen)
     live = LiveStorages(lambda: sum(flat.params.untyped_storage().nbytes() for flat in buckets if flat.sharded))
     runtime.on_host.observer = live.leave_out
-    batches = [batch_of(ROWS * way.microbatches, 10 * step + eng.grid.coord().dp) for step in range(STEPS)]
+    batches = [batch_of(ROWS * way.microbatches, 10 * step + eng.grid.coord().dp, length) for step in range(STEPS)]
     with live, _noting(live) as peaks:
         for batch in batches:
             eng.train_batch(batch)

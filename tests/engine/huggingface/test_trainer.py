@@ -21,6 +21,7 @@ GRIDS: Mapping[str, Grid] = {
     "tp2": (2, {"parallel": {"tensor": 2}}, {}),
     "zero3": (2, {"zero_optimization": {"stage": 3}}, HALF),
     "pp2": (2, {"parallel": {"pipeline": 2}}, {}),
+    "cp2": (2, {"parallel": {"context": 2}}, {}),
 }
 FURTHER: Mapping[str, Grid] = {
     "alone": (1, {}, {}),

@@ -29,7 +29,17 @@ PIPELINES = ["pp2 in parts", "tp2 x pp2", "dp2 x pp2", "dp2 x pp2, zero3"]
 
 
 @pytest.mark.parametrize(
-    "grid", [wide("alone"), wide("tp2"), wide("dp2"), wide("zero3"), wide("dp2 x tp2"), "pp2", *map(wide, PIPELINES)]
+    "grid",
+    [
+        wide("alone"),
+        wide("tp2"),
+        wide("cp2"),
+        wide("dp2"),
+        wide("zero3"),
+        wide("dp2 x tp2"),
+        "pp2",
+        *map(wide, PIPELINES),
+    ],
 )
 def test_a_fit_is_that_of_lightning_alone(grid: str, runs: Runs) -> None:
     """The last step of an epoch has one microbatch of two; gradients are clipped."""

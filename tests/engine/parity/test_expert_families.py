@@ -170,3 +170,32 @@ def tried(kind: ModelType, table: Table) -> bool:
 def form_of(plan: ExpertPlan) -> str:
     """Returns the names of the arguments of the experts of a plan."""
     return "; ".join(sorted({", ".join(each.call.names) for each in plan.routed})) or "list of modules"
+
+
+SEVEN = {
+    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 7, "num_experts_per_tok": 3, "output_router_logits": True},
+}
+
+
+def seven_experts(kind: str, implementation: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=2048, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, use_cache=False, **SEVEN[kind],
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    made: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return made
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("ranks", [3, 5])
+@pytest.mark.parametrize("kind", SEVEN)
+def test_an_odd_number_of_ranks_shares_seven_experts(kind: str, ranks: int, implementation: str) -> None:
+    config = settings(ranks) | {"train_batch_size": 2 * ranks}
+    found = verify(partial(seven_experts, kind, implementation), config, text(2 * ranks), threads=ranks)
+    assert found is not None and found.holds(), str(found)

@@ -34,7 +34,7 @@ def test_a_plan_has_the_bytes_of_shared_experts(tmp_path: Path, capsys: pytest.C
     found = json.loads(planned(tmp_path, capsys, run, "--world", "2", "--json"))
     gives = TOKENS * (1 - 3 / 10)  # the other rank has 2 of 5 experts: C(3, 2) of C(5, 2) pairs are elsewhere
     gets = TOKENS * (1 - 1 / 10)
-    row, result, routing = (WIDTH + 2) * 2 + 2 * 4, WIDTH * 2, 8 * 3
+    row, result, routing = (WIDTH + 2) * 2 + 2 * 4, WIDTH * 2, 8 * 5
     forward, backward = gives * row + gets * result + routing, gives * result + gets * (row - 8)
     assert found["experts"]["expected_bytes"] == pytest.approx(4 * 2 * (forward + backward))
     assert found["experts"]["most_bytes"] == 4 * 2 * (TOKENS * (2 * row + 2 * result - 8) + routing)

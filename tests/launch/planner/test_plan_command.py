@@ -128,8 +128,8 @@ def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: 
 
 
 def test_settings_stand_in_words() -> None:
-    assert setting_text("grid", (8, 1, 2, 1)) == "dp8 x tp1 x pp2"
-    assert setting_text("grid", (8, 1, 2, 4)) == "dp8 x tp1 x pp2 (ep4)"
+    assert setting_text("grid", (8, 1, 1, 2, 1)) == "dp8 x tp1 x pp2"
+    assert setting_text("grid", (8, 1, 1, 2, 4)) == "dp8 x tp1 x pp2 (ep4)"
     assert setting_text("microbatches", (1, 16)) == "16 of 1 row"
     assert setting_text("schedule", ("zb-v", 2)) == "zb-v of 2 stages a rank"
     assert setting_text("zero", (3, "microbatch")) == "3 of every microbatch"
@@ -335,3 +335,27 @@ sys.exit("torch" in sys.modules)
         [sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and len(done.stderr.splitlines()) == 16, done.stderr
+
+
+@pytest.mark.parametrize("counts", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_longest_row_of_a_folder(
+    counts: bool, deeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, given = tmp_path / "best.json", (deeper, "--world", 2, "--memory", 2, "--longest")
+    given = (*given, *(() if counts else ("--estimate",)))
+    found = planned(capsys, *given, "--out", out)
+    best, memory = found["longest"], found["longest"]["memory_bytes"]
+    assert best["counted"] == counts and best["tokens"] % 256 == 0
+    assert memory["total"] == pytest.approx(sum(value for kind, value in memory.items() if kind != "total"))
+    assert memory["total"] <= 0.94 * found["gpu_memory_bytes"]
+    assert [one["context"] for one in found["by_context"]] == [1, 2]
+    assert load_config(json.loads(out.read_text()), 2).cp == best["context"]
+    assert main(["plan", *map(str, given)]) == 0
+    shown = capsys.readouterr().out
+    assert f"longest: {best['tokens']:,} tokens a row, {best['layout']}" in shown
+    assert "note: the model declares 64 positions" in shown
+
+
+def test_a_longest_row_has_its_mistakes_in_a_sentence(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "leave one of them out" in refused(capsys, llama, "--world", 2, "--longest", "--search")
+    assert "no layout on 2 GPUs fits" in refused(capsys, llama, "--world", 2, "--longest", "--memory", 1, "--estimate")

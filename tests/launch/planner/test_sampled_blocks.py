@@ -150,7 +150,7 @@ def test_a_longer_list_that_rows_do_not_call_is_not_sampled() -> None:
         both = of_model(Towers(text.model, 20))
     samples = SampledBlocks(both, config_of, GPU)
     assert samples.of(TrainingLayout()) == SampledBlocks(text, config_of, GPU).of(TrainingLayout())
-    short: Any = samples._short
+    short: Any = samples._short(2)
     assert (len(short.tower), len(short.text.blocks)) == (1, 2)
 
 

@@ -1,5 +1,6 @@
 """Context ranks with tensor ranks and pipeline stages train unchanged models as one process does."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,21 @@ def _check(build: Any, batches: Any, grid: str, loss_fn: Any = None, **more: Any
     ranks = parallel["data"] * parallel["context"] * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     result = verify(build, config_of(parallel, stage, **more), batches, loss_fn, threads=ranks)
     assert result is not None and result.holds(), str(result)
+
+
+def _keys_sent(sizes: dict[str, Any], world: Any) -> int:
+    import engine
+
+    with engine.initialize(llama(), config_of({"data": 1, **sizes}), world=world) as eng:
+        eng.train_batch(batches_of("plain")[0])
+        return sum(row.bytes for row in eng.sent.rows() if row.axis == "cp" and row.label.startswith("key"))
+
+
+@pytest.mark.parametrize("grid", ["cp2 x tp2", "cp2 x tp2, sequence parallel"])
+def test_tensor_ranks_of_a_context_rank_send_keys_of_their_heads(grid: str) -> None:
+    alone, *_ = run_thread_ranks(2, partial(_keys_sent, {"context": 2}))
+    assert alone > 0
+    assert run_thread_ranks(4, partial(_keys_sent, GRIDS[grid][0])) == [alone // 2] * 4
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # of a model without a type of token

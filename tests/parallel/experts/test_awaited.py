@@ -106,6 +106,19 @@ def test_a_shared_expert_is_computed_between_the_start_and_the_wait(again: bool)
         assert logs[0] == [*forward, *forward, *backward]
 
 
+def test_a_schedule_fills_the_waits_for_results_and_for_their_gradients() -> None:
+    def body(comm: Comm) -> list[str]:
+        log, part = list[str](), given(drawn(6, EXPERTS, 2, comm.grid.rank), comm.grid.rank)
+        block, x = within(Beside(log), comm), part.x.requires_grad_()
+        comm.fill_wait = lambda: log.append("piece")
+        y = block(x, part.numbers, part.weights)
+        y.square().sum().backward()
+        return log
+
+    forward = ["piece", "shared", "piece"]  # in the wait of the dispatch, and in that of the results
+    assert on_expert_ranks(2, body) == [[*forward, "shared backward", "piece", "piece"]] * 2
+
+
 class Same(torch.autograd.Function):
     """Function that gives its input on, as hooks of modules do."""
 

@@ -135,3 +135,15 @@ def test_numbers_are_exchanged_without_a_gradient() -> None:
         return [int(each) for each in got]
 
     assert on_expert_ranks(2, body) == [[0, 1], [7, 7]]
+
+
+def test_a_schedule_fills_one_wait_for_all_tensors_that_travel_together() -> None:
+    def body(comm: Comm) -> list[int]:
+        filled: list[int] = []
+        comm.fill_wait = lambda: filled.append(comm.tally.rows()[0].calls)
+        x, w = torch.ones(2, 3, requires_grad=True), torch.ones(2, 1, requires_grad=True)
+        rows, weight = exchange((x, w), (1, 1), (1, 1), comm, DISPATCH, ())
+        (rows.sum() + weight.sum()).backward()  # type: ignore[no-untyped-call]
+        return filled
+
+    assert on_expert_ranks(2, body) == [[2, 4]] * 2, "once forward and once backward, when all messages have started"

@@ -19,6 +19,10 @@ class Mirror:
         self.log.append(str(given.dtype).removeprefix("torch."))
         return self
 
+    def filled(self, pending: "Mirror") -> "Mirror":
+        """Fills no wait."""
+        return pending
+
     def wait(self) -> None:
         """Log that a message is awaited."""
         self.log.append("wait")

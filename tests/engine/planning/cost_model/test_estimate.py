@@ -49,7 +49,7 @@ def test_tensor_sums_are_those_of_the_formula() -> None:
 
 def test_rings_share_the_way_out_of_a_node() -> None:
     rates = {
-        (dp, tp): Links(TrainingLayout(dp=dp, tp=tp), GPU, 4).ring("dp").rate
+        (dp, tp): Links(TrainingLayout(dp=dp, tp=tp), GPU, 4).ring("dp+cp").rate
         for dp, tp in ((4, 1), (8, 1), (8, 2), (8, 4))
     }
     assert rates == {(4, 1): 1e6, (8, 1): 4e5, (8, 2): 2e5, (8, 4): 1e5}

@@ -38,8 +38,8 @@ def test_links_follow_the_order() -> None:
     layout = TrainingLayout(dp=4, tp=2, pp=4)
     near, far = (Links(replace(layout, order=order), load_gpu("h100"), 8) for order in get_args(Order))
     out = near.hop().rate  # a GPU's share of the way out
-    assert near.ring("dp").rate > out and near.ring("tp") == far.ring("tp")
-    assert far.hop() == far.ring("tp") and far.ring("dp").rate == pytest.approx(out)
+    assert near.ring("dp+cp").rate > out and near.ring("tp") == far.ring("tp")
+    assert far.hop() == far.ring("tp") and far.ring("dp+cp").rate == pytest.approx(out)
     wide = Links(replace(layout, pp=8, order="tp-pp-dp"), load_gpu("h100"), 8)
     assert wide.hop().rate == pytest.approx(4 * out), "two of eight ranks share the way out of a node"
 

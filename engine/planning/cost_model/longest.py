@@ -1,0 +1,172 @@
+"""Longest sequence that fits on a number of GPUs, by layout. Pure arithmetic.
+
+A step has one row for each data rank; with pipeline ranks, one microbatch of a row for each of them. The memory of a
+rank grows with the length, so bisection finds the longest.
+
+Bytes of sampled blocks are polynomials of the length: linear with attention in blocks, of degree 2 with written scores.
+Three samples determine them.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from math import lcm, prod
+from typing import NamedTuple
+
+from engine.planning.cost_model.estimate import (
+    CONTEXT_BYTES,
+    SLACK,
+    BlockSample,
+    RankMemory,
+    closed_memory,
+    message_buffers,
+)
+from engine.planning.cost_model.layout import EngineTraits, StageShare, TrainingLayout, microbatches_held, slowest
+from engine.planning.cost_model.search import USABLE, zero_stages
+from engine.planning.cost_model.workload import Recomputation, Workload
+
+MODES: tuple[tuple[Recomputation, bool], ...] = (
+    ("none", False), ("selective", False), ("full", False), ("selective", True), ("full", True)
+)  # fmt: skip
+"""Recomputation modes, and True for inputs of blocks on the host."""
+STEP = 256
+"""Lengths are multiples of this number of tokens."""
+SAMPLED = (256, 512, 1024)
+"""Positions of a context rank in the three samples."""
+LONGEST = 1 << 34
+"""Upper limit of the bisection, in tokens."""
+MOST_SAMPLED = 4
+"""Most kinds of blocks that are sampled."""
+
+LengthSample = Callable[[TrainingLayout, int], BlockSample | None]
+"""Function (layout, tokens of a row) that returns counted bytes of a block; None: the model does not run on shapes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongestRun:
+    """Longest row that a layout fits."""
+
+    layout: TrainingLayout
+    length: int
+    """Tokens of a row; 0 if none fits."""
+    memory: RankMemory
+    """Bytes of the fullest rank at this length."""
+    host_bytes: float
+    """Bytes of block inputs that each rank stores on its host."""
+    counted: bool
+    """True if bytes of blocks are counted on shapes; False: closed forms."""
+
+
+def longest_length(memory_of: Callable[[int], float], limit: float, step: int) -> int:
+    """Returns the largest multiple of ``step`` up to LONGEST whose memory is within ``limit``; 0 if there is none.
+
+    ``memory_of``: bytes at a length; they do not fall with the length.
+    """
+    low, high = 0, 1
+    while high * step <= LONGEST and memory_of(high * step) <= limit:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if memory_of(middle * step) <= limit else (low, middle)
+    return low * step
+
+
+def long_layouts(work: Workload, world: int, node: int) -> Iterator[TrainingLayout]:
+    """Yields the layouts of ``world`` ranks for one long row a data rank: grids x ZeRO stages x recomputation."""
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    for cp, tp, pp in product(sizes, sizes, sizes):
+        if world % (cp * tp * pp) or pp > work.blocks or tp > node or work.heads % tp or node % tp:
+            continue
+        dp = world // (cp * tp * pp)
+        for (stage, reduction), (mode, host) in product(zero_stages(dp * cp), MODES):
+            yield TrainingLayout(
+                dp=dp, cp=cp, tp=tp, pp=pp, stage=stage, reduction=reduction, microbatches=pp, recomputation=mode,
+                inputs="host" if host else "device",
+            )  # fmt: skip
+
+
+def longest_runs(
+    work: Workload, layouts: Iterator[TrainingLayout], memory_bytes: float, sample: LengthSample | None = None
+) -> list[LongestRun]:
+    """Returns the longest row of each layout, the longest first.
+
+    With ``sample``, blocks of the first layout are counted, which corrects all layouts with equal blocks, until the
+    first one is counted.
+    """
+    limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
+    runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)
+    while sample is not None and len(curves) < MOST_SAMPLED and not runs[0].counted and runs[0].length:
+        kind = _blocks_of(runs[0].layout)
+        found = _sampled(sample, runs[0].layout)
+        if found is None:
+            break
+        curves[kind] = found
+        runs = [_longest(work, one.layout, limit, found) if _blocks_of(one.layout) == kind else one for one in runs]
+        runs.sort(key=_order)
+    return sorted(runs, key=lambda one: not one.counted) if curves else runs
+
+
+def _order(one: LongestRun) -> tuple[float, ...]:
+    """Sorts longer rows first; among equal ones, layouts that recompute, shard and move less."""
+    layout = one.layout
+    mode = MODES.index((layout.recomputation, layout.inputs == "host"))
+    return -one.length, mode, layout.stage, layout.pp, layout.tp, layout.cp, layout.keeps_gradient_shards
+
+
+def _blocks_of(layout: TrainingLayout) -> Hashable:
+    """Returns the settings that determine the bytes of a block on one rank."""
+    return layout.tp, layout.cp, layout.sequence, layout.recomputation, layout.inputs
+
+
+def bytes_at(length: int, lengths: Sequence[int], counted: Sequence[float]) -> float:
+    """Returns the bytes at a length, on the polynomial through those ``counted`` at ``lengths`` (Lagrange)."""
+    weights = (prod((length - other) / (own - other) for other in lengths if other != own) for own in lengths)
+    return max(0.0, sum(weight * one for weight, one in zip(weights, counted, strict=True)))
+
+
+class _BlockCurves(NamedTuple):
+    """Bytes of sampled blocks at some lengths."""
+
+    lengths: tuple[int, ...]
+    samples: tuple[BlockSample, ...]
+
+    def at(self, length: int) -> BlockSample:
+        """Returns the interpolated bytes at a length."""
+        return BlockSample(*(bytes_at(length, self.lengths, column) for column in zip(*self.samples, strict=True)))
+
+
+def _sampled(sample: LengthSample, layout: TrainingLayout) -> _BlockCurves | None:
+    lengths = tuple(each * layout.cp * layout.tp for each in SAMPLED)
+    found = [sample(layout, length) for length in lengths]
+    known = tuple(one for one in found if one is not None)
+    return _BlockCurves(lengths, known) if len(known) == len(lengths) else None
+
+
+def _longest(work: Workload, layout: TrainingLayout, limit: float, curves: _BlockCurves | None) -> LongestRun:
+    stage = slowest(work, layout.pp, 1.0, 0.0)
+    memory_of = partial(_memory, work, layout, stage, curves)
+    length = longest_length(lambda length: memory_of(length).total, limit, lcm(STEP, 2 * layout.cp * layout.tp))
+    blocks = stage.blocks * microbatches_held(layout)
+    inputs = work.keeps("full").on(layout.tp, layout.sequence) * layout.micro * length / layout.cp * blocks
+    return LongestRun(
+        layout=layout,
+        length=length,
+        memory=memory_of(length),
+        host_bytes=inputs if layout.inputs == "host" else 0.0,
+        counted=curves is not None,
+    )
+
+
+def _memory(
+    work: Workload, layout: TrainingLayout, stage: StageShare, curves: _BlockCurves | None, length: int
+) -> RankMemory:
+    """Returns the bytes of the fullest rank for rows of ``length`` tokens."""
+    memory = closed_memory(replace(work, context=length), layout, EngineTraits(), stage)
+    if curves is None:
+        return memory
+    sample = curves.at(length)
+    activations = sample.kept * layout.micro * stage.blocks * microbatches_held(layout)
+    buffers = sample.around * layout.micro + message_buffers(work, layout, stage)
+    slack = CONTEXT_BYTES + SLACK * (activations + buffers)
+    return replace(memory, activations=activations, buffers=buffers, slack=slack)

@@ -1,0 +1,89 @@
+"""Faults of sequences that context ranks share: gradients, labels, causal runs, order and entry."""
+
+from tests.faults.fault import Fault
+
+_PROGRAM, _RULES = "engine/program/context_program.py", "parallel/context/rules.py"
+_SIGHT = "parallel/context/sight.py"
+_REDISTRIBUTE = "parallel/tensor/global_tensor/redistribute.py"
+_TRAINED = "tests/parallel/context/test_context_training.py"
+_FAMILIES = f"{_TRAINED}::test_families_train_as_one_process"
+_LLAMA, _NANO = f"{_FAMILIES}[Llama-cp2]", f"{_FAMILIES}[nanoGPT-like-cp2]"
+_PADDED = f"{_TRAINED}::test_masks_and_positions_stay_as_they_are[left-sdpa-cp2]"
+_LOOP = f"{_TRAINED}::test_the_loop_of_a_script_trains_as_train_batch[{{'context': 2}}-of the model]"
+_OUTER = f"{_TRAINED}::test_the_loop_of_a_script_trains_as_train_batch[{{'context': 2}}-of logits]"
+_CALLED = "tests/parallel/context/test_outputs.py::test_a_call_of_the_engine_sends_the_bytes_of_train_batch"
+
+CONTEXT = (
+    Fault(
+        name="loss-seeded-on-every-context-rank",
+        about="Every context rank starts the backward of the same loss, so that gradients are multiplied.",
+        file=_PROGRAM,
+        old="            total = gradient_to_owner(total, self._sequences.axis)",
+        new="            total = total.view_as(total)",
+        tests=(_LLAMA,),
+    ),
+    Fault(
+        name="called-output-seeded-on-every-context-rank",
+        about="The output of a call passes the gradient on all context ranks, so that a script trains on multiples.",
+        file=_PROGRAM,
+        old="        return gradient_to_owner(value, self._sequences.axis).clone() if needs else value",
+        new="        return value.clone() if needs else value",
+        tests=(_LOOP,),
+    ),
+    Fault(
+        name="call-not-sharded-along-positions",
+        about="Every context rank computes all positions in a call of the engine.",
+        file=_PROGRAM,
+        old="self._entered(moved, lambda: Program.call(self, *moved[0], **moved[1]))",
+        new="Program.call(self, *moved[0], **moved[1])",
+        tests=(_CALLED,),
+    ),
+    Fault(
+        name="labels-of-other-positions",
+        about="A context rank compares its zig-zag positions with the labels of a block in rank order.",
+        file=_RULES,
+        old="    own = fit(context, target, rows)\n",
+        new="    own = target.chunk(context.axis.size)[context.axis.index]\n",
+        tests=(_LLAMA,),
+    ),
+    Fault(
+        name="mean-of-context-means",
+        about="The mean loss is that of the ranks' means, though ranks have different numbers of labels.",
+        file=_RULES,
+        old="sum_parts(torch.stack((total, count)), context.axis, LOSS)",
+        new="sum_parts(torch.stack((total / count, count / count)), context.axis, LOSS)",
+        tests=(_PADDED,),
+    ),
+    Fault(
+        name="run-reads-its-first-key-twice",
+        about="A run of queries under the causal mask reads one key too many before its own keys.",
+        file=_SIGHT,
+        old="    yield from block(first, last, start, min(stop, first))",
+        new="    yield from block(first, last, start, min(stop, first + 1))",
+        tests=(_NANO,),
+    ),
+    Fault(
+        name="causal-mask-dropped",
+        about="Queries of a context rank read later keys of their own run.",
+        file=_SIGHT,
+        old="    yield from block(low, high, low, high, causal=True)",
+        new="    yield from block(low, high, low, high)",
+        tests=(_NANO,),
+    ),
+    Fault(
+        name="gathered-in-the-order-of-ranks",
+        about="Gathered tensors stay in the order of ranks, which is not that of positions.",
+        file=_REDISTRIBUTE,
+        old="    if index.blocks:\n        return joined",
+        new="    if index.even:\n        return joined",
+        tests=(_OUTER, f"{_FAMILIES}[T5-cp2]"),
+    ),
+    Fault(
+        name="parameters-not-summed-over-context",
+        about="Gradients of parameters are summed over data ranks alone, so that context ranks drift apart.",
+        file="parallel/grid.py",
+        old='    GridAxis("cp", "context", copies=True, sums=True),',
+        new='    GridAxis("cp", "context", copies=True),',
+        tests=(_LLAMA,),
+    ),
+)
