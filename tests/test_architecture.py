@@ -90,6 +90,7 @@ NAMES_OF_DEVICES = {
     "kernels/gpu/": "kernels that Triton compiles",
     "launch/doctor/": "examines NVIDIA's driver and NCCL by their names",
     "parallel/tensor/global_tensor/global_tensor.py": "answers is_cuda as a tensor does",
+    "parallel/context/recurrence/placed.py": "answers is_cuda as a tensor does",
     "parallel/trace/recorder.py": "answers is_cuda, is_xpu and the like as a tensor does",
     "parallel/tensor/layers/lazy_head.py": "asks for the meta device, which is none that computes",
 }

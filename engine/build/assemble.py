@@ -43,6 +43,7 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
+from engine.parallel.context.recurrence.followed import follow_sequences
 from engine.parallel.context.rowwise import run_rowwise
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
@@ -241,6 +242,8 @@ def _within_gathers(
     model: nn.Module, plan: Plan, comm: Comm, axis: TensorAxis, device: torch.device, patches: ForwardPatches
 ) -> tuple[ExpertCounter | None, RandomStreams]:
     """Wraps forwards in the parts that run while parameters are gathered, from inside to outside."""
+    if plan.config.cp > 1:
+        follow_sequences(model, plan.context, patches)
     ranks = {"tp": axis.index, "cp": comm.grid.coord().cp}
     counter = ExpertCounter(plan.experts, device, ranks) if plan.experts else None
     if (shared := plan.shared_experts) is not None:
@@ -267,8 +270,8 @@ def _recompute(
 def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:
     """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
     program, axis, config = request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"), plan.config
-    method, unit = config.parallel.context_method, sequence_unit(config)
-    return with_context(program, axis, method, staged=comm.grid.pp > 1, unit=unit)
+    method, unit, in_blocks = config.parallel.context_method, sequence_unit(config), plan.context.in_blocks
+    return with_context(program, axis, method, staged=comm.grid.pp > 1, unit=unit, in_blocks=in_blocks)
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

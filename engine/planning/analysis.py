@@ -18,6 +18,7 @@ from engine.optim.param_groups import GivenOptimizer
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks, selective_blocks
 from engine.parallel.activation_checkpointing.tiles import TilePlan, plan_tiles
 from engine.parallel.comm.traffic import Tally
+from engine.parallel.context.recurrence.followed import ContextPlan
 from engine.parallel.context.rowwise import RowwiseModule, running_rowwise
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
@@ -47,15 +48,14 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
-from engine.planning.budgets import sequence_unit, shards_parameters, tensor_format
-from engine.planning.example_trace import trace_example, trace_rowwise
+from engine.planning.budgets import shards_parameters, tensor_format
+from engine.planning.example_trace import SharedSequences, trace_example, trace_rowwise
 from engine.planning.expert_plan import ExpertPlan, around_experts, form_on_tensor_ranks
 from engine.planning.found_styles import FoundStyles, kept_or_found
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import SearchedProgram
 from engine.program.batch import Batch
-from engine.program.context_program import ContextProgram, with_context
 from engine.program.program import Program
 
 
@@ -119,7 +119,8 @@ class Analysis:
 
     trace: ModelTrace | None = None
     partition: Partition | None = None
-    traffic: Mapping[int, Tally] = field(default_factory=dict)
+    traffic: tuple[Mapping[int, Tally], ...] = ()
+    context: ContextPlan = field(default_factory=ContextPlan)
     notes: tuple[str, ...] = ()
     decision: ScheduleDecision | None = None
     tensor: TensorPlan | None = None
@@ -157,23 +158,25 @@ def _analysis(config: Config, request: PlanRequest, stages: int) -> Analysis:
     experts = request.shared_experts
     if tensor is not None and experts is not None:
         tensor, experts = form_on_tensor_ranks(config, request.program.model, request.example, tensor, experts)
-    return replace(_analyze(config, request, stages, tensor), shared_experts=experts)
+    sequences = SharedSequences(config, request.program, request.example)
+    found = _analyze(config, request, stages, tensor, sequences)
+    return replace(found, shared_experts=experts, context=sequences.plan)
 
 
-def _analyze(config: Config, request: PlanRequest, stages: int, tensor: TensorPlan | None) -> Analysis:
+def _analyze(
+    config: Config, request: PlanRequest, stages: int, tensor: TensorPlan | None, sequences: SharedSequences
+) -> Analysis:
     if tensor is not None:
         _check_hooks(request.program.model, tensor)
-    axes = (DryAxis(config.cp, name="cp"),) if config.cp > 1 else ()
-    program = _on_context(config, request, axes[0]) if axes else request.program
-    watch = _watch(config, request, tensor, axes) if tensor or axes else None
+    watch = _watch(config, request, tensor, sequences.axes) if tensor or sequences.axes else None
     try:
-        trace = _trace(config, request, program, stages, tensor, watch)
+        trace = _trace(config, request, sequences, stages, tensor, watch)
         # Only a trace shows which replicated parameters meet sharded and full activations. Their gradient is summed at
         # each sharded use, which changes the traffic over tp, so the model is traced again with them in the plan.
         if tensor and isinstance(watch, TrafficRecorder) and watch.used_both_ways:
             tensor = replace(tensor, equal=watch.used_both_ways)
-            watch = _watch(config, request, tensor, axes)
-            trace = trace_example(program, request.example, stages, watch, split=config.parallel.split)
+            watch = _watch(config, request, tensor, sequences.axes)
+            trace = sequences.trace(stages, watch)
     except _WrongPlanError:
         raise
     except PlanError as problem:
@@ -183,7 +186,7 @@ def _analyze(config: Config, request: PlanRequest, stages: int, tensor: TensorPl
         unknown = f"bytes over {names} are not known before they are sent: {_on_one_stage(problem)}"
         return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
-    notes = (*(program.notes if isinstance(program, ContextProgram) else ()), *_ran_on_zeros(trace))
+    notes = (*sequences.notes, *_ran_on_zeros(trace))
     if tensor is not None and isinstance(watch, TrafficRecorder):
         notes = (*notes, *tensor.notes, *_prove(config, request, tensor))
         _check_partial(request.program.model, tensor, trace, watch)
@@ -193,17 +196,14 @@ def _analyze(config: Config, request: PlanRequest, stages: int, tensor: TensorPl
     found = Analysis(trace=trace, partition=partition, notes=notes, decision=decision, measured=measured)
     if watch is None:
         return found
-    calls = traffic_by_call(watch.sent, trace)
-    if tensor is None or not isinstance(watch, TrafficRecorder):
-        return replace(found, traffic=_by_stage(trace, partition, calls))
-    tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
-    use = find_logit_use(tensor, trace, config.tp)
-    traffic = _by_stage(trace, partition, calls, loss_traffic(use, config.tp))
-    return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
-
-
-def _on_context(config: Config, request: PlanRequest, axis: DryAxis) -> Program:
-    return with_context(request.program, axis, config.parallel.context_method, unit=sequence_unit(config))
+    loss = None
+    if tensor is not None and isinstance(watch, TrafficRecorder):
+        tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
+        use = find_logit_use(tensor, trace, config.tp)
+        loss, notes = loss_traffic(use, config.tp), (*notes, *_notes_on_logits(use))
+    calls = (traffic_by_call(watch.sent, trace, rank) for rank in range(config.cp))
+    traffic = tuple(_by_stage(trace, partition, each, loss) for each in calls)
+    return replace(found, traffic=traffic, notes=notes, tensor=tensor)
 
 
 def _rowwise(config: Config, request: PlanRequest) -> tuple[RowwiseModule, ...]:
@@ -234,13 +234,13 @@ def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanE
 def _trace(
     config: Config,
     request: PlanRequest,
-    program: Program,
+    sequences: SharedSequences,
     stages: int,
     tensor: TensorPlan | None,
     watch: CollectiveRecorder | None,
 ) -> ModelTrace:
     try:
-        return trace_example(program, request.example, stages, watch, split=config.parallel.split)
+        return sequences.trace(stages, watch)
     except PlanError:
         raise
     except Exception as error:

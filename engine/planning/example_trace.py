@@ -6,24 +6,81 @@ with autograd, before its parameters are sharded.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.config import Config
 from engine.errors import PlanError
 from engine.parallel.context.call_forms import CallRecorder
+from engine.parallel.context.recurrence.followed import ContextPlan, follow_sequences, with_refusal
+from engine.parallel.context.recurrence.relay import RECURRENT_STATE
 from engine.parallel.context.rowwise import RowwiseModule, find_rowwise
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import placeholder
 from engine.parallel.pipeline.partition.partition import Split, units_for_split
+from engine.parallel.tensor.global_tensor.global_tensor import LocalOnlyError
 from engine.parallel.tensor.layers.planned_traffic import CollectiveRecorder
+from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
+from engine.planning.budgets import sequence_unit
 from engine.precision.dtypes import Precision
 from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch, map_tensors, named_tensors
+from engine.program.context_program import ContextProgram, with_context
 from engine.program.program import Program
+
+
+class SharedSequences:
+    """Traces of an example as a context rank runs it.
+
+    Code that refuses a sharded sequence gets the full one in the next trace, and a model that passes a state along
+    positions gets neighbouring positions on each rank.
+    """
+
+    def __init__(self, config: Config, program: Program, example: Batch) -> None:
+        self.plan = ContextPlan()
+        self.axes = (DryAxis(config.cp, name="cp"),) if config.cp > 1 else ()
+        self._config, self._own, self._example = config, program, example
+        self._ran = program
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the banner about the last trace."""
+        return self._ran.notes if isinstance(self._ran, ContextProgram) else ()
+
+    def trace(self, stages: int, watch: CollectiveRecorder | None) -> ModelTrace:
+        """Returns the trace of one training microbatch; see :func:`trace_example`."""
+        while True:
+            patches, needs = ForwardPatches(), None
+            try:
+                trace = self._trace(stages, watch, patches)
+                if self.plan.in_blocks or watch is None or not passes_state(watch):
+                    return trace
+                needs = replace(self.plan, in_blocks=True)  # a state then passes each border once
+            except (PlanError, LocalOnlyError) as problem:
+                needs = with_refusal(self._own.model, self.plan, problem) if self.axes else None
+                if needs is None:
+                    raise
+            finally:
+                patches.remove()
+            self.plan = needs
+
+    def _trace(self, stages: int, watch: CollectiveRecorder | None, patches: ForwardPatches) -> ModelTrace:
+        parallel, plan = self._config.parallel, self.plan
+        for axis in self.axes:
+            follow_sequences(self._own.model, plan, patches)
+            method, unit = parallel.context_method, sequence_unit(self._config)
+            self._ran = with_context(self._own, axis, method, unit=unit, in_blocks=plan.in_blocks)
+        return trace_example(self._ran, self._example, stages, watch, split=parallel.split)
+
+
+def passes_state(watch: CollectiveRecorder) -> bool:
+    """Returns True if a recurrence has passed its state to another context rank."""
+    return any(one.what.label == RECURRENT_STATE for one in watch.sent)
 
 
 def trace_example(

@@ -18,6 +18,7 @@ from engine.optim.param_groups import assign_groups
 from engine.parallel.activation_checkpointing.tiles import TilePlan
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
+from engine.parallel.context.recurrence.followed import ContextPlan
 from engine.parallel.context.rowwise import RowwiseModule
 from engine.parallel.experts.router_bias import RouterBias
 from engine.parallel.grid import Coord, Grid, ShardHolder
@@ -95,8 +96,10 @@ class Plan:
     """Trace of the example batch; None if none was needed, or if the model cannot be traced and needs no pipeline."""
     partition: Partition | None = None
     """Partition into stages; None without a pipeline."""
-    tensor_traffic: Mapping[int, Tally] = field(default_factory=dict)
-    """Traffic of a tensor rank over tp for one microbatch, by stage."""
+    layer_traffic: tuple[Mapping[int, Tally], ...] = ()
+    """Traffic of a rank over tp and cp for one microbatch, by context rank and stage; empty if none is known."""
+    context: ContextPlan = field(default_factory=ContextPlan)
+    """Modules of a model over sharded sequences that need full ones."""
     gather_groups: GatherGroups | None = None
     """Modules that gather their parameters together; None if parameters are not sharded."""
     decision: ScheduleDecision | None = None
@@ -269,6 +272,11 @@ class Plan:
         within = SecondaryLayout(node, frozenset(range(len(sizes))) - pinned - apart) if node > 1 else NO_SHARDS
         return GatherPlan(order, self.schedule.passes(coord.pp), pinned, sizes, wire, within)
 
+    @property
+    def tensor_traffic(self) -> Mapping[int, Tally]:
+        """Traffic of a rank with the first positions over tp and cp for one microbatch, by stage."""
+        return self.layer_traffic[0] if self.layer_traffic else {}
+
     def _is_fed(self, stage: int) -> bool:
         """Returns True if an earlier stage has trained parameters, so that this stage computes gradients of its
         inputs."""
@@ -291,8 +299,9 @@ class Plan:
             parts.append(Tally(layers.traffic()))
         counted = sum(stack.experts for stack in self.experts)
         parts.append(control_traffic(self.config, self.grid(0).world_size, counted))
+        by_stage = self.layer_traffic[coord.cp] if self.layer_traffic else {}
         for stage in self.stages(coord.pp):
-            parts.append(self.tensor_traffic.get(stage, Tally()).times(microbatches))
+            parts.append(by_stage.get(stage, Tally()).times(microbatches))
             if self.partition is not None and self.trace is not None:
                 ranks = self.schedule.rank_of_stage
                 form, values = pipeline_format(self.config), self.trace.values
@@ -318,9 +327,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     precision = make_precision(config, model)
     groups = groups or (GroupOptions(),)  # of a model that is frozen altogether
     requested = None if config.parallel.schedule == "auto" and config.pp > 1 else _schedule(config)
-    request = replace(request, shared_experts=find_expert_plan(model, config))
-    analysis = analyze(config, request, requested.stages if requested else config.pp)
-    request = replace(request, shared_experts=analysis.shared_experts or request.shared_experts)
+    analysis, request = _analyzed(config, request, requested.stages if requested else config.pp)
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
@@ -341,7 +348,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         tensor=analysis.tensor,
         trace=analysis.trace,
         partition=analysis.partition,
-        tensor_traffic=analysis.traffic,
+        layer_traffic=analysis.traffic,
+        context=analysis.context,
         gather_groups=gathers,
         decision=analysis.decision,
         replacements=request.replacements,
@@ -355,6 +363,13 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         replay=find_replay_plan(model, config),
     )
     return _settled(plan)
+
+
+def _analyzed(config: Config, request: PlanRequest, stages: int) -> tuple[Analysis, PlanRequest]:
+    """Returns the analysis of the example, and the request with the experts that data ranks share."""
+    request = replace(request, shared_experts=find_expert_plan(request.program.model, config))
+    analysis = analyze(config, request, stages)
+    return analysis, replace(request, shared_experts=analysis.shared_experts or request.shared_experts)
 
 
 def _notes(

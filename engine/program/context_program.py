@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.context.choose import Method
+from engine.parallel.context.recurrence.placed import PlacedTensor
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_owner
@@ -81,6 +82,7 @@ class ContextProgram(Program):
 
     def _entered(self, moved: Any, run: Callable[[], Any]) -> Any:
         """Returns the result of ``run``, a forward that reads the tensors of ``moved`` as sequences."""
+        self._sequences.clear()  # recomputation in the last backward has sent states too
         with SequenceEntry(self._sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
             made = run()
         self._sequences.clear()
@@ -93,7 +95,13 @@ class ContextProgram(Program):
 
 
 def with_context(
-    program: Program, axis: TensorAxis, method: Method | Literal["auto"], *, staged: bool = False, unit: int = 1
+    program: Program,
+    axis: TensorAxis,
+    method: Method | Literal["auto"],
+    *,
+    staged: bool = False,
+    unit: int = 1,
+    in_blocks: bool = False,
 ) -> Program:
     """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank.
 
@@ -101,11 +109,13 @@ def with_context(
         method: the way in which queries meet the keys of other ranks.
         staged: a forward runs one pipeline stage.
         unit: divisor of the number of positions of each rank.
+        in_blocks: each rank has neighbouring positions, for models with recurrences.
     """
     if axis.size == 1:
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
-    return ContextProgram(**own, sequences=ContextOfSequences(axis, method, unit), staged=staged)
+    sequences = ContextOfSequences(axis, method, unit, in_blocks)
+    return ContextProgram(**own, sequences=sequences, staged=staged)
 
 
 def gather_sequences(output: Any) -> Any:
@@ -114,4 +124,6 @@ def gather_sequences(output: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) is PlacedTensor:
+        return value.everywhere("output")
     return full(value, "output") if type(value) is GlobalTensor else value

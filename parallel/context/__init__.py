@@ -15,4 +15,5 @@ The files:
     call_forms   arguments of module calls, and their dim of positions
     rowwise_proof, rowwise    modules that treat positions one by one: found by trial, run on plain tensors
     recipe       masks that are functions of short tensors, made in parts where they are read
+    recurrence   folder of convolutions, shifts and recurrences along positions
 """

@@ -21,9 +21,10 @@ def zigzag(length: int, ranks: int, unit: int = 1) -> Index:
     return Index.of_runs((join_runs(np.concatenate(pair)) for pair in pairs), length)
 
 
-def contiguous(length: int, ranks: int) -> Index:
-    """Returns blocks of ``length`` positions in rank order, which differ by at most one position."""
-    return Index.of_runs((one_run(*ends) for ends in _evenly(length, ranks)), length)
+def contiguous(length: int, ranks: int, unit: int = 1) -> Index:
+    """Returns blocks of ``length`` positions in rank order, multiples of ``unit`` that differ by at most one unit."""
+    ends = _evenly(length // unit, ranks)
+    return Index.of_runs((one_run(unit * start, unit * stop) for start, stop in ends), length)
 
 
 def _evenly(length: int, parts: int) -> list[tuple[int, int]]:

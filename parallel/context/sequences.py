@@ -14,8 +14,17 @@ from torch.overrides import TorchFunctionMode
 
 from engine.errors import EngineError
 from engine.parallel.context.choose import Method
-from engine.parallel.context.cuts import zigzag
+from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.context.methods import AttendingContext, context_attention
+from engine.parallel.context.recurrence.halo import HALO_RULES, POSITIONS
+from engine.parallel.context.recurrence.placed_rules import (
+    PLACED_RULES,
+    SLICE_RULES,
+    WrittenTensors,
+    gathered_or_blank,
+)
+from engine.parallel.context.recurrence.relay import Relay
+from engine.parallel.context.recurrence.scans import LAYER_RULES
 from engine.parallel.context.repeated_heads import noted_expand, noted_repeat, noted_reshape
 from engine.parallel.context.rules import context_cross_entropy
 from engine.parallel.tensor.global_tensor.context import PlainGradient, Rules
@@ -35,6 +44,9 @@ def _entered(context: AttendingContext, func: Function, x: Tensor) -> Tensor:
 CONTEXT_RULES = Rules(
     by_function=MappingProxyType({
         **TENSOR_RULES.by_function,
+        **HALO_RULES,
+        **SLICE_RULES,
+        **LAYER_RULES,
         functional.scaled_dot_product_attention: context_attention,
         functional.cross_entropy: context_cross_entropy,
         layer_input: _entered,
@@ -44,7 +56,7 @@ CONTEXT_RULES = Rules(
         Tensor.repeat_interleave: noted_repeat,
         torch.repeat_interleave: noted_repeat,
     }),
-    fallback=TENSOR_RULES.fallback,
+    fallback=gathered_or_blank,
 )  # fmt: skip
 
 
@@ -53,10 +65,27 @@ class ContextOfSequences(AttendingContext):
 
     plain = PlainGradient.PARTIAL
 
-    def __init__(self, axis: TensorAxis, method: Method | Literal["auto"] = "auto", unit: int = 1) -> None:
+    def __init__(
+        self, axis: TensorAxis, method: Method | Literal["auto"] = "auto", unit: int = 1, in_blocks: bool = False
+    ) -> None:
         super().__init__(axis, CONTEXT_RULES, method)
         self.unit = unit
         """Divisor of the number of positions of each rank: tensor ranks shard them under sequence parallelism."""
+        self.shard = contiguous if in_blocks else zigzag
+        """Function (length, ranks, unit) that returns the positions of each rank."""
+        self.relay, self.placed = Relay(axis), PLACED_RULES
+        self.written = WrittenTensors()
+        self._age = 0
+
+    def next_age(self) -> int:
+        """Returns the number of the next slice that one rank has."""
+        self._age += 1
+        return self._age
+
+    def clear(self) -> None:
+        """Drops what belongs to one forward."""
+        super().clear()
+        self.relay.clear()
 
 
 class SequenceEntry(TorchFunctionMode):
@@ -107,7 +136,7 @@ class SequenceEntry(TorchFunctionMode):
                 f"{given} does not divide among {unit} tensor ranks, as sequence_parallel requires; pad it to a "
                 f"multiple of {unit}, or set parallel.sequence_parallel to false."
             )
-        index = self._context.find(("positions", length), lambda: zigzag(length, ranks, unit))
+        index = self._context.find((POSITIONS, length), lambda: self._context.shard(length, ranks, unit))
         sets = tuple(index if place == dim else None for place in range(tensor.ndim))
         self.found += 1
         local = cut_operand_as(self._context, tensor, sets)

@@ -23,12 +23,12 @@ lists stay unchanged. Patches are applied from inside to outside, so that each c
 and are removed in the opposite order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Protocol
 
 from torch import nn
@@ -189,10 +189,20 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
     """Returns a copy of ``function`` in which the global ``name`` has another value; the original is unchanged."""
-    scope = {**function.__globals__, name: value}
+    return with_globals(function, {name: value})
+
+
+def with_globals(
+    function: FunctionType, values: Mapping[str, Any], cells: Mapping[int, Any] = MappingProxyType({})
+) -> FunctionType:
+    """Returns a copy of ``function`` with other globals, and other contents of its closure by place."""
+    scope = {**function.__globals__, **values}
     scope.pop("__name__", None)  # torch.compile would look globals up in the original module by this name
     code = function.__code__.replace()  # a copy, because torch.compile caches results with the code object
-    made = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
+    closure = function.__closure__
+    if closure is not None and cells:
+        closure = tuple(CellType(cells[place]) if place in cells else cell for place, cell in enumerate(closure))
+    made = FunctionType(code, scope, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__module__ = function.__module__
     made.__dict__.update(function.__dict__)

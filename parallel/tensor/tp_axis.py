@@ -29,9 +29,19 @@ class Expected(NamedTuple):
     backward: bool
 
 
+class ExpectedRows(NamedTuple):
+    """Exchange of rows in a dry run, in which ranks send different numbers of bytes."""
+
+    op: Op
+    label: str
+    sent: tuple[int, ...]
+    """Bytes that each rank sends."""
+    backward: bool
+
+
 Node = Any
 """Autograd node whose backward runs a collective."""
-Listener = Callable[[Expected, Node | None], None]
+Listener = Callable[[Any, Node | None], None]
 """Function (collective, autograd node) that a dry run calls; node None: the forward makes the collective."""
 
 
@@ -191,6 +201,26 @@ class TensorAxis:
             self.expect("exchange", label, given)
             return received.zero_(), Pending()
         return received, self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label))
+
+    def exchange(self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str) -> Tensor:
+        """Sends ``gives[r]`` rows of ``given`` [sum of gives, ..] to rank r; returns ``gets[r]`` rows from rank r.
+
+        All ranks call it, also those without rows. A dry axis returns zeros; see :meth:`expect_rows`.
+        """
+        received = given.new_zeros((sum(gets), *given.shape[1:]))
+        if not self.dry and self.size > 1:
+            self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label)).wait()
+        return received
+
+    def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:
+        """Reports an exchange of rows of ``whole``, in which rank r sends ``sent[r]`` bytes, to the listener of a dry
+        axis.
+
+        ``made``: see :meth:`expect`. An exchange without rows is not made.
+        """
+        if self.dry and self.listener is not None and any(sent) and not isinstance(whole, FakeTensor):
+            node = None if made is None else made.grad_fn
+            self.listener(ExpectedRows("exchange", label, sent, made is not None), node)
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
         """Issues a collective that the kernel launched by ``call`` performs, counted by the size of ``full``."""

@@ -13,6 +13,7 @@ from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.context import CONTEXT
 from tests.faults.context_attention import CONTEXT_ATTENTION
 from tests.faults.context_plan import CONTEXT_PLAN
+from tests.faults.context_recurrence import CONTEXT_RECURRENCE
 from tests.faults.context_rows import CONTEXT_ROWS
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.cut_experts import CUT_EXPERTS
@@ -75,7 +76,7 @@ AREAS = {
         *AWAITED_EXPERTS,
         *GROUPED_EXPERTS,
     ),
-    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN),
+    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

@@ -107,6 +107,10 @@ class GlobalTensorContext:
             raise NoRuleError(*found.args)
         return found  # type: ignore[no-any-return]
 
+    def found(self, key: Hashable) -> Any:
+        """Returns the value that :meth:`find` has cached by ``key``; None if there is none."""
+        return self._found.get(key)
+
     def note_gather(self, name: str) -> None:
         """Counts a gather by the function ``name``."""
         self.gathers[name] = self.gathers.get(name, 0) + 1

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 
+class LocalOnlyError(EngineError):
+    """Refusal of code that needs the memory of a full tensor, where a rank has a shard."""
+
+
 class GlobalTensor(WrapperTensor):
     """Tensor with the full shape that stores this rank's shard, comparable to DTensor.
 
@@ -275,11 +279,11 @@ def refuse_below(context: "GlobalTensorContext") -> None:
             "torch.utils.checkpoint, or set activation_checkpointing.mode in its place."
         )
     if context.axis.name == "cp":
-        raise EngineError(
+        raise LocalOnlyError(
             f"{caller} got a tensor with this rank's positions of a sequence, but accepts plain tensors only; compute "
             "it with functions of torch, or set parallel.context to 1."
         )
-    raise EngineError(
+    raise LocalOnlyError(
         f"{caller} got a tensor that is sharded over tensor ranks, but accepts plain tensors only; set the style "
         '"replicate" for the module that calls it in parallel.tensor_plan.'
     )

@@ -34,7 +34,7 @@ from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 from engine.parallel.tensor.plan.ranges import cut_unevenly
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.parallel.tensor.tp_axis import DryAxis, Expected, Node, TensorAxis
+from engine.parallel.tensor.tp_axis import DryAxis, Expected, ExpectedRows, Node, TensorAxis
 from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, ModelTrace, Sample
 
 
@@ -44,7 +44,7 @@ class Sent:
 
     module: str
     """Innermost running module; outside all modules, the last one that ran."""
-    what: Expected
+    what: Expected | ExpectedRows
     axis: TensorAxis
     repeated: bool = False
     """True if recomputation of a block repeats the collective."""
@@ -115,7 +115,7 @@ class CollectiveRecorder:
         kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
         self._sent, self._nodes = kept, [None] * len(kept)
 
-    def _note(self, axis: TensorAxis, what: Expected, node: Node | None) -> None:
+    def _note(self, axis: TensorAxis, what: Expected | ExpectedRows, node: Node | None) -> None:
         if what.label == LOGITS:  # the dry run's own gather; find_logit_use counts the collectives of the logits
             return
         if not what.backward:
@@ -217,8 +217,11 @@ def _nodes_before(last: Node | None) -> set[Node]:
     return found
 
 
-def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace) -> dict[int, Tally]:
-    """Returns one rank's traffic of one microbatch, forward and backward, by index of the traced call."""
+def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, rank: int = 0) -> dict[int, Tally]:
+    """Returns one rank's traffic of one microbatch, forward and backward, by index of the traced call.
+
+    ``rank``: index of the rank on axes over which ranks send different numbers of rows.
+    """
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
         calls.setdefault(call.unit, []).append(index)
@@ -231,7 +234,7 @@ def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace) -> dict[int, T
         for number, item in enumerate(items):
             tally = tallies.setdefault(places[number * len(places) // len(items)], Tally())
             for _ in range(1 + item.repeated):
-                tally.add(_traffic(item.axis, item.what))
+                tally.add(_traffic(item.axis, item.what, rank))
     return tallies
 
 
@@ -251,8 +254,9 @@ def loss_traffic(use: LogitUse, tp: int) -> Tally:
     return Tally([_traffic(DryAxis(tp), sent) for sent in use.sent])
 
 
-def _traffic(axis: TensorAxis, sent: Expected) -> Traffic:
-    return Traffic(axis.name, sent.label, 1, sent_bytes(sent.op, sent.bytes, axis.size))
+def _traffic(axis: TensorAxis, sent: Expected | ExpectedRows, rank: int = 0) -> Traffic:
+    size = sent.sent[rank] if isinstance(sent, ExpectedRows) else sent_bytes(sent.op, sent.bytes, axis.size)
+    return Traffic(axis.name, sent.label, 1, size)
 
 
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:

@@ -21,8 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.errors import EngineError
-from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, follow_grad, like
+from engine.parallel.tensor.global_tensor.global_tensor import (
+    Function,
+    GlobalTensor,
+    LocalOnlyError,
+    follow_grad,
+    like,
+)
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets, held_once
 from engine.parallel.tensor.global_tensor.operands import broadcast_operands, fit, part
 from engine.parallel.tensor.global_tensor.redistribute import full
@@ -144,7 +149,7 @@ def check_memory(target: GlobalTensor, name: str) -> None:
         EngineError: the shard of ``target`` is a copy.
     """
     if target.copied:
-        raise EngineError(
+        raise LocalOnlyError(
             f"{name} writes in place into a slice of a tensor that is sharded over tensor ranks, but this rank has a "
             f"copy of that slice; write x = {name.strip('_')}(x, ...), which makes a new tensor."
         )

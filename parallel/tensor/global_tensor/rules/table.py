@@ -6,8 +6,12 @@ into a global tensor, expose the memory, or hook the gradient are refused instea
 
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError
-from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, global_tensors_in
+from engine.parallel.tensor.global_tensor.global_tensor import (
+    Function,
+    GlobalTensor,
+    LocalOnlyError,
+    global_tensors_in,
+)
 from engine.parallel.tensor.global_tensor.redistribute import full
 from engine.parallel.trace.torch_function import function_name, writes_in_place
 
@@ -49,11 +53,11 @@ def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwarg
     """Gathers the global tensors among the arguments and runs ``func`` on plain tensors.
 
     Raises:
-        EngineError: ``func`` writes into a global tensor, or reads its memory.
+        LocalOnlyError: ``func`` writes into a global tensor, or reads its memory.
     """
     name = function_name(func)
     if name in _MEMORY or any(True for _ in global_tensors_in(_written(name, args, kwargs), {})):
-        raise EngineError(
+        raise LocalOnlyError(
             f"{name} was called on a tensor {list(next(global_tensors_in(args, kwargs)).full)} "
             "that is sharded over tensor ranks, but it needs the memory of the full tensor; "
             "use a function that returns a new tensor, or set "

@@ -1,0 +1,91 @@
+"""Modules of a model over sharded sequences: those whose scans are relayed, and those that need full sequences."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from engine.parallel.context.recurrence.placed import PlacedTensor
+from engine.parallel.context.recurrence.scans import relay_scans
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, LocalOnlyError
+from engine.parallel.tensor.global_tensor.redistribute import full
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Module that runs on full sequences, because its code refuses sharded ones."""
+
+    module: str
+    place: str
+    """File and line that refuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPlan:
+    """Decisions about a model over sharded sequences, equal on all ranks."""
+
+    gathered: tuple[Gathered, ...] = ()
+    """Modules that run on full sequences."""
+    in_blocks: bool = False
+    """True if each rank has neighbouring positions, because the model passes a state along them."""
+
+
+def follow_sequences(model: nn.Module, plan: ContextPlan, patches: ForwardPatches) -> None:
+    """Puts onto ``model`` that scans pass their state between ranks, and that modules of ``plan`` get full inputs."""
+    relay_scans(model, patches)
+    for one in plan.gathered:
+        module = model.get_submodule(one.module)
+        forward = _on_full(module.forward, f"{type(module).__name__} at {one.place}")
+        patches.wrap_forward(module, PatchLayer.TENSOR, forward, "gets full sequences")
+
+
+def _on_full(forward: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    def plain(value: Any) -> Any:
+        if type(value) is PlacedTensor:
+            return value.everywhere(reason)
+        return full(value, reason) if type(value) is GlobalTensor else value
+
+    def on_full(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(plain, (args, kwargs), is_leaf=lambda one: isinstance(one, GlobalTensor))
+        return forward(*args, **kwargs)
+
+    return on_full
+
+
+def with_refusal(model: nn.Module, plan: ContextPlan, problem: BaseException) -> ContextPlan | None:
+    """Returns ``plan`` with the module that refused a sharded sequence; None if no module did, or it is in the plan."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    done = {one.module for one in plan.gathered}
+    for error in _causes(problem):
+        if isinstance(error, LocalOnlyError):
+            found = [(names[id(own)], line) for own, line in _callers(error) if id(own) in names]
+            if found and found[-1][0] not in done:
+                module, line = found[-1]
+                return replace(plan, gathered=(*plan.gathered, Gathered(module, line)))
+    return None
+
+
+def _causes(problem: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [problem]
+    while waiting:
+        error = waiting.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            yield error
+            waiting += [error.__cause__, error.__context__]
+
+
+def _callers(error: BaseException) -> Iterator[tuple[Any, str]]:
+    """Yields the module of each method on the way to the error, with its line, from outside to inside."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        own = frame.f_locals.get("self")
+        if isinstance(own, nn.Module) and not frame.f_globals.get("__name__", "").startswith(("torch.", "engine.")):
+            yield own, f"{Path(frame.f_code.co_filename).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
