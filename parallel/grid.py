@@ -85,6 +85,11 @@ AXES: tuple[GridAxis, ...] = (
 )
 
 
+def shown_axes(sizes: Mapping[str, int]) -> tuple[GridAxis, ...]:
+    """Returns the axes that texts for users name: pipeline, data, tensor, and others of several ranks."""
+    return tuple(axis for axis in AXES if axis.name in ("pp", "dp", "tp") or sizes.get(axis.name, 1) > 1)
+
+
 class Coord(Mapping[str, int]):
     """Position of a rank in the grid: an index for each axis, 0 by default."""
 
@@ -371,11 +376,7 @@ class Grid:
     @property
     def shape(self) -> str:
         """Sizes of the axes as text, such as ``2 pipeline x 4 data x 1 tensor``."""
-        shape = " x ".join(
-            f"{self.sizes[axis.name]} {axis.noun}"
-            for axis in AXES
-            if axis.name in ("pp", "dp", "tp") or self.sizes[axis.name] > 1
-        )
+        shape = " x ".join(f"{self.sizes[axis.name]} {axis.noun}" for axis in shown_axes(self.sizes))
         return f"{shape}, {self.experts} expert" if self.experts > 1 else shape
 
     def __eq__(self, other: object) -> bool:

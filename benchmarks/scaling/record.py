@@ -203,9 +203,13 @@ def write_record(record: ScalingRecord, path: Path) -> None:
     beside.replace(path)
 
 
+def _computation(given: Mapping[str, Any]) -> Computation:
+    return Computation(**{name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
+
+
 def _machine(given: Mapping[str, Any]) -> Machine:
     links = HostLinks(**{name: LinkSpeed(**speed) for name, speed in given["links"].items()})
-    return Machine(**{**given, "computation": Computation(**given["computation"]), "links": links})
+    return Machine(**{**given, "computation": _computation(given["computation"]), "links": links})
 
 
 def _row(given: Mapping[str, Any]) -> ScalingRow:

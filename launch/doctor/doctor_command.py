@@ -24,7 +24,7 @@ from engine.launch.doctor.examined import AxisFigure, Examined, HostFacts, Hosts
 from engine.launch.doctor.findings import HostFinding, find_all, in_megabytes
 from engine.parallel.comm.launcher import Place, find_place, read_count
 from engine.parallel.comm.traffic import megabytes
-from engine.parallel.grid import AXES, Grid
+from engine.parallel.grid import Grid, shown_axes
 from engine.reporting.console import aligned, unless_within
 from engine.reporting.failure_message import torchrun_error
 
@@ -261,15 +261,16 @@ def _gpus(host: HostFacts) -> str:
 
 
 def _rank_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:
-    yield ("rank", "host", "pid", "device", *(axis.noun for axis in AXES))
+    yield ("rank", "host", "pid", "device", *(axis.noun for axis in shown_axes(seen.grid or {})))
     for one in seen.facts:
         yield (str(one.rank), hosts.of_rank[one.rank], str(one.pid), one.device or "-", *_coordinates(one, seen))
 
 
 def _coordinates(one: RankFacts, seen: Examined) -> tuple[str, ...]:
     if seen.grid is None:
-        return ("-",) * len(AXES)
-    return tuple(map(str, Grid(order=seen.order, **seen.grid).coord(one.rank).values()))
+        return ("-",) * len(shown_axes({}))
+    coord = Grid(order=seen.order, **seen.grid).coord(one.rank)
+    return tuple(str(coord[axis.name]) for axis in shown_axes(seen.grid))
 
 
 def _axis_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -211,7 +212,7 @@ def test_a_row_that_tensor_ranks_share_counts_on_the_first_of_them() -> None:
             counter = ExpertCounter([ExpertStack("stack", 3)], torch.device("cpu"), {"tp": rank})
             model = Router(None)
             counter.install(model, ForwardPatches())
-            cut = GlobalTensor(chosen[rows], (4, 2), (index, None), Mock())
+            cut = GlobalTensor(chosen[rows], (4, 2), (index, None), Mock(axis=SimpleNamespace(name="tp")))
             with counter.counting(found):
                 model.stack(torch.ones(4, 4), cut)
         assert found.tolist() == [2, 2, 4]

@@ -46,7 +46,7 @@ FULL: Tree = json.loads("""{
   "ema": {"decay": 0.99}, "gradient_clipping": 1.0, "gradient_allreduce_op": "mean",
   "managed_gradient_accumulation": true,
   "activation_checkpointing": {"mode": "offload", "save": ["matmul", "aten.bmm"], "every": 2, "others": "selective",
-    "inputs": "host"},
+    "inputs": "host", "tile_tokens": null},
   "kernels": "auto", "compile": false, "seed": 1234, "initial_weights": "rank0",
   "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "on_failure": "stop", "init_from": "weights",
     "memory_every": 5, "frozen": false},
