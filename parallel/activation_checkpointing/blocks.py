@@ -237,18 +237,23 @@ def _on_shards(
         made = [make(value) for make, value in zip(makers, (*given, *named.values()), strict=True)]
         return run(*made[: len(given)], **dict(zip(named, made[len(given) :], strict=True)))
 
-    shards = [value.local if type(value) is GlobalTensor else value for value in values]
+    shards = [_shard(value) for value in values]
     return whole, tuple(shards[: len(args)]), dict(zip(kwargs, shards[len(args) :], strict=True))
+
+
+def _shard(value: Any) -> Any:
+    """Returns the shard of a global tensor, over all axes on which it is nested; other values unchanged."""
+    return _shard(value.local) if type(value) is GlobalTensor else value
 
 
 def _maker(value: Any) -> Callable[[Any], Any]:
     """Returns a function of a shard that makes a global tensor like ``value``, which it does not keep alive."""
     if type(value) is not GlobalTensor:
         return lambda given: given
-    full, sets, views, folded = value.full, value.sets, value.views, value.folded
+    full, sets, views, folded, inner = value.full, value.sets, value.views, value.folded, _maker(value.local)
 
     def make(shard: Tensor) -> GlobalTensor:
-        made = GlobalTensor(shard, full, sets, views)
+        made = GlobalTensor(inner(shard), full, sets, views)
         made.folded = folded
         return made
 
