@@ -92,7 +92,7 @@ def longest_runs(
     """Returns the longest row of each layout, the longest first.
 
     With ``sample``, blocks of the first layout are counted, which corrects all layouts with equal blocks, until the
-    first one is counted.
+    first one is counted; a layout that does not run on shapes keeps its closed form, and its place.
     """
     limit, curves = USABLE * memory_bytes, dict[Hashable, "_BlockCurves"]()
     runs = sorted((_longest(work, layout, limit, None) for layout in layouts), key=_order)
@@ -100,7 +100,7 @@ def longest_runs(
         kind = _blocks_of(runs[0].layout)
         found = _sampled(sample, runs[0].layout)
         if found is None:
-            break
+            return runs
         curves[kind] = found
         runs = [_longest(work, one.layout, limit, found) if _blocks_of(one.layout) == kind else one for one in runs]
         runs.sort(key=_order)
