@@ -204,7 +204,8 @@ def write_record(record: ScalingRecord, path: Path) -> None:
 
 
 def _computation(given: Mapping[str, Any]) -> Computation:
-    return Computation(**{name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
+    fields: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in given.items()}
+    return Computation(**fields)
 
 
 def _machine(given: Mapping[str, Any]) -> Machine:
