@@ -292,6 +292,11 @@ class Grid:
         self._check(rank)
         return Coord(**{axis: self.index(axis, rank) for axis in self.sizes})
 
+    def place(self, rank: int | None = None) -> dict[str, int]:
+        """Returns the index of ``rank``, by default of this rank, along each of the axes that texts for users name."""
+        coord = self.coord(rank)
+        return {axis.name: coord[axis.name] for axis in shown_axes(self.sizes)}
+
     def holder(self, coord: Coord | None = None) -> ShardHolder:
         """Returns the coordinates that determine which parameters a rank stores; ``coord`` defaults to this rank's."""
         coord = coord or self._coord

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.context.choose import Method
-from engine.parallel.context.recurrence.placed import PlacedTensor
+from engine.parallel.context.recurrence.placed_rules import gathered_value
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
-from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
-from engine.parallel.tensor.global_tensor.redistribute import full, gradient_to_owner
+from engine.parallel.tensor.global_tensor.redistribute import gradient_to_owner
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.torch_function import map_leaves
 from engine.program.batch import Batch, tensors_by_path
@@ -124,6 +123,4 @@ def gather_sequences(output: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if type(value) is PlacedTensor:
-        return value.everywhere("output")
-    return full(value, "output") if type(value) is GlobalTensor else value
+    return gathered_value(value, "output")

@@ -27,7 +27,7 @@ from engine.kernels.device import device_name, is_host
 from engine.parallel.comm.flight.flight import Event, FlightFile
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.traffic import Tally
-from engine.parallel.grid import Axis, shown_axes
+from engine.parallel.grid import Axis
 from engine.planning.plan import Plan
 from engine.reporting.banner import banner_text
 from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_facts, trace_file
@@ -97,7 +97,7 @@ class RunRecord:
             "format": FORMAT,
             "rank": self._grid.rank,
             "ranks": self._grid.world_size,
-            "place": {axis.name: self._planned.coord[axis.name] for axis in shown_axes(self._grid.sizes)},
+            "place": self._grid.place(),
             "host": socket.gethostname(),
             "memory": "resident" if is_host(self._device) else "allocated",
             "state": dict(self._planned.state_bytes),
@@ -269,7 +269,7 @@ class StepProfile:
             "format": FORMAT,
             "rank": grid.rank,
             "ranks": grid.world_size,
-            "place": {axis.name: grid.coord()[axis.name] for axis in shown_axes(grid.sizes)},
+            "place": grid.place(),
             "host": socket.gethostname(),
             "zero": self._zero,
             "steps": self._steps,

@@ -269,8 +269,7 @@ def _rank_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:
 def _coordinates(one: RankFacts, seen: Examined) -> tuple[str, ...]:
     if seen.grid is None:
         return ("-",) * len(shown_axes({}))
-    coord = Grid(order=seen.order, **seen.grid).coord(one.rank)
-    return tuple(str(coord[axis.name]) for axis in shown_axes(seen.grid))
+    return tuple(map(str, Grid(order=seen.order, **seen.grid).place(one.rank).values()))
 
 
 def _axis_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:

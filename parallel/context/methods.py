@@ -32,11 +32,10 @@ from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalT
 from engine.parallel.tensor.global_tensor.index_runs import one_run, run_length, runs_from
 from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError, Sets, replaced
 from engine.parallel.tensor.global_tensor.operands import layout_of
-from engine.parallel.tensor.global_tensor.rules.attention import attention_rule
+from engine.parallel.tensor.global_tensor.rules.attention import attention_arguments, attention_rule
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 HEADS = "heads"
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MEMORY_SHARE = 16
 """Keys of one attention may have the device's memory, divided by this number."""
 
@@ -122,8 +121,7 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
     Raises:
         NoRuleError: the head size is sharded, or keys and values are sharded differently.
     """
-    options = dict(zip(_NAMES, args, strict=False)) | options
-    query, key, value, mask = (options.pop(name, None) for name in _NAMES[:4])
+    query, key, value, mask, options = attention_arguments(args, options)
     own, theirs = layout_of(query).sets, layout_of(key).sets
     if own[-2] is None and theirs[-2] is None:
         return attention_rule(context, func, query, key, value, mask, **options)

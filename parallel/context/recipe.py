@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.parallel.context.sequences import SequenceEntry
 from engine.parallel.model.operand_casts import QuietMode
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.rules.attention import attention_arguments
 from engine.parallel.trace.torch_function import METADATA
 
 _LARGE = 1 << 24
@@ -50,7 +51,6 @@ _BY_ELEMENT = _functions(
     "__or__ __ror__ __invert__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __abs__ contiguous clone "
     "detach"
 )
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SELECTS = (Tensor.index_select, torch.index_select)
 _ASKED = METADATA | _functions("size dim numel")
 _INDEXED = Tensor.__getitem__
@@ -248,8 +248,7 @@ def _indexed(given: TensorRecipe, index: tuple[Any, ...]) -> TensorRecipe | None
 
 def _attention(func: Function, *args: Any, **options: Any) -> Tensor:
     """Runs attention [.., S, D] with a recipe as mask, some rows of queries at a time, over the keys that they see."""
-    options = dict(zip(_NAMES, args, strict=False)) | options
-    query, key, value, recipe = (options.pop(name) for name in _NAMES[:4])
+    query, key, value, recipe, options = attention_arguments(args, options)
     if type(recipe) is not TensorRecipe:
         return func(*_made((query, key, value, recipe)), **options)  # type: ignore[no-any-return]
 

@@ -35,12 +35,6 @@ from engine.parallel.tensor.layers.position_layer import layer_input
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.torch_function import METADATA
 
-
-def _entered(context: AttendingContext, func: Function, x: Tensor) -> Tensor:
-    """Returns ``x``, the input of a layer, which is sharded already."""
-    return x
-
-
 CONTEXT_RULES = Rules(
     by_function=MappingProxyType({
         **TENSOR_RULES.by_function,
@@ -49,7 +43,6 @@ CONTEXT_RULES = Rules(
         **LAYER_RULES,
         functional.scaled_dot_product_attention: context_attention,
         functional.cross_entropy: context_cross_entropy,
-        layer_input: _entered,
         Tensor.expand: noted_expand,
         Tensor.reshape: noted_reshape,
         torch.reshape: noted_reshape,

@@ -191,25 +191,26 @@ class TensorAxis:
     def start_exchange(
         self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str
     ) -> tuple[Tensor, Pending]:
-        """Sends ``gives[r]`` elements of ``given`` [sum of gives] to rank r, in order; all ranks know all sizes.
+        """Sends ``gives[r]`` rows of ``given`` [sum of gives, ..] to rank r, in order; all ranks know all sizes.
 
         Returns:
-            Elements from each rank [sum of gets], in rank order, ready after ``wait``. Nothing is sent to this rank.
+            Rows from each rank [sum of gets, ..], in rank order, ready after ``wait``. A dry axis returns zeros.
         """
-        received = given.new_empty(sum(gets))
+        received = given.new_empty((sum(gets), *given.shape[1:]))
         if self.dry or self.size == 1:
             self.expect("exchange", label, given)
             return received.zero_(), Pending()
         return received, self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label))
 
     def exchange(self, given: Tensor, gives: Sequence[int], gets: Sequence[int], label: str) -> Tensor:
-        """Sends ``gives[r]`` rows of ``given`` [sum of gives, ..] to rank r; returns ``gets[r]`` rows from rank r.
+        """Makes the exchange of :meth:`start_exchange`; a dry axis hears of it by :meth:`expect_rows` alone.
 
-        All ranks call it, also those without rows. A dry axis returns zeros; see :meth:`expect_rows`.
+        All ranks call it, also those without rows.
         """
-        received = given.new_zeros((sum(gets), *given.shape[1:]))
-        if not self.dry and self.size > 1:
-            self._start(given, received, lambda: self._exchanged(received, given, gives, gets, label)).wait()
+        if self.dry or self.size == 1:
+            return given.new_zeros((sum(gets), *given.shape[1:]))
+        received, pending = self.start_exchange(given, gives, gets, label)
+        pending.wait()
         return received
 
     def expect_rows(self, label: str, sent: tuple[int, ...], whole: Tensor, made: Tensor | None = None) -> None:

@@ -153,7 +153,11 @@ def gathered_or_blank(context: "GlobalTensorContext", func: Function, *args: Any
         if make is None or target.local._version != version or _has_views(target):
             return gathered(context, func, *args, **kwargs)
         target.local, target.sets = make(), (None,) * target.ndim
-    func(target.local, *(_plain(one, name) for one in args[1:]), **{key: _plain(kwargs[key], name) for key in kwargs})
+    func(
+        target.local,
+        *(gathered_value(one, name) for one in args[1:]),
+        **{key: gathered_value(kwargs[key], name) for key in kwargs},
+    )
     follow_grad(target)
     return target
 
@@ -164,12 +168,13 @@ def _has_views(x: GlobalTensor) -> bool:
     return not x.views.axis.dry and count > _USES_ALONE
 
 
-def _plain(value: Any, name: str) -> Any:
+def gathered_value(value: Any, name: str) -> Any:
+    """Returns ``value`` as a plain tensor if context ranks share it, for ``name``; also within tuples."""
     if type(value) is PlacedTensor:
         return value.everywhere(name)
     if type(value) is GlobalTensor:
         return full(value, name)
-    return tuple(_plain(one, name) for one in value) if isinstance(value, tuple) else value
+    return tuple(gathered_value(one, name) for one in value) if isinstance(value, tuple) else value
 
 
 def set_position(context: "GlobalTensorContext", func: Function, target: Any, index: Any, value: Any) -> Any:

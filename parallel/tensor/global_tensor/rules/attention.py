@@ -4,6 +4,7 @@ Queries, keys and values [.., heads, length, head size] may be sharded along all
 """
 
 import inspect
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,20 @@ if TYPE_CHECKING:
 _ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
+def attention_arguments(args: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    """Returns query, key, value, mask and the other options of a call of ``F.scaled_dot_product_attention``."""
+    named = dict(zip(_ATTENTION_NAMES, args, strict=False)) | dict(options)
+    query, key, value, mask = (named.pop(name, None) for name in _ATTENTION_NAMES[:4])
+    return query, key, value, mask, named
+
+
 def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
     """Runs ``F.scaled_dot_product_attention`` on shards of batch dims or heads.
 
     Raises:
         NoRuleError: positions or the head size are sharded.
     """
-    options = dict(zip(_ATTENTION_NAMES, args, strict=False)) | options
-    query, key, value, mask = (options.pop(name, None) for name in _ATTENTION_NAMES[:4])
+    query, key, value, mask, options = attention_arguments(args, options)
     tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
     if any(index is not None for tensor in tensors for index in layout_of(tensor).sets[-2:]):
         raise NoRuleError("attention needs full positions and a full head size, but one of them is sharded.")
