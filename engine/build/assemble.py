@@ -36,6 +36,7 @@ from engine.kernels.dispatch import Kernels, has_triton, runs_triton
 from engine.optim.built_in import built_in_optimizer
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.optim.param_groups import show_inner
+from engine.outer.pulled_weights import PulledWeights
 from engine.parallel.activation_checkpointing.blocks import Again, recompute_blocks
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.activation_checkpointing.tiles import run_in_tiles
@@ -184,7 +185,8 @@ def assemble_rank(
     average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
         model=model, rows=plan.table.held_by(holder), trained=buckets, frozen=frozen, optimizer=optimizer,
-        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer, grid=comm.grid)  # fmt: skip
+        companions=[average] if average is not None else [], reducer=reducer, encoder=encoder, gatherer=gatherer,
+        grid=comm.grid)  # fmt: skip
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts, replay=replay)  # fmt: skip
@@ -362,6 +364,8 @@ def _optimizer(
     config, own = plan.config, request.optimizer is not None and request.whole is None
     round_initial(buckets, comm)
     factory = request.optimizer or built_in_optimizer(config.optimizer or OptimizerConfig())
+    if config.outer is not None and config.outer.content == "gradients":
+        factory = partial(PulledWeights, lr=(config.optimizer or OptimizerConfig()).params["lr"])
     sharded = config.zero_optimization.stage > 0
     if sharded and own and request.given is not None:  # before its constructor is given flat parts
         check_elementwise(request.given.optimizer, "zero_optimization.stage 1 or more")

@@ -8,6 +8,8 @@ from torch import nn
 
 from engine.integrity.copies import AtRest, DataCopies, ReplicaCopies
 from engine.integrity.guard import ComputedGradients, Integrity
+from engine.outer.open_link import open_link
+from engine.outer.site import OuterLoop
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
@@ -83,6 +85,15 @@ def _states(request: PartRequest) -> StepPart:
     return StatesOnHost(OffloadedStates(request.inventory, request.device))
 
 
+def _outer(request: PartRequest) -> StepPart | None:
+    plan, optimizer = request.plan, request.optimizer
+    if plan.config.outer is None:
+        return None
+    part = OuterLoop(plan, request.comm, request.device, request.buckets, optimizer, request.gatherer, open_link)
+    request.inventory.companions.append(part.anchors)
+    return part
+
+
 def _integrity(request: PartRequest) -> StepPart | None:
     plan, comm, device, optimizer = request.plan, request.comm, request.device, request.optimizer
     settings = plan.config.integrity
@@ -147,7 +158,7 @@ def _routers(request: PartRequest) -> StepPart | None:
 
 
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
-    _delayed, _disk, _states, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average, _experts,
-    _routers, _replay,
+    _delayed, _disk, _states, _outer, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average,
+    _experts, _routers, _replay,
 )  # fmt: skip
 """Function of each feature that returns its step part; ``PartOrder`` defines the order of calls."""

@@ -37,9 +37,10 @@ from engine.config.optim_sections import (
     MatchedOptimizerConfig,
     OptimizerConfig,
     SchedulerConfig,
+    SgdParams,
 )
 from engine.config.outer_section import OuterConfig, check_outer
-from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
+from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting, stored
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
     GPU_BUCKET,
@@ -197,6 +198,14 @@ class Config:
     """One line for each DeepSpeed key that is accepted without effect."""
     written: frozenset[str] = field(default=frozenset(), compare=False)
     """Keys that the file or dict contains, such as "optimizer.type", without defaults."""
+
+    @cached_property
+    def site_optimizer(self) -> OptimizerConfig | None:
+        """Optimizer of this process: without state if a store updates the weights, otherwise ``optimizer``."""
+        if self.outer is None or self.optimizer is None or self.outer.content != "gradients":
+            return self.optimizer
+        rate = self.optimizer.params["lr"]
+        return replace(self.optimizer, type="SGD", params=stored(SgdParams(lr=rate)), before=())
 
     @cached_property
     def micro(self) -> int:

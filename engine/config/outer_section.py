@@ -93,7 +93,9 @@ class OuterConfig:
     most_steps: int = setting(0, COUNT)
     """Local steps after which a site waits for a merge of its last push; 0: it never waits, unless the rule does."""
     folder: str | None = setting(None, Text(noun="a path", null=True))
-    """Folder of the store: journal, pushes and snapshots. For hogwild: folder of the shared memory; null: /dev/shm."""
+    """Folder of the store: journal, pushes and snapshots. For hogwild: folder of the shared weights, which a later run
+    continues.
+    """
     snapshot_every: int = setting(20, SIZE)
     """Merges between two snapshots of the store; the journal has everything since the last one."""
     token_file: str | None = setting(None, Text(noun="a path", null=True))
@@ -176,6 +178,10 @@ def check_outer(outer: OuterConfig | None, training: OptimizerConfig | None, pro
 
 def _check_hogwild(outer: OuterConfig, problems: Problems) -> None:
     """Adds problems of settings of a store, which Hogwild does not have."""
+    if outer.folder is None:
+        problems.add(
+            "outer.folder", "missing; give a folder that all sites of this host share, such as /dev/shm/my-run."
+        )
     for key in ("url", "optimizer", "mixing"):
         if getattr(outer, key) is not None:
             problems.add(

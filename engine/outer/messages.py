@@ -8,8 +8,9 @@
     offer                                   <-      newest version that this life may take over
     pull          one body a rank           <-      the version of the offer, which stays available until the next offer
 
-A *fragment* is a group of whole logical tensors with a version and an optimizer of its own. All bodies of a rank
-concern the pieces that it has registered, in their order, each encoded on its own.
+A *fragment* is a group of whole logical tensors with a version and an optimizer of its own; messages number fragments
+by their position in ``fragments.divide(...)``, where the parts of one fragment on several stores count apart. All
+bodies of a rank concern the pieces that it has registered, in their order, each encoded on its own.
 """
 
 from collections.abc import Mapping, Sequence
