@@ -1,0 +1,1 @@
+"""Outer loop over sites: codecs of pushed values, and fragments of a model."""
