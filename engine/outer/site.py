@@ -232,8 +232,7 @@ class OuterLoop(StepPart):
         rank = self._comm.grid.rank
         exchange.ask(lambda: link.register(joined.life, rank, self.local.layout))
         if joined.seeds:
-            numbers = range(len(self.local.fragments))
-            exchange.ask(lambda: [link.seed(joined.life, rank, number, self._seed(number)) for number in numbers])
+            exchange.ask(lambda: self._send_seeds(link))
         for number in range(len(self.local.fragments)) if self._content is not Content.SUMS or not self._made else ():
             self._begin_with(exchange, number, resumed)
         self.anchors.filled = self._content is Content.DELTAS
@@ -256,6 +255,10 @@ class OuterLoop(StepPart):
             group_of=tuple(groups[row.name] for row in rows),
             settings=shared_settings(self._outer, config.optimizer, config.gradient_clipping),
         )
+
+    def _send_seeds(self, link: StoreLink) -> None:
+        for number in range(len(self.local.fragments)):
+            link.seed(self._life, self._comm.grid.rank, number, self._seed(number))
 
     def _seed(self, fragment: int) -> Tensor:
         """Returns this rank's initial weights of a fragment, fp32 as bytes."""
