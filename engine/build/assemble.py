@@ -187,9 +187,11 @@ def assemble_rank(
         model=model, rows=plan.table.held_by(holder), trained=buckets, frozen=frozen, optimizer=optimizer,
         companions=[average] if average is not None else [], reducer=reducer, encoder=encoder, gatherer=gatherer,
         grid=comm.grid)  # fmt: skip
+    learning_rate = _learning_rate(model, optimizer, config, request)
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
-        reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts, replay=replay)  # fmt: skip
+        learning_rate=learning_rate, reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts,
+        replay=replay)  # fmt: skip
     traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
     return RankRuntime(
         plan=plan,
@@ -207,7 +209,7 @@ def assemble_rank(
         user_backward=user_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
-        learning_rate=_learning_rate(model, optimizer, config, request),
+        learning_rate=learning_rate,
         parts=make_parts(made),
         on_host=on_host,
         pipeline=_pipeline(model, plan, traces, device, patches, holder) if traces is not None else None,

@@ -8,6 +8,7 @@ from torch import nn
 
 from engine.integrity.copies import AtRest, DataCopies, ReplicaCopies
 from engine.integrity.guard import ComputedGradients, Integrity
+from engine.optim.lr_schedules import LearningRate
 from engine.outer.open_link import open_link
 from engine.outer.site import OuterLoop
 from engine.parallel.comm.comm import Comm
@@ -51,6 +52,7 @@ class PartRequest:
     device: torch.device
     inventory: StateInventory
     optimizer: ShardedOptimizer
+    learning_rate: LearningRate
     reducer: Reducer
     encoder: MessageEncoder | None
     gatherer: ParameterGatherer | None
@@ -89,7 +91,8 @@ def _outer(request: PartRequest) -> StepPart | None:
     plan, optimizer = request.plan, request.optimizer
     if plan.config.outer is None:
         return None
-    part = OuterLoop(plan, request.comm, request.device, request.buckets, optimizer, request.gatherer, open_link)
+    rates = request.learning_rate
+    part = OuterLoop(plan, request.comm, request.device, request.buckets, optimizer, request.gatherer, rates, open_link)
     request.inventory.companions.append(part.anchors)
     return part
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.config.outer_section import OuterConfig, shared_settings
 from engine.errors import EngineError
+from engine.optim.lr_schedules import LearningRate
 from engine.outer.anchors import FEEDBACK, Anchors
 from engine.outer.codecs import make_delta_codec
 from engine.outer.exchange import EndedLifeError, Exchange, Flight
@@ -94,7 +95,7 @@ class OuterLoop(StepPart):
 
     Args:
         open_link: opens the connection of this rank to the stores, which divide the fragments among them.
-        rates: prepares the learning rates of the next update and returns one for each parameter group.
+        rates: schedule of this site, whose rates an optimizer on the store takes.
     """
 
     order = PartOrder.OUTER
@@ -107,12 +108,13 @@ class OuterLoop(StepPart):
         buckets: Sequence[FlatBucket],
         optimizer: ShardedOptimizer,
         gatherer: ParameterGatherer | None,
+        rates: LearningRate,
         open_link: Callable[[OuterConfig, Sequence[Fragment]], StoreLink],
     ) -> None:
         assert plan.config.outer is not None, "the part exists only with an outer loop"
         self._plan, self._comm, self._device, self._open = plan, comm, device, open_link
         self._outer, self._content = plan.config.outer, Content(plan.config.outer.content)
-        self._optimizer, self._gatherer = optimizer, gatherer
+        self._optimizer, self._gatherer, self._rates = optimizer, gatherer, rates
         outer = self._outer
         self.local = find_pieces(plan, comm.grid.coord(), buckets, outer.fragments, max(1, len(outer.urls)))
         self._codec = make_delta_codec(outer.wire, density=outer.density, bits=outer.bits)
@@ -303,6 +305,7 @@ class OuterLoop(StepPart):
 
     def _exchange_gradients(self, step: StepState) -> None:
         assert self._exchange is not None
+        self._rates.prepare(self._made)
         try:
             flights = [self._push_gradients(number, step) for number in range(len(self.local.fragments))]
             for flight in flights:
