@@ -1,4 +1,9 @@
-"""Anchors: merged weights from which a site computes the difference that it pushes next, and its encoding errors."""
+"""Anchors: weights from which a site counts its progress, and the errors of its encodings.
+
+take-over   anchor = merged weights
+push        difference = anchor - weights; then anchor = weights
+take-over   weights = merged weights + (weights - anchor); then anchor = merged weights
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +19,7 @@ ANCHOR, FEEDBACK = "outer_anchor", "outer_feedback"
 
 
 class Anchors:
-    """Merged weights that this rank stands on, in host memory: fp32, one element for each that it updates.
+    """Anchors of the weights that this rank updates, fp32, in host memory.
 
     Args:
         places: tensors that the optimizer updates; checkpoints store anchors by them, so that any grid loads them.
@@ -25,7 +30,7 @@ class Anchors:
         self._places, kinds = places, (ANCHOR, FEEDBACK) if feedback else (ANCHOR,)
         self._owned = {kind: {flat.bucket.index: torch.zeros(len(flat.weights)) for flat in buckets} for kind in kinds}
         self.filled = False
-        """True once the anchors are merged weights, from the store or from a checkpoint."""
+        """True once the anchors have values, from the store or from a checkpoint."""
 
     def of(self, piece: LocalPiece, kind: str = ANCHOR) -> Tensor:
         """Returns the view of a piece's anchor or encoding error [elements]."""

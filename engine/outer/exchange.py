@@ -11,7 +11,7 @@ world, label "outer", tells the others which version has come and counts the ran
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any, TypeVar
 
@@ -39,8 +39,8 @@ class Flight:
     """Push of a fragment that is under way, until its merge is taken over."""
 
     meta: PushMeta
-    sent: list[Tensor] = field(default_factory=list)
-    """Weights of each piece at the push, on the host."""
+    least: int = 0
+    """Lowest version that contains the push, if the push is of an earlier life."""
     pushed: Future[Any] | None = None
     asked: Future[Offer | None] | None = None
     """Request of rank 0 for an offer."""
@@ -53,6 +53,10 @@ class Flight:
     def ready(self) -> bool:
         """True if this rank has pulled the offered version."""
         return self.body is not None and self.body.done()
+
+    def ends_with(self, offer: Offer) -> bool:
+        """Returns True if the push is in the offered version."""
+        return offer.merged >= self.meta.key.seq and offer.version >= self.least
 
 
 class EndedLifeError(Exception):
@@ -168,7 +172,7 @@ class Exchange:
         if not flight.asked.done():
             return None
         offer, flight.asked = flight.asked.result(), None
-        return offer if offer is not None and offer.merged >= flight.meta.key.seq else None
+        return offer if offer is not None and flight.ends_with(offer) else None
 
     def _work_on(self, flight: Flight) -> None:
         """Waits for this rank's requests: up to ``_ROUND`` seconds for an offer, and for its body."""
@@ -187,7 +191,7 @@ class Exchange:
             if flight.asked is None:
                 flight.asked = self._pool.submit(self._link.offer, self.life, flight.meta.key.fragment)
             offer = flight.asked.result()
-            if offer is not None and offer.merged >= flight.meta.key.seq:
+            if offer is not None and flight.ends_with(offer):
                 return
             flight.asked = None
             time.sleep(pause)

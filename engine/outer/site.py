@@ -123,6 +123,8 @@ class OuterLoop(StepPart):
         self._exchange: Exchange | None = None
         self._link: StoreLink | None = None
         self._flights: dict[int, Flight] = {}
+        self._earlier: dict[int, int] = {}
+        """Local step of each fragment's push that was under way when an earlier life ended."""
         self._late: set[int] = set()
         """Fragments whose push is due, while their last one is under way."""
         count = len(self.local.fragments)
@@ -202,6 +204,7 @@ class OuterLoop(StepPart):
         return {
             "steps": self._steps, "rows": self._rows or 0, "tokens": self._tokens, "versions": self._versions,
             "since": [list(each) for each in self._since],
+            "flights": [[number, flight.meta.step + self._began] for number, flight in sorted(self._flights.items())],
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,6 +213,7 @@ class OuterLoop(StepPart):
         if len(state["versions"]) == len(self._versions):
             self._versions = [int(version) for version in state["versions"]]
             self._since = [(int(steps), float(tokens)) for steps, tokens in state["since"]]
+            self._earlier = {int(number): int(step) for number, step in state["flights"]}
         else:
             self.anchors.filled = False
 
@@ -236,7 +240,11 @@ class OuterLoop(StepPart):
         if joined.seeds:
             exchange.ask(lambda: self._send_seeds(link))
         for number in range(len(self.local.fragments)) if self._content is not Content.SUMS or not self._made else ():
-            self._begin_with(exchange, number, resumed)
+            if resumed and number in self._earlier:
+                self._flights[number] = self._flight_of_earlier(number)
+            else:
+                self._begin_with(exchange, number, resumed)
+        self._earlier = {}
         self.anchors.filled = self._content is Content.DELTAS
         if rank == 0:
             logger.info(
@@ -281,9 +289,15 @@ class OuterLoop(StepPart):
         self._taken[fragment].append((0, flight.offer.version))
         if resumed and before == flight.offer.version:
             return
-        self._write(fragment, body, [self.anchors.of(p) for p in self.local.of(fragment)] if resumed else None)
+        self._write(fragment, body, alone=not resumed)
         if not resumed:
             self._since[fragment] = (self._steps, self._tokens)
+
+    def _flight_of_earlier(self, fragment: int) -> Flight:
+        """Returns the flight of a push that an earlier life has made; the next version contains it."""
+        version, step = self._versions[fragment], self._earlier[fragment] - self._began
+        meta = PushMeta(PushKey(self._life, fragment, -1), version, 0, 0.0, self._rows or 0, step)
+        return Flight(meta, least=version + 1, pushed=_done())
 
     def _join_again(self) -> None:
         """Starts a new life after the lease has expired; this site's progress since its anchors remains."""
@@ -292,6 +306,7 @@ class OuterLoop(StepPart):
                 "site %d was silent for more than %g seconds, so the store has ended its life; it joins again",
                 self._outer.site, self._outer.lease,
             )  # fmt: skip
+        self._earlier = {number: flight.meta.step + self._began for number, flight in self._flights.items()}
         self._leave(leave=False)
         self._join()
 
@@ -340,7 +355,7 @@ class OuterLoop(StepPart):
         body = [self._codec.encode(each if scale == 1.0 else each / scale) for each in values]
         counts = fragment == 0 and self._counts_loss
         share = PushShare(float(step.weight) if counts else 0.0, float(step.loss) if counts else 0.0)
-        return self._send(fragment, 1, 0.0, body, share, [])
+        return self._send(fragment, 1, 0.0, body, share)
 
     @property
     def _counts_loss(self) -> bool:
@@ -401,15 +416,14 @@ class OuterLoop(StepPart):
     def _push_delta(self, fragment: int) -> None:
         for flat in self.local.buckets(fragment):
             sync_masters(flat)
-        steps, tokens = self._since[fragment]
-        own, body, sent = self.local.of(fragment), list[Tensor](), list[Tensor]()
-        for piece in own:
+        (steps, tokens), body = self._since[fragment], list[Tensor]()
+        for piece in self.local.of(fragment):
             weights = piece.weights.detach().cpu()
-            sent.append(weights.clone() if self._outer.mixing is None else weights)
             if piece.pushed is not None:
                 body.append(self._encode(piece, weights))
+            self.anchors.of(piece).copy_(weights)  # progress counts from here on
         counted = self._tokens - tokens
-        self._flights[fragment] = self._send(fragment, self._steps - steps, counted, body, PushShare(), sent)
+        self._flights[fragment] = self._send(fragment, self._steps - steps, counted, body, PushShare())
         self._since[fragment] = (self._steps, self._tokens)
 
     def _encode(self, piece: LocalPiece, weights: Tensor) -> Tensor:
@@ -425,9 +439,7 @@ class OuterLoop(StepPart):
         piece.put(error, left)
         return message
 
-    def _send(
-        self, fragment: int, steps: int, tokens: float, body: Sequence[Tensor], share: PushShare, sent: list[Tensor]
-    ) -> Flight:
+    def _send(self, fragment: int, steps: int, tokens: float, body: Sequence[Tensor], share: PushShare) -> Flight:
         assert self._exchange is not None
         inner = self._optimizer.inner
         meta = PushMeta(
@@ -441,7 +453,7 @@ class OuterLoop(StepPart):
             taken=tuple(self._taken[fragment]),
         )
         message = torch.cat([*body]) if body else torch.empty(0, dtype=torch.uint8)
-        flight = Flight(meta, sent)
+        flight = Flight(meta)
         self._exchange.push(flight, share, message)
         self._seq[fragment] += 1
         self._taken[fragment] = []
@@ -453,7 +465,7 @@ class OuterLoop(StepPart):
         fragment = flight.meta.key.fragment
         self._note(flight)
         assert flight.body is not None
-        self._write(fragment, flight.body.result(), flight.sent)
+        self._write(fragment, flight.body.result())
         del self._flights[fragment]
 
     def _note(self, flight: Flight) -> None:
@@ -467,15 +479,17 @@ class OuterLoop(StepPart):
         self._clock += fragment == 0
 
     @torch.no_grad()
-    def _write(self, fragment: int, body: Tensor, sent: Sequence[Tensor] | None) -> None:
-        """Writes merged weights, with this site's progress since ``sent`` or mixed with its weights; None: alone."""
+    def _write(self, fragment: int, body: Tensor, alone: bool = False) -> None:
+        """Writes merged weights and this site's progress since its anchor, or a mixture; ``alone``: merged weights."""
         mixing = self._outer.mixing
-        for number, (piece, merged) in enumerate(self.local.pulled(fragment, body)):
+        for flat in self.local.buckets(fragment):
+            sync_masters(flat)
+        for piece, merged in self.local.pulled(fragment, body):
             weights = piece.weights
-            if sent is None:
+            if alone:
                 weights.copy_(merged)
             elif mixing is None:
-                progress = weights.detach().cpu().double() - sent[number].double()
+                progress = weights.detach().cpu().double() - self.anchors.of(piece).double()
                 weights.copy_(merged.double() + progress)
             else:
                 weights.copy_(mixing * weights.detach().cpu().double() + (1 - mixing) * merged.double())
