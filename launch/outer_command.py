@@ -1,4 +1,4 @@
-"""Command ``trine outer``: a store in which sites of the outer loop meet, its state, and the replay of its journal.
+"""Command ``trine outer``: a store in which sites of the outer loop meet, and its state.
 
 trine outer CONFIG [KEY=VALUE ...]     serve a store, by the configuration of the training
 trine outer status URL                 print the state of a running store
@@ -25,9 +25,9 @@ _HEAD = ("site", "life", "clock", "rows")
 
 def add_outer_options(command: ArgumentParser) -> None:
     """Adds the arguments of ``trine outer``."""
-    command.add_argument("config", metavar="CONFIG", help="configuration of the training; or: status, replay")
+    command.add_argument("config", metavar="CONFIG", help="configuration of the training; or: status")
     command.add_argument("rest", nargs="*", metavar="KEY=VALUE", help=(
-        f"{OVERRIDES_HELP}; after status, the address of a store; after replay, its folder"
+        f"{OVERRIDES_HELP}; after status, the address of a store"
     ))  # fmt: skip
     command.add_argument("--host", default="127.0.0.1", help="address to serve (default 127.0.0.1: this host only)")
     about = f"port to serve, 0 for a free one (default: that of outer.url, or {PORT})"
@@ -39,18 +39,17 @@ def add_outer_options(command: ArgumentParser) -> None:
 
 
 def run_outer(options: Namespace) -> None:
-    """Serves a store, prints the state of one, or replays one.
+    """Serves a store or prints the state of one.
 
     Raises:
         EngineError: the configuration has no store, the address cannot be served, or the store does not answer.
     """
-    if options.config in ("status", "replay"):
-        if len(options.rest) != 1:
-            what = "the address of a store" if options.config == "status" else "the folder of a store"
-            raise EngineError(f"trine outer {options.config} has {len(options.rest)} arguments; give {what}.")
-        (_print_status if options.config == "status" else _replay)(options.rest[0])
-        return
-    _serve(options)
+    if options.config != "status":
+        _serve(options)
+    elif len(options.rest) == 1:
+        _print_status(options.rest[0])
+    else:
+        raise EngineError(f"trine outer status has {len(options.rest)} arguments; give the address of a store.")
 
 
 def _serve(options: Namespace) -> None:
@@ -116,9 +115,9 @@ def _print_status(url: str) -> None:
         status = link.status()
     finally:
         link.close()
-    shown = ", ".join(map(str, status.versions))
-    print(f"versions {shown}; {len(status.waiting)} pushes wait; {_megabytes(status.received_bytes)} received, "
-          f"{_megabytes(status.sent_bytes)} sent")  # fmt: skip
+    versions = ", ".join("none" if version < 0 else str(version) for version in status.versions)
+    traffic = f"{_megabytes(status.received_bytes)} received, {_megabytes(status.sent_bytes)} sent"
+    print(f"versions {versions or 'none'}; {len(status.waiting)} pushes wait; {traffic}")
     rows = [
         (str(site), str(life), str(status.clocks.get(site, 0)), f"{status.rows.get(site, 0):,}")
         for site, life in sorted(status.members.items())
@@ -128,7 +127,3 @@ def _print_status(url: str) -> None:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
-
-
-def _replay(folder: str) -> None:
-    raise EngineError(folder)

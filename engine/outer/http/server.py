@@ -111,7 +111,7 @@ class StoreServer:
 
     @asynccontextmanager
     async def ticking(self) -> AsyncIterator[None]:
-        """Lets the store tick four times a second; closes it at the end."""
+        """Lets the store tick four times a second, and waits for its last work."""
         loop, self._news = asyncio.get_running_loop(), asyncio.Event()
 
         def listener(event: object) -> None:
@@ -125,8 +125,7 @@ class StoreServer:
             ticks.cancel()
             await asyncio.wait([ticks])
             self.store.listeners.remove(listener)
-            await loop.run_in_executor(self._thread, self.store.close)
-            self._thread.shutdown()
+            await asyncio.to_thread(self._thread.shutdown)
 
     def end_waits(self) -> None:
         """Answers all requests that wait for an offer, before the server stops."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 import torch
-from engine.outer.http.line import HttpLink
 from torch import Tensor
 
 from engine.checkpoint.format.pieces import Part
 from engine.config.optim_sections import OptimizerConfig
 from engine.config.outer_section import OuterConfig, shared_settings
+from engine.outer.http.line import HttpLink
 from engine.outer.http.server import StoreServer
 from engine.outer.messages import JoinRequest, NamedPiece, PushKey, PushMeta, RankLayout
 from engine.outer.store.store import Store
