@@ -180,6 +180,12 @@ class Store:
             self._advance()
             return PushState.COMPLETE if complete else PushState.PARTIAL
 
+    def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
+        """Returns the bytes of one rank's push, or of its initial weights; renews the lease."""
+        with self._lock:
+            layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
+            return tensors.seed_bytes(layout) if initial else tensors.message_bytes(layout, self._state.codec)
+
     def withdraw(self, key: PushKey) -> None:
         """Withdraws a push of a step that has failed on one of the site's ranks; its ``seq`` is not used again."""
         with self._lock:

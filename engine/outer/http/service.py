@@ -1,0 +1,104 @@
+"""Process of a store: its socket, its signals and its end."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from ipaddress import ip_address
+
+from engine.errors import LaunchError, first_line
+from engine.outer.store.store import Store
+
+try:
+    import starlette  # noqa: F401
+    import uvicorn
+
+    from engine.outer.http.server import StoreServer
+except ImportError as error:
+    raise LaunchError(
+        f"a store serves by starlette and uvicorn, of which {error.name} is not installed; run: pip install "
+        "'trine[outer]'."
+    ) from error
+
+_GRACE_SECONDS = 3
+
+
+def check_host(host: str, token: str) -> None:
+    """Refuses an address that other hosts reach if there is no token.
+
+    Raises:
+        LaunchError: names the address.
+    """
+    if not token and not is_loopback(host):
+        raise LaunchError(
+            f"--host {host} serves other hosts, and a store without a token serves its own only; set TRINE_OUTER_TOKEN "
+            "or outer.token_file, or leave --host out."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Returns True if only this host reaches the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket at an address; port 0 is any free one.
+
+    Raises:
+        LaunchError: the address is in use, or not one of this host.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"the store cannot listen at {host} port {port} ({first_line(error)}); give an address of this host with "
+            "--host, and a free port with --port."
+        ) from error
+
+
+def address_of(listening: socket.socket) -> str:
+    """Returns the address of a socket as a site has it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
+    """Serves a store until SIGTERM or SIGINT; answers what has arrived and closes the store.
+
+    Raises:
+        Exception: the error that has ended the store's ticks.
+    """
+    application = StoreServer(store, token)
+    # ASGI applications have loose types
+    config = uvicorn.Config(
+        application, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=_GRACE_SECONDS
+    )
+    server = _Server(config)
+    application.on_failure = server.stop
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        ready()
+        await server._serve([listening])
+
+    def stop() -> None:
+        application.end_waits()
+        server.stop()
+
+    asyncio.run(run())
+    if application.failure is not None:
+        raise application.failure
+
+
+class _Server(uvicorn.Server):
+    """Server that ends when it is told, with status 0."""
+
+    def stop(self) -> None:
+        """Ends the server after the requests under way."""
+        self.should_exit = True
