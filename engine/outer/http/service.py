@@ -3,8 +3,10 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
+from threading import Thread
 
 from engine.errors import LaunchError, first_line
 from engine.outer.store.store import Store
@@ -72,33 +74,69 @@ def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[]
     Raises:
         Exception: the error that has ended the store's ticks.
     """
-    application = StoreServer(store, token)
-    # ASGI applications have loose types
-    config = uvicorn.Config(
-        application, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=_GRACE_SECONDS
-    )
-    server = _Server(config)
-    application.on_failure = server.stop
+    service = _Service(store, token)
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+            loop.add_signal_handler(number, service.stop)
         ready()
-        await server._serve([listening])
-
-    def stop() -> None:
-        application.end_waits()
-        server.stop()
+        await service.run(listening)
 
     asyncio.run(run())
-    if application.failure is not None:
-        raise application.failure
+    service.raise_failure()
 
 
-class _Server(uvicorn.Server):
-    """Server that ends when it is told, with status 0."""
+@contextmanager
+def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None]:
+    """Serves a store in a thread of this process, such as a site's rank 0, until the block ends.
+
+    Raises:
+        Exception: the error that has ended the store's ticks.
+    """
+    service, loop = _Service(store, token), asyncio.new_event_loop()
+    thread = Thread(
+        target=loop.run_until_complete, args=(service.run(listening),), name="trine-outer-store", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(service.stop)
+        thread.join()
+        loop.close()
+    service.raise_failure()
+
+
+class _Service:
+    """Application and server of one store."""
+
+    def __init__(self, store: Store, token: str) -> None:
+        self._application = StoreServer(store, token)
+        # ASGI applications have loose types
+        config = uvicorn.Config(
+            self._application,
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+        self._application.on_failure = self._end
+
+    async def run(self, listening: socket.socket) -> None:
+        """Answers requests until ``stop``; leaves signals to the caller."""
+        await self._server._serve([listening])
 
     def stop(self) -> None:
-        """Ends the server after the requests under way."""
-        self.should_exit = True
+        """Ends the service after the requests under way; called in the thread of its loop."""
+        self._application.end_waits()
+        self._end()
+
+    def raise_failure(self) -> None:
+        """Raises the error that has ended the store's ticks."""
+        if self._application.failure is not None:
+            raise self._application.failure
+
+    def _end(self) -> None:
+        self._server.should_exit = True

@@ -67,7 +67,12 @@ def test_one_site_gets_its_own_weights_back(sites: ThreadSites, period: int, fra
         {"rule": "average", "period": 2},
         {"rule": "diloco", "period": 4, "fragments": 2, "delay": 1, "mixing": 0.5},
         {"rule": "diloco", "period": 4, "delay": 2},
-        {"rule": "bsp", "period": 3, "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 0.001}}, "weights": "equal"},
+        {
+            "rule": "bsp",
+            "period": 3,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 0.001}},
+            "weights": "equal",
+        },
     ],
     ids=lambda form: " ".join(f"{key} {value}" for key, value in form.items() if key != "optimizer"),
 )

@@ -44,9 +44,9 @@ def make_store(config: Mapping[str, Any]) -> Store:
     return Store(shared_settings(read.outer, read.optimizer, read.gradient_clipping))
 
 
-def share(batch: Any, site: int) -> Any:
-    """Returns the rows of one site."""
-    rows = slice(ROWS * site, ROWS * (site + 1))
+def share(batch: Any, site: int, parts: int = 1, part: int = 0) -> Any:
+    """Returns the rows of one site, or of one of the ``parts`` of its data ranks."""
+    rows = slice(ROWS * site + ROWS * part // parts, ROWS * site + ROWS * (part + 1) // parts)
     if isinstance(batch, dict):
         return {name: values[rows] for name, values in batch.items()}
     return tuple(values[rows] for values in batch)
@@ -117,17 +117,18 @@ def _train(
     eng.close()
 
 
-def train_alone(steps: int, sites: int = 1, **changes: Any) -> SiteRun:
+def train_alone(steps: int, sites: int = 1, full: bool = False, **changes: Any) -> SiteRun:
     """Returns the results of one engine without an outer loop, on the batches of all sites together.
 
-    On several data ranks, each reads the share of the site with its number.
+    On several data ranks, each reads the share of the site with its number. ``full``: weights are gathered.
     """
     model, run = models.decoder(), SiteRun()
     config = config_of(None, **changes) | {"train_batch_size": ROWS * sites}
     eng = engine.initialize(model, config, loss_fn=loss_sum)
     for batch in models.batches_for("decoder", ROWS * sites, steps):
         run.losses.append(eng.train_batch(share(batch, eng.grid.coord().dp)).loss)
-    run.weights = [p.detach().clone() for p in model.parameters()]
+    found = eng.full_state_dict() if full else dict(model.named_parameters())
+    run.weights = [values.detach().clone() for values in found.values()]
     eng.close()
     return run
 
