@@ -74,7 +74,7 @@ class Arrived:
     state: PushState | None
 
 
-def hash_of(data: bytes | bytearray | memoryview) -> str:
+def digest(data: bytes | bytearray | memoryview) -> str:
     """Returns the xxh3-64 hash of ``data``, as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
@@ -84,7 +84,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def tensor_of(data: bytearray) -> Tensor:
+def tensor_from(data: bytearray) -> Tensor:
     """Returns ``data`` as a tensor, uint8 [bytes], without a copy."""
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
@@ -171,7 +171,7 @@ class Uploads:
         Raises:
             StoreRefusedError: a hash does not fit.
         """
-        if hash_of(data) != part.hash:
+        if digest(data) != part.hash:
             raise DamagedBodyError(
                 f"bytes {part.offset:,} to {part.offset + len(data):,} of a body have another hash than their "
                 "sender's; send them again."
@@ -194,7 +194,7 @@ class Uploads:
             upload.used = now
         if upload.arrived < part.total:
             return None
-        if hash_of(upload.data) != part.whole:
+        if digest(upload.data) != part.whole:
             del self.under_way[key.place]
             raise DamagedBodyError(f"a body of {part.total:,} bytes has another hash than its sender's; send it again.")
         return upload.data

@@ -12,7 +12,7 @@ from engine.errors import GridError
 from engine.outer.fragments import Fragment
 from engine.outer.http import requests as wire
 from engine.outer.http.bodies import BodyRange
-from engine.outer.http.connection import StoreConnection, Traffic
+from engine.outer.http.connection import BodyTraffic, StoreConnection
 from engine.outer.messages import (
     Joined,
     JoinRequest,
@@ -73,10 +73,10 @@ class HttpLink:
         return next((store.outage for store in self._stores if store.outage), "")
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> BodyTraffic:
         """Bytes of the bodies of this rank."""
         each = [store.traffic for store in self._stores]
-        return Traffic(sum(t.sent for t in each), sum(t.received for t in each), sum(t.repeated for t in each))
+        return BodyTraffic(sum(t.sent for t in each), sum(t.received for t in each), sum(t.repeated for t in each))
 
     def close(self) -> None:
         """Closes all connections; calls that wait in other threads end with a GridError."""

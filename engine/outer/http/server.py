@@ -36,8 +36,8 @@ from engine.outer.http.bodies import (
     FrameReader,
     Uploads,
     bytes_of,
-    hash_of,
-    tensor_of,
+    digest,
+    tensor_from,
 )
 from engine.outer.http.values import dump_json, from_json, parse_json
 from engine.outer.messages import Joined, Offer, PushState, StoreRefusedError
@@ -321,7 +321,7 @@ class StoreServer:
         if body is None:
             return self._uploads.arrived(key)
         try:
-            result = Arrived(len(body), store(tensor_of(body)))
+            result = Arrived(len(body), store(tensor_from(body)))
         except StoreRefusedError:
             self._uploads.drop(key)
             raise
@@ -359,7 +359,7 @@ class StoreServer:
             self.store.renew(place[0])
             return found
         data = bytes_of(self.store.pull(*place, version))
-        body = data, hash_of(data)
+        body = data, digest(data)
         if len(data) > RANGE:
             self._downloads.keep(place, version, body, monotonic())
         return body
