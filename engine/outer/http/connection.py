@@ -148,12 +148,14 @@ class StoreConnection:
 
     # ---------------------------------------------------------------- bodies
 
-    def send(self, path: str, head: Callable[[BodyRange], object], where: ArrivedCall, body: Tensor) -> PushState:
+    def send(
+        self, path: str, head: Callable[[BodyRange], object], where: Callable[[str], ArrivedCall], body: Tensor
+    ) -> PushState:
         """Sends a body in ranges, continues after interruptions where the store has it, and returns its state.
 
         Args:
             head: returns the JSON of a range.
-            where: question about the bytes that have arrived.
+            where: returns the question how many bytes of the body with a hash have arrived.
         """
         data = bytes_of(body)
         whole, arrived, is_known, sent = digest(data), Arrived(0, None), True, 0
@@ -161,7 +163,7 @@ class StoreConnection:
         def request() -> Arrived:
             nonlocal is_known, arrived, sent
             if not is_known:
-                arrived = _message(Arrived, self._reply("POST", ARRIVED, content=dump_json(where)))
+                arrived = _message(Arrived, self._reply("POST", ARRIVED, content=dump_json(where(whole))))
             is_known = arrived.state is not None
             if is_known:
                 return arrived

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from secrets import token_hex
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -113,7 +114,7 @@ class HttpLink:
             return wire.SeedHead(own, rank, fragment, part)
 
         try:
-            self._stores[number].send(wire.SEED, head, wire.ArrivedCall(own, rank, fragment, None), body)
+            self._stores[number].send(wire.SEED, head, partial(wire.ArrivedCall, own, rank, fragment, None), body)
         except StoreRefusedError as error:
             if len(self._stores) == 1 or error.status != _OTHER_SEEDS:
                 raise
@@ -127,7 +128,7 @@ class HttpLink:
         def head(part: BodyRange) -> wire.PushHead:
             return wire.PushHead(own, rank, share, part)
 
-        where = wire.ArrivedCall(key.life, rank, key.fragment, key.seq)
+        where = partial(wire.ArrivedCall, key.life, rank, key.fragment, key.seq)
         return self._stores[number].send(wire.PUSH, head, where, body)
 
     def withdraw(self, key: PushKey) -> None:

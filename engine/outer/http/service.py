@@ -3,8 +3,10 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
+from typing import Any, cast
 
 from engine.errors import LaunchError, first_line
 from engine.outer.store.store import Store
@@ -66,39 +68,55 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
-    """Serves a store until SIGTERM or SIGINT; answers what has arrived and closes the store.
+class StoreService:
+    """HTTP server of a store on a socket."""
 
-    Raises:
-        Exception: the error that has ended the store's ticks.
-    """
-    application = StoreServer(store, token)
-    # ASGI applications have loose types
-    config = uvicorn.Config(
-        application, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=_GRACE_SECONDS
-    )
-    server = _Server(config)
-    application.on_failure = server.stop
+    def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
+        self._application, self._listening = StoreServer(store, token), listening
+        self._server = _Server(
+            uvicorn.Config(
+                cast(Any, self._application),  # ASGI applications have loose types
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+            )
+        )
+        self._application.on_failure = self.stop
+
+    async def run(self) -> None:
+        """Serves until ``stop``; answers the requests that have arrived.
+
+        Raises:
+            Exception: the error that has ended the store's ticks.
+        """
+        await self._server.serve([self._listening])
+        if self._application.failure is not None:
+            raise self._application.failure
+
+    def stop(self) -> None:
+        """Ends the server; call it in the thread of its event loop."""
+        self._application.end_waits()
+        self._server.should_exit = True
+
+
+def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
+    """Serves a store until SIGTERM or SIGINT."""
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
+        service = StoreService(store, token, listening)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+            asyncio.get_running_loop().add_signal_handler(number, service.stop)
         ready()
-        await server._serve([listening])
-
-    def stop() -> None:
-        application.end_waits()
-        server.stop()
+        await service.run()
 
     asyncio.run(run())
-    if application.failure is not None:
-        raise application.failure
 
 
 class _Server(uvicorn.Server):
-    """Server that ends when it is told, with status 0."""
+    """Server without signal handlers of its own, which would end the process by the signal."""
 
-    def stop(self) -> None:
-        """Ends the server after the requests under way."""
-        self.should_exit = True
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to ``serve``."""
+        yield
