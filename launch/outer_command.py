@@ -60,7 +60,7 @@ def _serve(options: Namespace) -> None:
     if not 0 <= number < count:
         raise ConfigError(f"--number {number} with {count} addresses in outer.url; give 0 to {count - 1}.")
     from engine.outer.http import service
-    from engine.outer.open_link import read_token
+    from engine.outer.http.open_link import read_token
     from engine.outer.store.store import Store
 
     token = read_token(outer)
@@ -108,7 +108,7 @@ def _port(urls: tuple[str, ...], number: int) -> int:
 
 def _print_status(url: str) -> None:
     from engine.outer.http.line import HttpLink
-    from engine.outer.open_link import read_token
+    from engine.outer.http.open_link import read_token
 
     link = HttpLink([url if "://" in url else f"http://{url}"], token=read_token(OuterConfig()))
     try:

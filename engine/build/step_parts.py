@@ -9,7 +9,7 @@ from torch import nn
 from engine.integrity.copies import AtRest, DataCopies, ReplicaCopies
 from engine.integrity.guard import ComputedGradients, Integrity
 from engine.optim.lr_schedules import LearningRate
-from engine.outer.open_link import open_link
+from engine.outer.http.open_link import open_link
 from engine.outer.site import OuterLoop
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder

@@ -7,6 +7,7 @@
     service       process of a store: socket, signals, ticks
     connection    requests of one rank to one store, repeated until it answers
     line          interface of stores for one rank, over connections
+    open_link     connections of a rank by its configuration
 
 The server needs starlette and uvicorn, and a site needs httpx: the extra ``trine[outer]``.
 """

@@ -74,7 +74,7 @@ class Arrived:
     state: PushState | None
 
 
-def hash_of(data: bytes | bytearray | memoryview) -> str:
+def digest(data: bytes | bytearray | memoryview) -> str:
     """Returns the xxh3-64 hash of ``data``, as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
@@ -84,7 +84,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def tensor_of(data: bytearray) -> Tensor:
+def tensor_from(data: bytearray) -> Tensor:
     """Returns ``data`` as a tensor, uint8 [bytes], without a copy."""
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
@@ -154,14 +154,15 @@ class Uploads:
     """Bodies that arrive: at each place one under way, and the result of the last one that is complete."""
 
     under_way: dict[tuple[int, int, int], _Upload] = field(default_factory=dict)
-    finished: dict[tuple[int, int, int], tuple[BodyKey, Arrived]] = field(default_factory=dict)
+    finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
 
-    def arrived(self, key: BodyKey) -> Arrived:
-        """Returns the bytes of a body that have arrived, and the state of one that is complete."""
+    def arrived(self, key: BodyKey, whole: str) -> Arrived:
+        """Returns the bytes of the body with hash ``whole`` that have arrived, and its state if it is complete."""
         last, upload = self.finished.get(key.place), self.under_way.get(key.place)
-        if last is not None and last[0] == key:
-            return last[1]
-        return Arrived(upload.arrived if upload is not None and upload.key == key else 0, None)
+        if last is not None and last[:2] == (key, whole):
+            return last[2]
+        is_known = upload is not None and (upload.key, upload.whole) == (key, whole)
+        return Arrived(upload.arrived if upload is not None and is_known else 0, None)
 
     def add(self, key: BodyKey, part: BodyRange, data: memoryview, now: float) -> bytearray | None:
         """Adds a range, unless it is there or an earlier one is missing; returns the body once it is complete.
@@ -171,7 +172,7 @@ class Uploads:
         Raises:
             StoreRefusedError: a hash does not fit.
         """
-        if hash_of(data) != part.hash:
+        if digest(data) != part.hash:
             raise DamagedBodyError(
                 f"bytes {part.offset:,} to {part.offset + len(data):,} of a body have another hash than their "
                 "sender's; send them again."
@@ -194,15 +195,15 @@ class Uploads:
             upload.used = now
         if upload.arrived < part.total:
             return None
-        if hash_of(upload.data) != part.whole:
+        if digest(upload.data) != part.whole:
             del self.under_way[key.place]
             raise DamagedBodyError(f"a body of {part.total:,} bytes has another hash than its sender's; send it again.")
         return upload.data
 
-    def finish(self, key: BodyKey, result: Arrived) -> None:
+    def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
         """Stores the result of a complete body, which repeated requests receive, in its place."""
         self.drop(key)
-        self.finished[key.place] = key, result
+        self.finished[key.place] = key, whole, result
 
     def drop(self, key: BodyKey) -> None:
         """Drops the body under way."""
@@ -211,7 +212,7 @@ class Uploads:
     def withdraw(self, key: PushKey) -> None:
         """Drops the bodies of a push, which may follow again with other values."""
         withdrawn = (key.life, key.fragment, key.seq)
-        for place, (body, _) in list(self.finished.items()):
+        for place, (body, _, _) in list(self.finished.items()):
             if (body.life, body.fragment, body.seq) == withdrawn:
                 del self.finished[place]
         for place, upload in list(self.under_way.items()):

@@ -25,9 +25,9 @@ from engine.outer.http.bodies import (
     BodyRange,
     DamagedBodyError,
     bytes_of,
+    digest,
     frame,
-    hash_of,
-    tensor_of,
+    tensor_from,
 )
 from engine.outer.http.requests import ARRIVED, PULL, ArrivedCall, authorization
 from engine.outer.http.values import dump_json, from_json, parse_json
@@ -55,7 +55,7 @@ class _TroubleError(Exception):
 
 
 @dataclass(slots=True)
-class Traffic:
+class BodyTraffic:
     """Bytes of bodies: each body once, however often a part of it was repeated."""
 
     sent: int = 0
@@ -75,7 +75,7 @@ class StoreConnection:
 
     def __init__(self, url: str, token: str = "", transport: httpx.BaseTransport | None = None) -> None:
         self.url = url
-        self.traffic = Traffic()
+        self.traffic = BodyTraffic()
         self.outage = ""
         """Sentence about an interruption that lasts; empty if the last request was answered."""
         headers = {"authorization": authorization(token)} if token else {}
@@ -148,25 +148,27 @@ class StoreConnection:
 
     # ---------------------------------------------------------------- bodies
 
-    def send(self, path: str, head: Callable[[BodyRange], object], where: ArrivedCall, body: Tensor) -> PushState:
+    def send(
+        self, path: str, head: Callable[[BodyRange], object], where: Callable[[str], ArrivedCall], body: Tensor
+    ) -> PushState:
         """Sends a body in ranges, continues after interruptions where the store has it, and returns its state.
 
         Args:
             head: returns the JSON of a range.
-            where: question about the bytes that have arrived.
+            where: returns the question how many bytes of the body with a hash have arrived.
         """
         data = bytes_of(body)
-        whole, arrived, is_known, sent = hash_of(data), Arrived(0, None), True, 0
+        whole, arrived, is_known, sent = digest(data), Arrived(0, None), True, 0
 
         def request() -> Arrived:
             nonlocal is_known, arrived, sent
             if not is_known:
-                arrived = _message(Arrived, self._reply("POST", ARRIVED, content=dump_json(where)))
+                arrived = _message(Arrived, self._reply("POST", ARRIVED, content=dump_json(where(whole))))
             is_known = arrived.state is not None
             if is_known:
                 return arrived
             part = data[arrived.arrived : arrived.arrived + RANGE]
-            position = BodyRange(arrived.arrived, len(data), hash_of(part), whole)
+            position = BodyRange(arrived.arrived, len(data), digest(part), whole)
             sent += len(part)
             reply = _message(Arrived, self._reply("POST", path, content=frame(head(position), part)))
             is_known = True
@@ -194,9 +196,9 @@ class StoreConnection:
                 data += part
                 if source != first:  # the store has made the body anew
                     break
-            if len(data) == first.total and hash_of(data) == first.whole:
+            if len(data) == first.total and digest(data) == first.whole:
                 self.traffic.received += len(data)
-                return tensor_of(data).view(torch.float32)
+                return tensor_from(data).view(torch.float32)
             self.traffic.repeated += len(data)
         raise StoreRefusedError(
             f"a body from {self.url} was damaged on its way {_DAMAGED_AT_MOST} times; check the network.", 422

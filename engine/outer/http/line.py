@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from secrets import token_hex
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from engine.errors import GridError
 from engine.outer.fragments import Fragment
 from engine.outer.http import requests as wire
 from engine.outer.http.bodies import BodyRange
-from engine.outer.http.connection import StoreConnection, Traffic
+from engine.outer.http.connection import BodyTraffic, StoreConnection
 from engine.outer.messages import (
     Joined,
     JoinRequest,
@@ -73,10 +74,10 @@ class HttpLink:
         return next((store.outage for store in self._stores if store.outage), "")
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> BodyTraffic:
         """Bytes of the bodies of this rank."""
         each = [store.traffic for store in self._stores]
-        return Traffic(sum(t.sent for t in each), sum(t.received for t in each), sum(t.repeated for t in each))
+        return BodyTraffic(sum(t.sent for t in each), sum(t.received for t in each), sum(t.repeated for t in each))
 
     def close(self) -> None:
         """Closes all connections; calls that wait in other threads end with a GridError."""
@@ -113,7 +114,7 @@ class HttpLink:
             return wire.SeedHead(own, rank, fragment, part)
 
         try:
-            self._stores[number].send(wire.SEED, head, wire.ArrivedCall(own, rank, fragment, None), body)
+            self._stores[number].send(wire.SEED, head, partial(wire.ArrivedCall, own, rank, fragment, None), body)
         except StoreRefusedError as error:
             if len(self._stores) == 1 or error.status != _OTHER_SEEDS:
                 raise
@@ -127,7 +128,7 @@ class HttpLink:
         def head(part: BodyRange) -> wire.PushHead:
             return wire.PushHead(own, rank, share, part)
 
-        where = wire.ArrivedCall(key.life, rank, key.fragment, key.seq)
+        where = partial(wire.ArrivedCall, key.life, rank, key.fragment, key.seq)
         return self._stores[number].send(wire.PUSH, head, where, body)
 
     def withdraw(self, key: PushKey) -> None:

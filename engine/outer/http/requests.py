@@ -85,6 +85,8 @@ class ArrivedCall:
     rank: int
     fragment: int
     seq: int | None
+    whole: str
+    """Hash of the body."""
 
     @property
     def key(self) -> BodyKey:

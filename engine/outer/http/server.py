@@ -36,8 +36,8 @@ from engine.outer.http.bodies import (
     FrameReader,
     Uploads,
     bytes_of,
-    hash_of,
-    tensor_of,
+    digest,
+    tensor_from,
 )
 from engine.outer.http.values import dump_json, from_json, parse_json
 from engine.outer.messages import Joined, Offer, PushState, StoreRefusedError
@@ -228,6 +228,8 @@ class StoreServer:
 
     async def _offer(self, request: Request) -> Response:
         call = _message(wire.OfferCall, await _text(request))
+        if not call.wait >= 0:
+            raise StoreRefusedError(f"a request for an offer waits {call.wait} seconds; give a number of at least 0.")
         self._handlers += 1
         key, handler = (call.life, call.fragment), self._handlers
         until = monotonic() + min(call.wait, wire.LONGEST_WAIT)
@@ -314,18 +316,18 @@ class StoreServer:
     def _add_range(
         self, head: wire.PushHead | wire.SeedHead, data: memoryview, store: Callable[[Tensor], PushState]
     ) -> Arrived:
-        key = head.key
-        if (known := self._uploads.arrived(key)).state is not None:
+        key, whole = head.key, head.part.whole
+        if (known := self._uploads.arrived(key, whole)).state is not None:
             return known
         body = self._uploads.add(key, head.part, data, monotonic())
         if body is None:
-            return self._uploads.arrived(key)
+            return self._uploads.arrived(key, whole)
         try:
-            result = Arrived(len(body), store(tensor_of(body)))
+            result = Arrived(len(body), store(tensor_from(body)))
         except StoreRefusedError:
             self._uploads.drop(key)
             raise
-        self._uploads.finish(key, result)
+        self._uploads.finish(key, whole, result)
         return result
 
     async def _arrived(self, request: Request) -> Response:
@@ -333,7 +335,7 @@ class StoreServer:
 
         def arrived() -> Arrived:
             self.store.renew(call.life)
-            return self._uploads.arrived(call.key)
+            return self._uploads.arrived(call.key, call.whole)
 
         return _reply(await self._run(arrived))
 
@@ -359,7 +361,7 @@ class StoreServer:
             self.store.renew(place[0])
             return found
         data = bytes_of(self.store.pull(*place, version))
-        body = data, hash_of(data)
+        body = data, digest(data)
         if len(data) > RANGE:
             self._downloads.keep(place, version, body, monotonic())
         return body

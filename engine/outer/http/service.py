@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
 from threading import Thread
+from typing import Any, cast
 
 from engine.errors import LaunchError, first_line
 from engine.outer.store.store import Store
@@ -68,36 +69,77 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
-    """Serves a store until SIGTERM or SIGINT; answers what has arrived and closes the store.
+class StoreService:
+    """HTTP server of a store on a socket."""
 
-    Raises:
-        Exception: the error that has ended the store's ticks.
-    """
-    service = _Service(store, token)
+    def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
+        self._application, self._listening = StoreServer(store, token), listening
+        self._server = _Server(
+            uvicorn.Config(
+                cast(Any, self._application),  # ASGI applications have loose types
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+            )
+        )
+        self._application.on_failure = self.stop
+
+    async def run(self) -> None:
+        """Serves until ``stop``; answers the requests that have arrived.
+
+        Raises:
+            Exception: the error that has ended the store's ticks.
+        """
+        await self._server.serve([self._listening])
+        if self._application.failure is not None:
+            raise self._application.failure
+
+    def stop(self) -> None:
+        """Ends the server; call it in the thread of its event loop."""
+        self._application.end_waits()
+        self._server.should_exit = True
+
+
+def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
+    """Serves a store until SIGTERM or SIGINT."""
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
+        service = StoreService(store, token, listening)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, service.stop)
+            asyncio.get_running_loop().add_signal_handler(number, service.stop)
         ready()
-        await service.run(listening)
+        await service.run()
 
     asyncio.run(run())
-    service.raise_failure()
+
+
+class _Server(uvicorn.Server):
+    """Server without signal handlers of its own, which would end the process by the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to ``serve``."""
+        yield
 
 
 @contextmanager
 def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None]:
-    """Serves a store in a thread of this process, such as a site's rank 0, until the block ends.
+    """Serves a store in a thread of this process until the block ends.
 
     Raises:
         Exception: the error that has ended the store's ticks.
     """
-    service, loop = _Service(store, token), asyncio.new_event_loop()
-    thread = Thread(
-        target=loop.run_until_complete, args=(service.run(listening),), name="trine-outer-store", daemon=True
-    )
+    service, loop = StoreService(store, token, listening), asyncio.new_event_loop()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(service.run())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = Thread(target=run, name="trine-outer-store", daemon=True)
     thread.start()
     try:
         yield
@@ -105,38 +147,5 @@ def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None
         loop.call_soon_threadsafe(service.stop)
         thread.join()
         loop.close()
-    service.raise_failure()
-
-
-class _Service:
-    """Application and server of one store."""
-
-    def __init__(self, store: Store, token: str) -> None:
-        self._application = StoreServer(store, token)
-        # ASGI applications have loose types
-        config = uvicorn.Config(
-            self._application,
-            log_level="warning",
-            access_log=False,
-            ws="none",
-            timeout_graceful_shutdown=_GRACE_SECONDS,
-        )
-        self._server = uvicorn.Server(config)
-        self._application.on_failure = self._end
-
-    async def run(self, listening: socket.socket) -> None:
-        """Answers requests until ``stop``; leaves signals to the caller."""
-        await self._server._serve([listening])
-
-    def stop(self) -> None:
-        """Ends the service after the requests under way; called in the thread of its loop."""
-        self._application.end_waits()
-        self._end()
-
-    def raise_failure(self) -> None:
-        """Raises the error that has ended the store's ticks."""
-        if self._application.failure is not None:
-            raise self._application.failure
-
-    def _end(self) -> None:
-        self._server.should_exit = True
+    if failures:
+        raise failures[0]

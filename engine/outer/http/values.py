@@ -20,16 +20,16 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 T = TypeVar("T")
 
 
-def to_json(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Returns a message as JSON values; a float that is not finite becomes text."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: _to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): to_json(entry) for key, entry in value.items()}
+        return {str(key): _to_json(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
-        return [to_json(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -37,7 +37,7 @@ def to_json(value: Any) -> Any:
 
 def dump_json(value: Any) -> bytes:
     """Returns a message as JSON text."""
-    return json.dumps(to_json(value), separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(_to_json(value), separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse_json(data: bytes | bytearray) -> dict[str, Any]:
