@@ -90,7 +90,6 @@ from engine.zero.gather.encoded_gather import round_initial
 from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
-from engine.zero.optim.averaged_weights import WeightAverage
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.inner_optimizer import check_elementwise
 from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
@@ -182,16 +181,13 @@ def assemble_rank(
     again, program = _runs_again(streams, replay), replace(program, replay=replay)
     on_host = _recompute(model, plan, axis, device, patches, again)
     gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
-    average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
         model=model, rows=plan.table.held_by(holder), trained=buckets, frozen=frozen, optimizer=optimizer,
-        companions=[average] if average is not None else [], reducer=reducer, encoder=encoder, gatherer=gatherer,
-        grid=comm.grid)  # fmt: skip
+        reducer=reducer, encoder=encoder, gatherer=gatherer, grid=comm.grid)  # fmt: skip
     learning_rate = _learning_rate(model, optimizer, config, request)
     made = PartRequest(
-        model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
-        learning_rate=learning_rate, reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts,
-        replay=replay)  # fmt: skip
+        model=model, plan=plan, comm=comm, device=device, inventory=inventory, optimizer=optimizer, rates=learning_rate,
+        reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts, replay=replay)  # fmt: skip
     traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
     return RankRuntime(
         plan=plan,

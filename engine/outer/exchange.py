@@ -35,7 +35,7 @@ _FIELDS = 6
 
 
 @dataclass(slots=True)
-class Flight:
+class PushFlight:
     """Push of a fragment that is under way, until its merge is taken over."""
 
     meta: PushMeta
@@ -63,7 +63,7 @@ class EndedLifeError(Exception):
     """End of this site's life on the store: its lease has expired, or the site has joined again elsewhere."""
 
 
-class Exchange:
+class StoreExchange:
     """Connection of one rank to the stores during a life.
 
     Args:
@@ -82,11 +82,11 @@ class Exchange:
         if self._rank == 0:
             Thread(target=self._renew, args=(lease / 3,), name="trine-outer-lease", daemon=True).start()
 
-    def push(self, flight: Flight, share: PushShare, body: Tensor) -> None:
+    def push(self, flight: PushFlight, share: PushShare, body: Tensor) -> None:
         """Starts to send this rank's body of a push."""
         flight.pushed = self._pool.submit(self._link.push, flight.meta, self._rank, share, body)
 
-    def poll(self, flights: Sequence[Flight]) -> list[Flight]:
+    def poll(self, flights: Sequence[PushFlight]) -> list[PushFlight]:
         """Returns the flights whose merge every rank has pulled; starts pulls of new offers. One all-reduce over the
         world.
 
@@ -112,7 +112,7 @@ class Exchange:
                 flight.body = self._pool.submit(self._link.pull, self.life, self._rank, number, version)
         return [flight for row, flight in zip(found, flights, strict=False) if row[0] == self._comm.grid.world_size]
 
-    def wait(self, flight: Flight) -> Flight:
+    def wait(self, flight: PushFlight) -> PushFlight:
         """Waits until every rank has pulled the merge of a flight. Collective; the same errors as ``poll``."""
         began = time.perf_counter()
         while flight not in self.poll([flight]):
@@ -157,13 +157,13 @@ class Exchange:
             raise EndedLifeError
         return found
 
-    def _advance(self, flight: Flight) -> None:
+    def _advance(self, flight: PushFlight) -> None:
         """Raises the error of a push or pull that has ended."""
         for future in (flight.pushed, flight.body):
             if future is not None and future.done():
                 future.result()
 
-    def _asked(self, flight: Flight) -> Offer | None:
+    def _asked(self, flight: PushFlight) -> Offer | None:
         """Returns an offer that contains the push; asks again if there is none yet."""
         if flight.pushed is None or not flight.pushed.done():
             return None
@@ -174,7 +174,7 @@ class Exchange:
         offer, flight.asked = flight.asked.result(), None
         return offer if offer is not None and flight.ends_with(offer) else None
 
-    def _work_on(self, flight: Flight) -> None:
+    def _work_on(self, flight: PushFlight) -> None:
         """Waits for this rank's requests: up to ``_ROUND`` seconds for an offer, and for its body."""
         try:
             if flight.body is not None:
@@ -185,7 +185,7 @@ class Exchange:
         except Exception:  # the next poll raises it on all ranks
             return
 
-    def _await_offer(self, flight: Flight) -> None:
+    def _await_offer(self, flight: PushFlight) -> None:
         pause, end = _PAUSE, time.monotonic() + _ROUND
         while time.monotonic() < end:
             if flight.asked is None:

@@ -120,7 +120,7 @@ def test_two_sites_of_tensor_ranks_are_two_data_ranks_bit_for_bit(
 ) -> None:
     steps, form = 50, {"rule": "average", "period": 1}
     apart_run, _ = run_grids(run_ranks, form, [TP2 | {"optimizer": optimizer}] * 2, steps)
-    grid = {"parallel": {"data": 2, "tensor": 2}, "optimizer": optimizer, "full": True}
+    grid: dict[str, Any] = {"parallel": {"data": 2, "tensor": 2}, "optimizer": optimizer, "full": True}
     together: SiteRun = run_ranks(partial(train_alone, **grid), 4, steps, 2)[0]
     for run in apart_run:
         assert run.losses == together.losses
