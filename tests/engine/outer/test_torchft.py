@@ -62,8 +62,8 @@ class _Late:
 
 def by_torchft() -> list[list[Tensor]]:
     """Returns the weights of all sites after torchft's DiLoCo."""
-    from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found]
-    from torchft.manager import Manager  # type: ignore[import-not-found]
+    from torchft.local_sgd import DiLoCo
+    from torchft.manager import Manager
 
     models, diloco, inner, rounds = list[nn.Module](), list[DiLoCo](), list[torch.optim.Optimizer](), [0] * SITES
     messages: list[list[Tensor]] = [[] for _ in range(SITES)]
