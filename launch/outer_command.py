@@ -87,10 +87,10 @@ def store_config(source: str | Mapping[str, Any], overrides: list[str]) -> Confi
     raw = load_raw(source, overrides)
     outer = raw.get("outer")
     if not isinstance(outer, Mapping):
-        raise ConfigError(f'{source} has no section "outer", which describes the store; add {{"outer": {{...}}}}.')
+        raise ConfigError(f'{source} has no section "outer" for the store; add {{"outer": {{...}}}}.')
     if outer.get("rule") == "hogwild":
         raise ConfigError(
-            f'{source} has outer.rule "hogwild", whose weights are in the shared memory of one host; start its sites '
+            f'{source} has outer.rule "hogwild", with weights in the shared memory of one host; start its sites '
             "without a store."
         )
     own = {key: value for key, value in outer.items() if key != "site"}

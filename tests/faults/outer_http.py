@@ -29,7 +29,7 @@ OUTER_HTTP = (
         file=f"{HTTP}/bodies.py",
         old="        if part.offset == upload.arrived:\n",
         new="        if part.offset <= upload.arrived:\n",
-        tests=(f"{TESTS}/test_link.py::test_lost_replies_and_doubled_requests_change_no_bit",),
+        tests=(f"{TESTS}/test_bodies.py::test_a_doubled_and_a_late_range_change_nothing",),
     ),
     Fault(
         name="late-offer-moves-on",

@@ -185,7 +185,7 @@ class Uploads:
             )
         upload = self.under_way.get(key.place)
         if upload is None or (upload.key, upload.whole, len(upload.data)) != (key, part.whole, part.total):
-            if part.offset:  # a range of a body whose first ranges are not here, after a restart of the store
+            if part.offset:  # its first ranges are not here, after a restart of the store
                 return None
             upload = _Upload(key, part.whole, bytearray(part.total), 0, now)
             self.under_way[key.place] = upload
@@ -220,7 +220,7 @@ class Uploads:
                 del self.under_way[place]
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies but those of ``lives``."""
+        """Drops all bodies except of ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
         self.finished = {place: one for place, one in self.finished.items() if place[0] in lives}
 
@@ -261,7 +261,7 @@ class Downloads:
         self.under_way.pop(place, None)
 
     def forget_others(self, lives: Collection[int]) -> None:
-        """Drops all bodies but those of ``lives``."""
+        """Drops all bodies except of ``lives``."""
         self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
 
     def expire(self, now: float) -> None:

@@ -35,6 +35,8 @@ JOIN_SECONDS = 60.0
 LIFE_BITS = 20
 """Bits for the life on each of several stores."""
 _STATUS_SECONDS, _LEAVE_SECONDS = 10.0, 2.0
+_BRIEF_SECONDS = 0.3
+"""Patience of requests that a site repeats by itself: enough for a connection that the store has closed while idle."""
 _GONE, _OTHER_SEEDS = (404, 410), 409
 
 
@@ -106,7 +108,7 @@ class HttpLink:
             store.ask(wire.REGISTER, call, wire.Done, self._join_seconds)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
-        """Sends the initial weights; of several stores, to those that have chosen this life to send them."""
+        """Sends the initial weights; several stores may have chosen different sites to send them."""
         number = self._number(fragment)
         own = self._life(life, number)
 
@@ -149,7 +151,7 @@ class HttpLink:
         number = self._number(fragment)
         call = wire.OfferCall(self._life(life, number), fragment, asked, after, wait)
         try:
-            return self._stores[number].ask(wire.OFFER, call, wire.OfferReply, patience=0.0).offer
+            return self._stores[number].ask(wire.OFFER, call, wire.OfferReply, _BRIEF_SECONDS).offer
         except GridError:
             return None  # ``outage`` has the sentence; the site asks again
 
@@ -163,7 +165,7 @@ class HttpLink:
         """Renews the lease on every store that answers."""
         for number, store in enumerate(self._stores):
             try:
-                store.ask(wire.RENEW, wire.LifeCall(self._life(life, number)), wire.Done, patience=0.0)
+                store.ask(wire.RENEW, wire.LifeCall(self._life(life, number)), wire.Done, _BRIEF_SECONDS)
             except GridError:
                 continue  # the next renewal tries again
 

@@ -48,7 +48,7 @@ MESSAGE_BYTES = 64 << 20
 _TICK_SECONDS = 0.25
 _POLL_SECONDS = 0.5
 _SAME_VERSION = "use the same version of trine on sites and stores."
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("trine")
 T = TypeVar("T")
 
 
@@ -220,8 +220,8 @@ class StoreServer:
         if isinstance(error, StoreRefusedError):
             return _reply({"error": str(error), "again": isinstance(error, DamagedBodyError)}, error.status)
         if isinstance(error, HTTPException):
-            what = f"{request.method} {request.url.path} is no request to a store; {_SAME_VERSION}"
-            return _reply({"error": what}, error.status_code)
+            sentence = f"{request.method} {request.url.path} is no request to a store; {_SAME_VERSION}"
+            return _reply({"error": sentence}, error.status_code)
         return _reply({"error": "the connection has ended within a request; send it again."}, 400)
 
     # ---------------------------------------------------------------- offers
@@ -309,7 +309,7 @@ class StoreServer:
         if part.total != size:
             raise StoreRefusedError(
                 f"the body of rank {key.rank} for fragment {key.fragment} has {part.total:,} bytes, and its pieces "
-                f"take {size:,}; send what the rank has registered.",
+                f"take {size:,}; send the pieces that the rank has registered.",
                 413 if part.total > size else 422,
             )
 

@@ -19,11 +19,10 @@ try:
     from engine.outer.http.server import StoreServer
 except ImportError as error:
     raise LaunchError(
-        f"a store serves by starlette and uvicorn, of which {error.name} is not installed; run: pip install "
-        "'trine[outer]'."
+        f"a store serves by starlette and uvicorn, but {error.name} is not installed; run: pip install 'trine[outer]'."
     ) from error
 
-_GRACE_SECONDS = 3
+_GRACE_SECONDS, _IDLE_SECONDS = 3, 60
 
 
 def check_host(host: str, token: str) -> None:
@@ -80,6 +79,7 @@ class StoreService:
                 log_level="warning",
                 access_log=False,
                 ws="none",
+                timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )
         )

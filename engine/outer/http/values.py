@@ -120,7 +120,7 @@ def _read_number(kind: type[int] | type[float], value: Any, at: str, least: int)
 
 
 def _check_piece(piece: Piece, at: str) -> None:
-    """Refuses pieces whose rows or bounds are outside of their tensor."""
+    """Refuses a piece with rows or bounds outside of its tensor."""
     shape, dim, rows, outer = piece.part.shape, piece.part.dim, piece.part.rows, piece.part.outer
     right = len(shape) <= _DIMS and prod(shape) <= _LARGEST
     if dim is not None:
