@@ -44,7 +44,7 @@ FULL: Tree = json.loads("""{
   "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000, "warmup_min_ratio": 0.1,
                 "warmup_num_steps": 100, "cos_min_ratio": 0.01, "warmup_type": "linear"}},
   "ema": {"decay": 0.99}, "gradient_clipping": 1.0, "gradient_allreduce_op": "mean",
-  "managed_gradient_accumulation": true,
+  "managed_gradient_accumulation": true, "uneven_microbatches": false,
   "activation_checkpointing": {"mode": "offload", "save": ["matmul", "aten.bmm"], "every": 2, "others": "selective",
     "inputs": "host", "tile_tokens": null},
   "kernels": "auto", "compile": false, "seed": 1234, "initial_weights": "rank0",
