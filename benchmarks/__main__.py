@@ -52,6 +52,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "training.matrix_rounds", "updates of whole matrices with their exchange beside them, or not",
             frozenset({"rounds"}),
         ),
+        "uneven_work": Benchmark(
+            "training.uneven_work", "steps of data ranks with different numbers of microbatches",
+            frozenset({"rounds"}),
+        ),
         "plan_search": Benchmark(
             "planning.plan_search", "the search for tensor plans of models of up to 671 B parameters",
             frozenset({"write_figures"}),

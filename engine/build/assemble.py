@@ -63,6 +63,7 @@ from engine.parallel.tensor.layers.partial_grads import PartialSums
 from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.budgets import (
+    gathers_once,
     pipeline_format,
     ranks_with_secondary_shards,
     reduces_each_microbatch,
@@ -431,7 +432,8 @@ def _gatherer(
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
         return None
-    gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, user_backward.start, gathers.within)
+    pinned = None if gathers_once(plan.config) else gathers.pinned
+    gatherer = ParameterGatherer(buckets, gathers.order, pinned, comm, user_backward.start, gathers.within)
     GatheredModules(model, plan.gather_groups, gathers.order, gatherer, patches)
     return gatherer
 

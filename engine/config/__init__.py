@@ -170,6 +170,8 @@ class Config:
     managed_gradient_accumulation: bool = setting(True, Flag())
     """true: step updates after gradient_accumulation_steps microbatches; false: each step updates, with the sum of its
     gradients divided by gradient_accumulation_steps."""
+    uneven_microbatches: bool = setting(False, Flag())
+    """true: each data rank passes a list of any number of microbatches to train_batch and eval_batch."""
     activation_checkpointing: ActivationCheckpointingConfig = setting(
         ActivationCheckpointingConfig(), Section(cls=ActivationCheckpointingConfig)
     )
@@ -216,6 +218,11 @@ class Config:
     def accumulation(self) -> int:
         """Microbatches per data rank and step."""
         return self._settled("gradient_accumulation_steps")
+
+    @property
+    def given_microbatches(self) -> int | None:
+        """Microbatches that each data rank passes to a step; None: any number."""
+        return None if self.uneven_microbatches else self.accumulation
 
     @cached_property
     def dp(self) -> int:
@@ -382,6 +389,12 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_outer(config.outer, config.optimizer, delayed, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
+    if config.uneven_microbatches and config.parallel.expert > 1:
+        problems.add(
+            "uneven_microbatches",
+            f"true with parallel.expert {config.parallel.expert}, which exchanges rows between data ranks in every "
+            "forward; leave uneven_microbatches or parallel.expert out.",
+        )
     if not config.managed_gradient_accumulation and config.parallel.pipeline not in (1, "auto"):
         problems.add(
             "managed_gradient_accumulation",

@@ -50,7 +50,7 @@ FULL: Tree = json.loads("""{
     "snapshot_every": 10, "token_file": "token", "optimizer": {"type": "SGD", "params": {"lr": 0.7, "momentum": 0.8,
     "dampening": 0.0, "weight_decay": 0.0, "nesterov": true}}},
   "gradient_clipping": 1.0, "gradient_allreduce_op": "mean",
-  "managed_gradient_accumulation": true,
+  "managed_gradient_accumulation": true, "uneven_microbatches": false,
   "activation_checkpointing": {"mode": "offload", "save": ["matmul", "aten.bmm"], "every": 2, "others": "selective",
     "inputs": "host", "tile_tokens": null},
   "kernels": "auto", "compile": false, "seed": 1234, "initial_weights": "rank0",
