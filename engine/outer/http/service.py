@@ -70,8 +70,8 @@ def address_of(listening: socket.socket) -> str:
 class StoreService:
     """HTTP server of a store on a socket."""
 
-    def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
-        self._application, self._listening = StoreServer(store, token), listening
+    def __init__(self, open_store: Callable[[], Store], token: str, listening: socket.socket) -> None:
+        self._application, self._listening = StoreServer(open_store, token), listening
         self._server = _Server(
             uvicorn.Config(
                 cast(Any, self._application),  # ASGI applications have loose types
@@ -100,11 +100,11 @@ class StoreService:
         self._server.should_exit = True
 
 
-def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
+def serve(open_store: Callable[[], Store], token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
     """Serves a store until SIGTERM or SIGINT."""
 
     async def run() -> None:
-        service = StoreService(store, token, listening)
+        service = StoreService(open_store, token, listening)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, service.stop)
         ready()

@@ -30,6 +30,10 @@ def push_name(key: PushKey, rank: int) -> str:
     return f"push-{key}-{rank}"
 
 
+class DifferentMergeError(Exception):
+    """Difference between a merge of the journal and the same merge made again."""
+
+
 @dataclass(frozen=True, slots=True)
 class MergedVersion:
     """One version of a fragment, with the totals of the merge that made it."""
@@ -73,8 +77,8 @@ class FragmentState:
         self.seeds: dict[int, Tensor] = {}
         """Initial weights of the ranks that have sent them."""
         self.spreads: list[float] = []
-        self.merged_bodies: list[str] = []
-        """Names of the bodies whose values are in a version."""
+        self.spent_bodies: list[str] = []
+        """Names of bodies that are needless after a snapshot: merged, withdrawn or dropped ones."""
 
     def install(self, version: MergedVersion) -> None:
         """Makes a version the newest one."""
@@ -204,7 +208,7 @@ class StoreState:
         self._release()
 
     def _drop(self, fragment: FragmentState, key: PushKey) -> None:
-        fragment.merged_bodies += [push_name(key, rank) for rank in fragment.pushes.pop(key).bodies]
+        fragment.spent_bodies += [push_name(key, rank) for rank in fragment.pushes.pop(key).bodies]
 
     def rows_of(self, site: int) -> int:
         """Returns the rows of a site in merged pushes, and in complete pushes that will be merged."""
@@ -216,6 +220,15 @@ class StoreState:
         ]
         return max([self.members.rows.get(site, 0), *waiting])
 
+    def restart(self, now: float) -> None:
+        """Renews all leases and arrivals after a start of the store."""
+        self.now = now
+        for life in self.members.lives.values():
+            self.renew(life)
+        for fragment in self.fragments.values():
+            for push in fragment.pushes.values():
+                push.arrived = now
+
     # ------------------------------------------------------------------ bodies
 
     def _seed(self, event: Event, bodies: Bodies) -> None:
@@ -223,7 +236,7 @@ class StoreState:
         fragment.seeds[event["rank"]] = bodies(seed_name(life.number, fragment.index, event["rank"]))
         if len(fragment.seeds) == life.ranks:
             fragment.install(MergedVersion(0, fragment.tensors.assemble_seeds(life.layouts, fragment.seeds)))
-            fragment.merged_bodies += [seed_name(life.number, fragment.index, rank) for rank in fragment.seeds]
+            fragment.spent_bodies += [seed_name(life.number, fragment.index, rank) for rank in fragment.seeds]
             fragment.seeds = {}
 
     def _push(self, event: Event, bodies: Bodies) -> None:
@@ -253,7 +266,7 @@ class StoreState:
         """Merges pushes; returns the event with the hash of the new weights.
 
         Raises:
-            ValueError: the event has a hash, and the new weights have another one.
+            DifferentMergeError: the event has a hash, and the new weights have another one.
         """
         fragment = self.fragments[event["fragment"]]
         chosen = [fragment.pushes[read_key(key)] for key in event["pushes"]]
@@ -263,7 +276,7 @@ class StoreState:
         )
         found = hash_of(flats)
         if event.get("hash", found) != found:
-            raise ValueError(
+            raise DifferentMergeError(
                 f"version {number} of fragment {fragment.index} has the hash {found}, but the journal says "
                 f"{event['hash']}"
             )

@@ -5,7 +5,8 @@ A request becomes an event. The event and its body are on disk before the state 
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM
 from engine.outer.messages import (
     Content,
     Joined,
@@ -26,9 +28,12 @@ from engine.outer.messages import (
     StoreRefusedError,
     StoreStatus,
 )
+from engine.outer.store.journal import Journal
 from engine.outer.store.members import Life, Progress
 from engine.outer.store.placement import check_coverage, check_layout
 from engine.outer.store.records import Event, hash_of, json_values, layout_record, model_record, push_record
+from engine.outer.store.recovery import recover
+from engine.outer.store.snapshot import write_snapshot
 from engine.outer.store.state import FragmentState, StoreState, push_name, seed_name
 
 Listener = Callable[[Event], None]
@@ -46,6 +51,10 @@ class Store:
         clock: function that returns seconds, for leases and graces.
         keep: True to retain all bodies, which ``replay`` needs.
         number: number of this store among several that divide the tensors.
+        snapshot_every: merges between two snapshots.
+
+    Raises:
+        CheckpointError: the folder is damaged, in use, or of a store with other settings.
     """
 
     def __init__(
@@ -55,17 +64,32 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         keep: bool = False,
         number: int = 0,
+        snapshot_every: int = 20,
     ) -> None:
         self.listeners: list[Listener] = []
         self._settings, self._clock, self._lock = json_values(settings), clock, threading.RLock()
         self._state = StoreState(self._settings, number)
-        self._received = self._sent = 0
+        self._received = self._sent = self._merges = 0
+        self._keep, self._every, self._failure = keep, snapshot_every, ""
+        self._journal = None if folder is None else Journal(Path(folder))
+        if self._journal is not None:
+            try:
+                self._start(self._journal)
+            except BaseException:
+                self._journal.close()
+                raise
+
+    def close(self) -> None:
+        """Ends the use of the folder; everything acknowledged is there."""
+        if self._journal is not None:
+            self._journal.close()
+        self._failure = self._failure or "the store is closed; start it again."
 
     # ------------------------------------------------------------------ members
 
     def join(self, request: JoinRequest) -> Joined:
         """Starts a new life of a site; its earlier life ends, and its complete pushes remain. Rank 0 only."""
-        with self._lock:
+        with self._request():
             state = self._state
             model = model_record(request)
             self._check_join(request, model)
@@ -80,7 +104,7 @@ class Store:
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
         """Registers the pieces of one rank, before any push or pull of this life."""
-        with self._lock:
+        with self._request():
             found = self._find(life)
             self._check_rank(found, rank)
             known = found.layouts.get(rank)
@@ -99,19 +123,19 @@ class Store:
 
     def renew(self, life: int) -> None:
         """Renews the lease."""
-        with self._lock:
+        with self._request():
             self._find(life)
 
     def leave(self, life: int) -> None:
         """Ends the life; merges and clocks do not wait for this site any more."""
-        with self._lock:
+        with self._request():
             self._find(life)
             self._record({"kind": "leave", "life": life})
             self._advance()
 
     def tick(self) -> None:
         """Ends leases and graces that are over; call it several times in a lease."""
-        with self._lock:
+        with self._request():
             now = self._clock()
             for life in [life for life in self._state.members.live() if life.expires < now]:
                 self._record({"kind": "lost", "life": life.number})
@@ -119,7 +143,7 @@ class Store:
 
     def status(self) -> StoreStatus:
         """Returns the state of the store; version -1: no initial weights yet, or a fragment of another store."""
-        with self._lock:
+        with self._request():
             state, live = self._state, list(self._state.members.live())
             clocks = {life.site: min((life.progress[i].clock for i in state.fragments), default=0) for life in live}
             views = [fragment.view() for fragment in state.fragments.values()]
@@ -138,7 +162,7 @@ class Store:
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Receives the initial fp32 weights of the ``pushed`` pieces of a fragment, uint8 [bytes]."""
-        with self._lock:
+        with self._request():
             found, part = self._find(life), self._fragment(fragment)
             layout = self._layout(found, rank)
             if part.version >= 0 or rank in part.seeds:
@@ -160,7 +184,7 @@ class Store:
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
         """Stores one rank's encoded body, uint8 [bytes]; on return it survives a crash of the store."""
-        with self._lock:
+        with self._request():
             life, fragment = self._find(meta.key.life), self._fragment(meta.key.fragment)
             layout = self._layout(life, rank)
             size = fragment.tensors.message_bytes(layout, self._state.codec)
@@ -182,13 +206,13 @@ class Store:
 
     def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
         """Returns the bytes of one rank's push, or of its initial weights; renews the lease."""
-        with self._lock:
+        with self._request():
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
             return tensors.seed_bytes(layout) if initial else tensors.message_bytes(layout, self._state.codec)
 
     def withdraw(self, key: PushKey) -> None:
         """Withdraws a push of a step that has failed on one of the site's ranks; its ``seq`` is not used again."""
-        with self._lock:
+        with self._request():
             life, fragment = self._find(key.life), self._fragment(key.fragment)
             own = life.progress[fragment.index]
             if key.seq in own.withdrawn:
@@ -207,7 +231,7 @@ class Store:
         """Returns the newest version that this life may take over, and retains it for ``pull``; None before the
         initial weights have come or while the rule forbids a take-over.
         """
-        with self._lock:
+        with self._request():
             found, part = self._find(life), self._fragment(fragment)
             own = found.progress[fragment]
             if part.version <= own.taken or not self._state.rule.answerable(part.view(), self._state.members, found):
@@ -218,7 +242,7 @@ class Store:
 
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
         """Returns the offered version of the ``pulled`` pieces of a fragment, concatenated, fp32 [elements]."""
-        with self._lock:
+        with self._request():
             found, part = self._find(life), self._fragment(fragment)
             layout, own = self._layout(found, rank), found.progress[fragment]
             if version != own.offered or version not in part.versions:
@@ -381,9 +405,21 @@ class Store:
 
     # ------------------------------------------------------------------ events
 
+    def _start(self, journal: Journal) -> None:
+        """Restores the state from the folder, with new leases, and makes merges that are due."""
+        recover(journal, self._state, self._settings)
+        start = {"kind": "start", "store": self._state.number, "keep": self._keep, "settings": self._settings}
+        journal.write({**start, "algorithm": DEFAULT_ALGORITHM, "versions": list(self.status().versions)})
+        self._state.restart(self._clock())
+        self._advance()
+
     def _record(self, event: Event, name: str = "", body: Tensor | None = None) -> None:
         """Writes an event, after its body, and applies it."""
         own = torch.empty(0, dtype=torch.uint8) if body is None else body.detach().clone()
+        if self._journal is not None:
+            if body is not None:
+                self._journal.write_body(name, own)
+            self._journal.write(event)
         self._received += own.numel()
         self._state.now = self._clock()
         self._state.apply(event, lambda _: own)
@@ -401,8 +437,38 @@ class Store:
         pushes = [{"life": key.life, "fragment": key.fragment, "seq": key.seq} for key in keys]
         spread = max(arrived) - min(arrived)
         event = self._state.merge({"kind": "merge", "fragment": fragment.index, "pushes": pushes, "spread": spread})
-        fragment.merged_bodies.clear()
+        self._merges += 1
+        if self._journal is not None:
+            self._journal.write(event)
+            if self._merges % self._every == 0:
+                self._take_snapshot(self._journal)
+        else:
+            fragment.spent_bodies.clear()
         self._announce(event)
+
+    def _take_snapshot(self, journal: Journal) -> None:
+        """Writes the state, and removes bodies that are in a version now."""
+        write_snapshot(journal.folder, self._state, journal.position)
+        for fragment in self._state.fragments.values():
+            if not self._keep:
+                journal.remove_bodies(fragment.spent_bodies)
+            fragment.spent_bodies.clear()
+
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        """Makes one request at a time; after a failed write, all are refused, since only the disk knows the state."""
+        with self._lock:
+            if self._failure:
+                raise StoreRefusedError(self._failure, 503)
+            try:
+                yield
+            except OSError as error:
+                self._failure = (
+                    f"the store cannot write {error.filename or (self._journal and self._journal.folder)} "
+                    f"({error.strerror or error}), and has all that it has acknowledged; free space or mend the disk, "
+                    "and start the store again."
+                )
+                raise StoreRefusedError(self._failure, 503) from error
 
     def _announce(self, event: Event) -> None:
         for listener in self.listeners:
