@@ -117,7 +117,11 @@ class StoreServer:
     async def ticking(self) -> AsyncIterator[None]:
         """Lets the store tick four times a second, and waits for its last work."""
         loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        self._listener = lambda event: loop.call_soon_threadsafe(self._wake)
+
+        def listener(event: object) -> None:
+            loop.call_soon_threadsafe(self._wake)
+
+        self._listener = listener
         self.store.listeners.append(self._listener)
         ticks = asyncio.create_task(self._tick_forever())
         try:
