@@ -79,4 +79,12 @@ OUTER_HTTP = (
         new="        return ip_address(host).is_private\n",
         tests=(f"{TESTS}/test_service.py::test_a_public_address_needs_a_token",),
     ),
+    Fault(
+        name="replies-wait-for-acknowledgements",
+        about="Each reply of a store waits 40 ms for a delayed acknowledgement.",
+        file=f"{HTTP}/service.py",
+        old="    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)\n",
+        new="",
+        tests=(f"{TESTS}/test_service.py::test_replies_do_not_wait_for_delayed_acknowledgements",),
+    ),
 )

@@ -111,6 +111,13 @@ def test_a_long_poll_returns_at_the_merge_and_at_the_end_of_the_store() -> None:
     waiting.close()
 
 
+def test_replies_do_not_wait_for_delayed_acknowledgements() -> None:
+    with service.listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()[:2]):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "store.example"])
 def test_a_public_address_needs_a_token(host: str) -> None:
     with pytest.raises(LaunchError, match=f"--host {host} serves other hosts"):
