@@ -206,7 +206,7 @@ class Store:
 
     def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
         """Returns the bytes of one rank's push, or of its initial weights; renews the lease."""
-        with self._lock:
+        with self._request():
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
             return tensors.seed_bytes(layout) if initial else tensors.message_bytes(layout, self._state.codec)
 

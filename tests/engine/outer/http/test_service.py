@@ -40,7 +40,7 @@ from tests.engine.outer.http.served import (
 def running(store: Store, token: str = "") -> Iterator[tuple[str, service.StoreService]]:
     """Serves a store on a free port of this host, in a thread."""
     listening = service.listen("127.0.0.1", 0)
-    served = service.StoreService(store, token, listening)
+    served = service.StoreService(lambda: store, token, listening)
     loop = asyncio.new_event_loop()
     thread = Thread(target=lambda: loop.run_until_complete(served.run()))
     address = service.address_of(listening)
@@ -109,6 +109,13 @@ def test_a_long_poll_returns_at_the_merge_and_at_the_end_of_the_store() -> None:
     assert found[1] is None and monotonic() - began < 8
     link.close()
     waiting.close()
+
+
+def test_replies_do_not_wait_for_delayed_acknowledgements() -> None:
+    with service.listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()[:2]):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "store.example"])
