@@ -40,6 +40,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "training.context", "sequences over several ranks beside torch, DeepSpeed's Ulysses and data ranks",
             frozenset({"rounds", "write_figures"}),
         ),
+        "outer": Benchmark(
+            "outer.command", "sites of an outer loop on real text: loss against pushed bytes",
+            frozenset({"write_figures"}),
+        ),
         "host_time": Benchmark(
             "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",
             frozenset({"rounds", "write_figures"}),
