@@ -40,7 +40,7 @@ from engine.outer.http.bodies import (
     tensor_from,
 )
 from engine.outer.http.values import dump_json, from_json, parse_json
-from engine.outer.messages import JoinReply, Offer, PushState, StoreRefusedError
+from engine.outer.messages import DISK_FULL, JoinReply, Offer, PushState, StoreRefusedError
 from engine.outer.store.store import Store
 
 MESSAGE_BYTES = 64 << 20
@@ -164,7 +164,7 @@ class StoreServer:
         except OSError as error:
             raise StoreRefusedError(
                 f"the store cannot write to its folder ({first_line(error)}); free space there, and the sites go on.",
-                507,
+                DISK_FULL,
             ) from error
 
     # ---------------------------------------------------------------- requests without a body
@@ -214,7 +214,7 @@ class StoreServer:
         return _reply(await self._run(self.store.status))
 
     async def _health(self, request: Request) -> Response:
-        return _reply({"status": "full"}, 507) if self.problem else _reply({"status": "ok"})
+        return _reply({"status": "full"}, DISK_FULL) if self.problem else _reply({"status": "ok"})
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         if isinstance(error, StoreRefusedError):
@@ -324,8 +324,9 @@ class StoreServer:
             return self._uploads.arrived(key, whole)
         try:
             result = Arrived(len(body), store(tensor_from(body)))
-        except StoreRefusedError:
-            self._uploads.drop(key)
+        except StoreRefusedError as error:
+            if error.status != DISK_FULL:
+                self._uploads.drop(key)
             raise
         self._uploads.finish(key, whole, result)
         return result
