@@ -260,6 +260,17 @@ def test_a_closed_link_ends_calls_that_wait() -> None:
         link.push(meta_of(0, 0, 0), 0, PushShare(), body_of(torch.ones(1)))
 
 
+def test_a_limited_link_waits_no_longer() -> None:
+    class Absent(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            raise httpx.ConnectError("gone")
+
+    with linked(Absent()) as link:
+        link.limit(0.02)
+        with pytest.raises(GridError, match="does not answer"):
+            link.push(meta_of(0, 0, 0), 0, PushShare(), body_of(torch.ones(1)))
+
+
 @pytest.mark.parametrize(("status", "tries"), [(503, 3), (429, 3), (507, 3), (404, 1), (302, 1)])
 def test_trouble_is_repeated_and_a_refusal_is_not(status: int, tries: int) -> None:
     class Answering(httpx.BaseTransport):
