@@ -224,10 +224,15 @@ class EngineParts:
         """
         if self.built is not None:
             return batch
-        take = partial(self.rows.take_microbatches, batch, self.config.micro, self.config.accumulation)
+        take = partial(self.rows.take_microbatches, batch, self.config.micro, self.config.given_microbatches)
         seen, problem, _ = take_batch(take, self.comm, self.device)
+        if not seen and problem is None:
+            problem = EngineError(
+                "the first list of microbatches is empty on a data rank, but the plan of the run needs an example; "
+                "pass example_batch=... to engine.initialize."
+            )
         self.complete(seen[0] if seen else None, problem)
-        return iter(seen)
+        return seen if self.config.uneven_microbatches else iter(seen)
 
     def refuse_unfinished(self, call: str) -> None:
         """Raises if the engine method ``call`` comes after ``close`` or inside a gradient accumulation."""

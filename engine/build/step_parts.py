@@ -8,8 +8,11 @@ from torch import nn
 
 from engine.integrity.copies import AtRest, DataCopies, ReplicaCopies
 from engine.integrity.guard import ComputedGradients, Integrity
+from engine.optim.lr_schedules import LearningRate
 from engine.outer.http.open_link import open_link
+from engine.outer.local_pieces import find_pieces
 from engine.outer.site import OuterLoop
+from engine.outer.site_weights import SiteWeights
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
@@ -51,6 +54,7 @@ class PartRequest:
     device: torch.device
     inventory: StateInventory
     optimizer: ShardedOptimizer
+    rates: LearningRate
     reducer: Reducer
     encoder: MessageEncoder | None
     gatherer: ParameterGatherer | None
@@ -58,8 +62,6 @@ class PartRequest:
     """Counter of tokens per expert; None: not counted."""
     replay: RouterReplay | None
     """Replay of recorded routing; None: routers choose."""
-    average: WeightAverage | None
-    """Moving average of the weights; None without ``"ema"``."""
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
@@ -89,9 +91,11 @@ def _outer(request: PartRequest) -> StepPart | None:
     plan, optimizer = request.plan, request.optimizer
     if plan.config.outer is None:
         return None
-    part = OuterLoop(plan, request.comm, request.device, request.buckets, optimizer, request.gatherer, open_link)
-    request.inventory.companions.append(part.anchors)
-    return part
+    outer, stores = plan.config.outer, max(1, len(plan.config.outer.urls))
+    local = find_pieces(plan, request.comm.grid.coord(), request.buckets, outer.fragments, stores)
+    weights = SiteWeights(local, outer, optimizer, request.gatherer)
+    request.inventory.companions.append(weights.anchors)
+    return OuterLoop(plan, request.comm, request.device, weights, request.rates, open_link)
 
 
 def _integrity(request: PartRequest) -> StepPart | None:
@@ -134,9 +138,11 @@ def _average(request: PartRequest) -> StepPart | None:
     if any(entry.type == "ScheduleFreeAdamW" for entry in entries):
         free = ScheduleFreeAverage(optimizer.places, optimizer.inner)
         return AverageOfWeights(AveragedWeights(request.buckets, optimizer, free))
-    if request.average is None:
+    if plan.config.ema is None:
         return None
-    return AverageOfWeights(AveragedWeights(request.buckets, optimizer, request.average))
+    average = WeightAverage(optimizer.places, plan.config.ema.decay)
+    request.inventory.companions.append(average)
+    return AverageOfWeights(AveragedWeights(request.buckets, optimizer, average))
 
 
 def _experts(request: PartRequest) -> StepPart | None:

@@ -153,8 +153,6 @@ class CheckpointCoordinator:
         self._model, self._config, self._comm, self.device = model, config, comm, device
         self._model_files = model_files
         self._tracked: dict[str, Stateful] = {}
-        self._late = frozenset(["outer"] if config.outer is not None else [])
-        """Names of objects that are registered when the model is built; a checkpoint may lack them."""
         self._encoders = prompt_encoders(model)
         """Copies of a ``PeftModel``'s prompt encoders, from before modules were changed."""
         self._files, self._locks = Files(), FolderLocks()
@@ -222,7 +220,8 @@ class CheckpointCoordinator:
             self._resume(request)
 
     def _trainer_state(self, update: Update) -> TrainerState:
-        return TrainerState(update, self._tracked, self._comm.grid, self.device, self._late)
+        late = ("outer",) if self._config.outer is not None else ()
+        return TrainerState(update, self._tracked, self._comm.grid, self.device, late)
 
     def register(self, things: Mapping[str, object]) -> None:
         """Adds objects to later checkpoints; see :meth:`engine.Engine.register_for_checkpointing`."""

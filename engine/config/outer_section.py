@@ -1,6 +1,7 @@
 """Section "outer": sites that train apart and meet in a store, by a rule."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -24,12 +25,27 @@ SERVER_RULES = ("bsp", "ssp", "async")
 CODECS = ("fp64", "fp32", "bf16", "int8", "int4", "topk")
 STORE_OPTIMIZERS = ("SGD", "AdamW", "Adam", "Lion")
 """Optimizers of a store: element by element, so that fragments and stores divide the tensors freely."""
+_KINDS = MappingProxyType({name: OPTIMIZERS[name] for name in STORE_OPTIMIZERS})
 DELTA_PERIOD = 100
 """Default period of rules that exchange differences of weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptimizerConfig:
+    """Optimizer of a store, with its params."""
+
+    type: Literal["SGD", "AdamW", "Adam", "Lion"] = setting("SGD", Choice(
+        options=STORE_OPTIMIZERS, noun="an optimizer of a store", fold=True,
+        remedy="give SGD, AdamW, Adam or Lion, which update element by element"))  # fmt: skip
+    """SGD, AdamW, Adam or Lion, in any letter case."""
+    params: Mapping[str, Any] = stored(SgdParams())
+    """Settings of the chosen optimizer, with all defaults filled in."""
+
+
 OUTER_DEFAULTS = MappingProxyType(
     {
-        "average": OptimizerConfig(type="SGD", params=stored(SgdParams(lr=1.0))),
-        "diloco": OptimizerConfig(type="SGD", params=stored(SgdParams(lr=0.7, momentum=0.9, nesterov=True))),
+        "average": StoreOptimizerConfig(params=stored(SgdParams(lr=1.0))),
+        "diloco": StoreOptimizerConfig(params=stored(SgdParams(lr=0.7, momentum=0.9, nesterov=True))),
     }
 )
 
@@ -64,7 +80,7 @@ class OuterConfig:
         rules=(Choice(options=("adaptive",), noun="a grace"), NOT_NEGATIVE),
         remedy='give seconds, or "adaptive"'))  # fmt: skip
     """For quorum: seconds that a merge waits for further sites; "adaptive": 1.5 times their usual spread."""
-    optimizer: OptimizerConfig | None = setting(None, Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, null=True))
+    optimizer: StoreOptimizerConfig | None = setting(None, Typed(cls=StoreOptimizerConfig, kinds=_KINDS, null=True))
     """Optimizer of the store; null: the configuration's own for gradients, SGD with lr 1 for average, and SGD with lr
     0.7 and Nesterov momentum 0.9 otherwise.
     """
@@ -122,13 +138,20 @@ class OuterConfig:
             return "deltas"
         return "gradients" if self.rule in SERVER_RULES else "sums"
 
-    def store_optimizer(self, training: OptimizerConfig | None) -> OptimizerConfig:
+    def store_optimizer(self, training: OptimizerConfig | None) -> StoreOptimizerConfig:
         """Returns the optimizer of the store; ``training``: the configuration's own."""
         if self.optimizer is not None:
             return self.optimizer
         if self.content == "gradients" and training is not None:
-            return training
+            return StoreOptimizerConfig(type=training.type, params=training.params)  # type: ignore[arg-type]
         return OUTER_DEFAULTS["average" if self.rule == "average" else "diloco"]
+
+
+def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) -> OptimizerConfig | None:
+    """Returns the optimizer of a process: without state if a store updates the weights, otherwise ``training``."""
+    if outer is None or training is None or outer.content != "gradients":
+        return training
+    return replace(training, type="SGD", params=stored(SgdParams(lr=training.params["lr"])), before=())
 
 
 def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clipping: float) -> dict[str, Any]:
@@ -145,10 +168,22 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
     }  # fmt: skip
 
 
-def check_outer(outer: OuterConfig | None, training: OptimizerConfig | None, problems: Problems) -> None:
-    """Adds problems of settings that exclude each other or have no effect."""
+def check_outer(
+    outer: OuterConfig | None, training: OptimizerConfig | None, delayed_update: bool, problems: Problems
+) -> None:
+    """Adds problems of settings that exclude each other or have no effect; ``delayed_update``: of an offload."""
     if outer is None:
         return
+    if delayed_update:
+        problems.add(
+            "zero_optimization.offload_optimizer.delayed_update",
+            "true with outer, which reads weights after their update; leave delayed_update or outer out.",
+        )
+    if outer.content == "gradients" and outer.optimizer is None and training is not None and training.before:
+        problems.add(
+            "optimizer",
+            f"a list with rule {outer.rule}, whose store has one optimizer; name it in outer.optimizer, or give one.",
+        )
     if outer.rule == "hogwild":
         _check_hogwild(outer, problems)
     elif not outer.urls:

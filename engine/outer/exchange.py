@@ -11,7 +11,7 @@ world, label "outer", tells the others which version has come and counts the ran
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any, TypeVar
 
@@ -35,12 +35,12 @@ _FIELDS = 6
 
 
 @dataclass(slots=True)
-class Flight:
+class PushFlight:
     """Push of a fragment that is under way, until its merge is taken over."""
 
     meta: PushMeta
-    sent: list[Tensor] = field(default_factory=list)
-    """Weights of each piece at the push, on the host."""
+    least: int = 0
+    """Lowest version that contains the push, if the push is of an earlier life."""
     pushed: Future[Any] | None = None
     asked: Future[Offer | None] | None = None
     """Request of rank 0 for an offer."""
@@ -54,12 +54,16 @@ class Flight:
         """True if this rank has pulled the offered version."""
         return self.body is not None and self.body.done()
 
+    def ends_with(self, offer: Offer) -> bool:
+        """Returns True if the push is in the offered version."""
+        return offer.merged >= self.meta.key.seq and offer.version >= self.least
+
 
 class EndedLifeError(Exception):
     """End of this site's life on the store: its lease has expired, or the site has joined again elsewhere."""
 
 
-class Exchange:
+class StoreExchange:
     """Connection of one rank to the stores during a life.
 
     Args:
@@ -78,11 +82,11 @@ class Exchange:
         if self._rank == 0:
             Thread(target=self._renew, args=(lease / 3,), name="trine-outer-lease", daemon=True).start()
 
-    def push(self, flight: Flight, share: PushShare, body: Tensor) -> None:
+    def push(self, flight: PushFlight, share: PushShare, body: Tensor) -> None:
         """Starts to send this rank's body of a push."""
         flight.pushed = self._pool.submit(self._link.push, flight.meta, self._rank, share, body)
 
-    def poll(self, flights: Sequence[Flight]) -> list[Flight]:
+    def poll(self, flights: Sequence[PushFlight]) -> list[PushFlight]:
         """Returns the flights whose merge every rank has pulled; starts pulls of new offers. One all-reduce over the
         world.
 
@@ -108,7 +112,7 @@ class Exchange:
                 flight.body = self._pool.submit(self._link.pull, self.life, self._rank, number, version)
         return [flight for row, flight in zip(found, flights, strict=False) if row[0] == self._comm.grid.world_size]
 
-    def wait(self, flight: Flight) -> Flight:
+    def wait(self, flight: PushFlight) -> PushFlight:
         """Waits until every rank has pulled the merge of a flight. Collective; the same errors as ``poll``."""
         began = time.perf_counter()
         while flight not in self.poll([flight]):
@@ -153,13 +157,13 @@ class Exchange:
             raise EndedLifeError
         return found
 
-    def _advance(self, flight: Flight) -> None:
+    def _advance(self, flight: PushFlight) -> None:
         """Raises the error of a push or pull that has ended."""
         for future in (flight.pushed, flight.body):
             if future is not None and future.done():
                 future.result()
 
-    def _asked(self, flight: Flight) -> Offer | None:
+    def _asked(self, flight: PushFlight) -> Offer | None:
         """Returns an offer that contains the push; asks again if there is none yet."""
         if flight.pushed is None or not flight.pushed.done():
             return None
@@ -168,9 +172,9 @@ class Exchange:
         if not flight.asked.done():
             return None
         offer, flight.asked = flight.asked.result(), None
-        return offer if offer is not None and offer.merged >= flight.meta.key.seq else None
+        return offer if offer is not None and flight.ends_with(offer) else None
 
-    def _work_on(self, flight: Flight) -> None:
+    def _work_on(self, flight: PushFlight) -> None:
         """Waits for this rank's requests: up to ``_ROUND`` seconds for an offer, and for its body."""
         try:
             if flight.body is not None:
@@ -181,13 +185,13 @@ class Exchange:
         except Exception:  # the next poll raises it on all ranks
             return
 
-    def _await_offer(self, flight: Flight) -> None:
+    def _await_offer(self, flight: PushFlight) -> None:
         pause, end = _PAUSE, time.monotonic() + _ROUND
         while time.monotonic() < end:
             if flight.asked is None:
                 flight.asked = self._pool.submit(self._link.offer, self.life, flight.meta.key.fragment)
             offer = flight.asked.result()
-            if offer is not None and offer.merged >= flight.meta.key.seq:
+            if offer is not None and flight.ends_with(offer):
                 return
             flight.asked = None
             time.sleep(pause)

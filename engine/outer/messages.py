@@ -71,7 +71,7 @@ class JoinRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinReply:
     """Reply to a join."""
 
     life: int
@@ -192,7 +192,7 @@ class StoreLink(Protocol):
     No method waits for a merge. Every method but ``join`` renews the lease of the life.
     """
 
-    def join(self, request: JoinRequest) -> Joined:
+    def join(self, request: JoinRequest) -> JoinReply:
         """Starts a new life of a site; its earlier life ends, and its unmerged complete pushes remain. Rank 0 only."""
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:

@@ -24,7 +24,7 @@ from engine.errors import ConfigError
 from engine.outer.codecs import make_delta_codec
 from engine.outer.fragments import Fragment
 from engine.outer.messages import (
-    Joined,
+    JoinReply,
     JoinRequest,
     Offer,
     PushKey,
@@ -53,7 +53,7 @@ class SharedWeights:
         self._merged = -1
         self._moved = [0, 0]
 
-    def join(self, request: JoinRequest) -> Joined:
+    def join(self, request: JoinRequest) -> JoinReply:
         """Creates the shared weights, or finds those of the first site."""
         told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
         path, life = self._folder / "tensors", 0
@@ -66,7 +66,7 @@ class SharedWeights:
             raise StoreRefusedError(
                 f"{self._folder} cannot be written ({error.strerror}); give another outer.folder.", 507
             ) from error
-        return Joined(life=life, rows=0, clock=0, seeds=mine)
+        return JoinReply(life=life, rows=0, clock=0, seeds=mine)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
         """Maps the weights; compares the model with the first site's."""

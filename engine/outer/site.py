@@ -24,14 +24,12 @@ from torch import Tensor
 
 from engine.config.outer_section import OuterConfig, shared_settings
 from engine.errors import EngineError
-from engine.outer.anchors import FEEDBACK, Anchors
-from engine.outer.codecs import make_delta_codec
-from engine.outer.exchange import EndedLifeError, Exchange, Flight
+from engine.optim.lr_schedules import LearningRate
+from engine.outer.exchange import EndedLifeError, PushFlight, StoreExchange
 from engine.outer.fragments import Fragment, due
-from engine.outer.local_pieces import LocalPiece, find_pieces
 from engine.outer.messages import (
     Content,
-    Joined,
+    JoinReply,
     JoinRequest,
     PushKey,
     PushMeta,
@@ -39,16 +37,12 @@ from engine.outer.messages import (
     StoreLink,
     StoreRefusedError,
 )
-from engine.outer.pulled_weights import PulledWeights
+from engine.outer.site_weights import SiteWeights
 from engine.parallel.comm.agreement import first_rank, from_first
 from engine.parallel.comm.comm import Comm
 from engine.planning.plan import Plan
 from engine.step.parts import PartOrder, StepPart
 from engine.step.state import StepState, StepTotals
-from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.gatherer import ParameterGatherer
-from engine.zero.optim.master_weights import sync_masters
-from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 logger = logging.getLogger("trine")
 _WAITING_RULES = ("average", "diloco", "bsp")
@@ -89,12 +83,17 @@ class OuterState:
         }  # fmt: skip
 
 
+OpenLink = Callable[[OuterConfig, Sequence[Fragment]], StoreLink]
+"""Function that opens the connection of a rank to the stores, which divide the fragments among them."""
+
+
 class OuterLoop(StepPart):
     """Step part that trains this engine as one site of several.
 
     Args:
-        open_link: opens the connection of this rank to the stores, which divide the fragments among them.
-        rates: prepares the learning rates of the next update and returns one for each parameter group.
+        weights: weights and gradients of this rank.
+        rates: schedule of this site, whose rates an optimizer on the store takes.
+        open_link: opens the connection of this rank to the stores.
     """
 
     order = PartOrder.OUTER
@@ -104,26 +103,22 @@ class OuterLoop(StepPart):
         plan: Plan,
         comm: Comm,
         device: torch.device,
-        buckets: Sequence[FlatBucket],
-        optimizer: ShardedOptimizer,
-        gatherer: ParameterGatherer | None,
-        open_link: Callable[[OuterConfig, Sequence[Fragment]], StoreLink],
+        weights: SiteWeights,
+        rates: LearningRate,
+        open_link: OpenLink,
     ) -> None:
         assert plan.config.outer is not None, "the part exists only with an outer loop"
         self._plan, self._comm, self._device, self._open = plan, comm, device, open_link
         self._outer, self._content = plan.config.outer, Content(plan.config.outer.content)
-        self._optimizer, self._gatherer = optimizer, gatherer
-        outer = self._outer
-        self.local = find_pieces(plan, comm.grid.coord(), buckets, outer.fragments, max(1, len(outer.urls)))
-        self._codec = make_delta_codec(outer.wire, density=outer.density, bits=outer.bits)
-        deltas = self._content is Content.DELTAS
-        self.anchors = Anchors(buckets if deltas else (), optimizer.places if deltas else (), outer.feedback > 0)
-        self._exchange: Exchange | None = None
+        self.weights, self._rates = weights, rates
+        self._exchange: StoreExchange | None = None
         self._link: StoreLink | None = None
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, PushFlight] = {}
+        self._earlier: dict[int, int] = {}
+        """Local step of each fragment's push that was under way when an earlier life ended."""
         self._late: set[int] = set()
         """Fragments whose push is due, while their last one is under way."""
-        count = len(self.local.fragments)
+        count = len(self.weights.local.fragments)
         self._seq, self._versions, self._taken = (
             [0] * count,
             [0] * count,
@@ -200,6 +195,7 @@ class OuterLoop(StepPart):
         return {
             "steps": self._steps, "rows": self._rows or 0, "tokens": self._tokens, "versions": self._versions,
             "since": [list(each) for each in self._since],
+            "flights": [[number, flight.meta.step + self._began] for number, flight in sorted(self._flights.items())],
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -208,35 +204,41 @@ class OuterLoop(StepPart):
         if len(state["versions"]) == len(self._versions):
             self._versions = [int(version) for version in state["versions"]]
             self._since = [(int(steps), float(tokens)) for steps, tokens in state["since"]]
+            self._earlier = {int(number): int(step) for number, step in state["flights"]}
         else:
-            self.anchors.filled = False
+            self.weights.anchors.filled = False
 
     # ------------------------------------------------------------------ joining and leaving
 
     def _join(self) -> None:
         """Starts a life of this site: joins, registers pieces, and takes the current weights over. Collective."""
-        link = self._link = self._link or self._open(self._outer, self.local.fragments)
+        link = self._link = self._link or self._open(self._outer, self.weights.local.fragments)
         told = json.loads(from_first(lambda: _worded(lambda: link.join(self._request())), self._comm, self._device))
-        joined = Joined(**told)
+        joined = JoinReply(**told)
         self._life, self._clock = joined.life, joined.clock
         if self._content is Content.SUMS and joined.clock != self._made:
             raise EngineError(
                 f"site {self._outer.site} has made {self._made} updates and the other sites {joined.clock}, but at "
                 "period 1 all sites are equal; load the checkpoint of another site."
             )
-        resumed = self.anchors.filled
+        resumed = self.weights.anchors.filled
         self._rows = self._rows if resumed and self._rows is not None else max(joined.rows, self._rows or 0)
         self._began, self._flights, self._late = self._steps, {}, set()
         self._seq, self._taken = [0] * len(self._seq), [[] for _ in self._taken]
-        exchange = self._exchange = Exchange(link, joined.life, self._comm, self._device, self._outer.lease)
+        exchange = self._exchange = StoreExchange(link, joined.life, self._comm, self._device, self._outer.lease)
         rank = self._comm.grid.rank
-        exchange.ask(lambda: link.register(joined.life, rank, self.local.layout))
+        exchange.ask(lambda: link.register(joined.life, rank, self.weights.local.layout))
         if joined.seeds:
-            numbers = range(len(self.local.fragments))
-            exchange.ask(lambda: [link.seed(joined.life, rank, number, self._seed(number)) for number in numbers])
-        for number in range(len(self.local.fragments)) if self._content is not Content.SUMS or not self._made else ():
-            self._begin_with(exchange, number, resumed)
-        self.anchors.filled = self._content is Content.DELTAS
+            exchange.ask(lambda: self._send_seeds(link))
+        for number in (
+            range(len(self.weights.local.fragments)) if self._content is not Content.SUMS or not self._made else ()
+        ):
+            if resumed and number in self._earlier:
+                self._flights[number] = self._flight_of_earlier(number)
+            else:
+                self._begin_with(exchange, number, resumed)
+        self._earlier = {}
+        self.weights.anchors.filled = self._content is Content.DELTAS
         if rank == 0:
             logger.info(
                 "site %d has joined: life %d, %s rows trained, version %s",
@@ -257,18 +259,14 @@ class OuterLoop(StepPart):
             settings=shared_settings(self._outer, config.optimizer, config.gradient_clipping),
         )
 
-    def _seed(self, fragment: int) -> Tensor:
-        """Returns this rank's initial weights of a fragment, fp32 as bytes."""
-        parts = [
-            piece.chosen(piece.weights.detach()).float().cpu()
-            for piece in self.local.of(fragment) if piece.pushed is not None
-        ]  # fmt: skip
-        return torch.cat(parts).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8)
+    def _send_seeds(self, link: StoreLink) -> None:
+        for number in range(len(self.weights.local.fragments)):
+            link.seed(self._life, self._comm.grid.rank, number, self.weights.seed(number))
 
-    def _begin_with(self, exchange: Exchange, fragment: int, resumed: bool) -> None:
+    def _begin_with(self, exchange: StoreExchange, fragment: int, resumed: bool) -> None:
         """Takes over the store's weights; a site from a checkpoint keeps its progress since its anchor."""
         key = PushKey(self._life, fragment, -1)
-        flight = exchange.wait(Flight(PushMeta(key, 0, 0, 0.0, 0, 0), pushed=_done()))
+        flight = exchange.wait(PushFlight(PushMeta(key, 0, 0, 0.0, 0, 0), pushed=_done()))
         assert flight.offer is not None and flight.body is not None, "the exchange has waited for both"
         before, self._versions[fragment] = self._versions[fragment], flight.offer.version
         body = flight.body.result()
@@ -276,9 +274,15 @@ class OuterLoop(StepPart):
         self._taken[fragment].append((0, flight.offer.version))
         if resumed and before == flight.offer.version:
             return
-        self._write(fragment, body, [self.anchors.of(p) for p in self.local.of(fragment)] if resumed else None)
+        self.weights.write(fragment, body, alone=not resumed)
         if not resumed:
             self._since[fragment] = (self._steps, self._tokens)
+
+    def _flight_of_earlier(self, fragment: int) -> PushFlight:
+        """Returns the flight of a push that an earlier life has made; the next version contains it."""
+        version, step = self._versions[fragment], self._earlier[fragment] - self._began
+        meta = PushMeta(PushKey(self._life, fragment, -1), version, 0, 0.0, self._rows or 0, step)
+        return PushFlight(meta, least=version + 1, pushed=_done())
 
     def _join_again(self) -> None:
         """Starts a new life after the lease has expired; this site's progress since its anchors remains."""
@@ -287,6 +291,7 @@ class OuterLoop(StepPart):
                 "site %d was silent for more than %g seconds, so the store has ended its life; it joins again",
                 self._outer.site, self._outer.lease,
             )  # fmt: skip
+        self._earlier = {number: flight.meta.step + self._began for number, flight in self._flights.items()}
         self._leave(leave=False)
         self._join()
 
@@ -300,8 +305,9 @@ class OuterLoop(StepPart):
 
     def _exchange_gradients(self, step: StepState) -> None:
         assert self._exchange is not None
+        self._rates.prepare(self._made)
         try:
-            flights = [self._push_gradients(number, step) for number in range(len(self.local.fragments))]
+            flights = [self._push_gradients(number, step) for number in range(len(self.weights.local.fragments))]
             for flight in flights:
                 self._exchange.wait(flight)
         except EndedLifeError:
@@ -309,32 +315,20 @@ class OuterLoop(StepPart):
                 f"site {self._outer.site} was silent for more than {self._outer.lease:g} seconds, so the store has "
                 "ended its life; raise outer.lease, or load the last checkpoint to join again."
             ) from None
-        owned = {
-            flat.bucket.index: torch.empty(len(flat.weights)) for piece in self.local.pieces for flat in (piece.flat,)
-        }
         for flight in flights:
             self._note(flight)
-            assert flight.body is not None
-            for piece, values in self.local.pulled(flight.meta.key.fragment, flight.body.result()):
-                piece.within(owned[piece.flat.bucket.index]).copy_(values)
+        bodies = {flight.meta.key.fragment: flight.body.result() for flight in flights if flight.body is not None}
         if self._content is Content.GRADIENTS:
-            inner = self._optimizer.inner
-            assert isinstance(inner, PulledWeights), "a site of a server has no optimizer of its own"
-            inner.give(self._optimizer.places, owned)
+            self.weights.use_weights(bodies)
         else:
-            self._use_sums(owned, step, flights[0])
+            self.weights.use_sums(bodies)
+            self._use_totals(step, flights[0])
 
-    def _push_gradients(self, fragment: int, step: StepState) -> Flight:
-        assert self._exchange is not None
+    def _push_gradients(self, fragment: int, step: StepState) -> PushFlight:
         scale = 1.0 if self._content is Content.SUMS else step.divides
-        own = [piece for piece in self.local.of(fragment) if piece.pushed is not None]
-        for flat in {id(piece.flat): piece.flat for piece in own if piece.flat.host_sums is not None}.values():
-            self._optimizer.copies.wait(flat)
-        values = [piece.chosen(piece.gradient.detach()).float().cpu() for piece in own]
-        body = [self._codec.encode(each if scale == 1.0 else each / scale) for each in values]
         counts = fragment == 0 and self._counts_loss
         share = PushShare(float(step.weight) if counts else 0.0, float(step.loss) if counts else 0.0)
-        return self._send(fragment, 1, 0.0, body, share, [])
+        return self._send(fragment, 1, 0.0, self.weights.gradients(fragment, scale), share)
 
     @property
     def _counts_loss(self) -> bool:
@@ -342,16 +336,9 @@ class OuterLoop(StepPart):
         grid = self._comm.grid
         return grid.coord().pp == self._plan.last_rank and grid.is_first("stage_replica")
 
-    @torch.no_grad()
-    def _use_sums(self, owned: Mapping[int, Tensor], step: StepState, flight: Flight) -> None:
-        """Replaces gradients, loss and weight of this site by the sums over all sites."""
-        for piece in self.local.pieces:
-            values = piece.within(owned[piece.flat.bucket.index])
-            piece.gradient.copy_(values)
-            if piece.flat.host_sums is not None:  # the norm reads the device's gradients
-                piece.flat.gradient(piece.part).copy_(values)
-                self._optimizer.copies.changed(piece.flat)
-        assert flight.offer is not None
+    def _use_totals(self, step: StepState, flight: PushFlight) -> None:
+        """Replaces loss and weight of this site by the sums over all sites."""
+        assert flight.offer is not None, "the exchange has waited for it"
         if self._counts_loss:
             first = self._comm.grid.row_rank == 0
             step.weight = torch.full_like(step.weight, flight.offer.weight if first else 0.0)
@@ -362,7 +349,7 @@ class OuterLoop(StepPart):
     def _push_due(self) -> None:
         """Pushes the fragments that are due after this step."""
         outer = self._outer
-        for number, fragment in enumerate(self.local.fragments):
+        for number, fragment in enumerate(self.weights.local.fragments):
             if due(self._steps, outer.steps, outer.fragments, fragment.index) or number in self._late:
                 if number in self._flights and (outer.rule == "ssp" or outer.rule in _WAITING_RULES):
                     self._finish(number)  # a site of ssp is too far ahead, and waits here
@@ -391,39 +378,14 @@ class OuterLoop(StepPart):
         assert self._exchange is not None
         self._adopt(self._exchange.wait(self._flights[fragment]))
 
-    @torch.no_grad()
     def _push_delta(self, fragment: int) -> None:
-        for flat in self.local.buckets(fragment):
-            sync_masters(flat)
         steps, tokens = self._since[fragment]
-        own, body, sent = self.local.of(fragment), list[Tensor](), list[Tensor]()
-        for piece in own:
-            weights = piece.weights.detach().cpu()
-            sent.append(weights.clone() if self._outer.mixing is None else weights)
-            if piece.pushed is not None:
-                body.append(self._encode(piece, weights))
-        counted = self._tokens - tokens
-        self._flights[fragment] = self._send(fragment, self._steps - steps, counted, body, PushShare(), sent)
+        body = self.weights.differences(fragment)
+        self._flights[fragment] = self._send(fragment, self._steps - steps, self._tokens - tokens, body, PushShare())
         self._since[fragment] = (self._steps, self._tokens)
 
-    def _encode(self, piece: LocalPiece, weights: Tensor) -> Tensor:
-        """Returns the encoded difference of the elements that this rank pushes; stores its encoding error."""
-        delta = piece.chosen(self.anchors.of(piece)).double() - piece.chosen(weights).double()
-        if not self._outer.feedback:
-            return self._codec.encode(delta)
-        error = self.anchors.of(piece, FEEDBACK)
-        own = piece.chosen(error)
-        wanted = delta + self._outer.feedback * own.double()
-        message = self._codec.encode(wanted)
-        left = (wanted - self._codec.decode(message, wanted.numel())).float()
-        piece.put(error, left)
-        return message
-
-    def _send(
-        self, fragment: int, steps: int, tokens: float, body: Sequence[Tensor], share: PushShare, sent: list[Tensor]
-    ) -> Flight:
+    def _send(self, fragment: int, steps: int, tokens: float, body: Tensor, share: PushShare) -> PushFlight:
         assert self._exchange is not None
-        inner = self._optimizer.inner
         meta = PushMeta(
             key=PushKey(self._life, fragment, self._seq[fragment]),
             base=self._versions[fragment],
@@ -431,26 +393,25 @@ class OuterLoop(StepPart):
             tokens=tokens,
             rows=self._rows or 0,
             step=self._steps - self._began,
-            rates=tuple(float(group["lr"]) for group in inner.param_groups),
+            rates=self.weights.rates,
             taken=tuple(self._taken[fragment]),
         )
-        message = torch.cat([*body]) if body else torch.empty(0, dtype=torch.uint8)
-        flight = Flight(meta, sent)
-        self._exchange.push(flight, share, message)
+        flight = PushFlight(meta)
+        self._exchange.push(flight, share, body)
         self._seq[fragment] += 1
         self._taken[fragment] = []
-        self._pushed_bytes += message.nbytes
+        self._pushed_bytes += body.nbytes
         return flight
 
-    def _adopt(self, flight: Flight) -> None:
+    def _adopt(self, flight: PushFlight) -> None:
         """Takes over the merge of a flight. All-gathers over dp, label "parameters"."""
         fragment = flight.meta.key.fragment
         self._note(flight)
         assert flight.body is not None
-        self._write(fragment, flight.body.result(), flight.sent)
+        self.weights.write(fragment, flight.body.result())
         del self._flights[fragment]
 
-    def _note(self, flight: Flight) -> None:
+    def _note(self, flight: PushFlight) -> None:
         """Counts a merge that is taken over."""
         fragment = flight.meta.key.fragment
         assert flight.offer is not None and flight.body is not None, "the exchange has waited for both"
@@ -460,27 +421,8 @@ class OuterLoop(StepPart):
         self._pulled_bytes += flight.body.result().nbytes
         self._clock += fragment == 0
 
-    @torch.no_grad()
-    def _write(self, fragment: int, body: Tensor, sent: Sequence[Tensor] | None) -> None:
-        """Writes merged weights, with this site's progress since ``sent`` or mixed with its weights; None: alone."""
-        mixing = self._outer.mixing
-        for number, (piece, merged) in enumerate(self.local.pulled(fragment, body)):
-            weights = piece.weights
-            if sent is None:
-                weights.copy_(merged)
-            elif mixing is None:
-                progress = weights.detach().cpu().double() - sent[number].double()
-                weights.copy_(merged.double() + progress)
-            else:
-                weights.copy_(mixing * weights.detach().cpu().double() + (1 - mixing) * merged.double())
-            if self._content is Content.DELTAS:
-                self.anchors.of(piece).copy_(merged)
-        self._optimizer.refresh(self.local.buckets(fragment))
-        if self._gatherer is not None:
-            self._gatherer.forget()
 
-
-def _worded(join: Callable[[], Joined]) -> bytes:
+def _worded(join: Callable[[], JoinReply]) -> bytes:
     """Returns the reply to a join as JSON."""
     try:
         return json.dumps(asdict(join())).encode()

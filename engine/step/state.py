@@ -77,6 +77,8 @@ class StepState:
     text: bool = False
     """True if ``tokens`` counts token ids, False if it counts rows."""
     microbatches: int = 0
+    rows: int | None = None
+    """Rows of all data ranks; None: ``train_batch_size``."""
     unseen: bool = False
     """True after a backward of the user's loop with a loss that the engine did not receive."""
     reduced: bool = False

@@ -9,7 +9,7 @@ scheduler    counters and rates of a torch scheduler, and of schedulers nested i
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,7 +51,7 @@ class TrainerState:
     tracked: Mapping[str, Stateful]
     grid: Grid
     device: torch.device
-    late: Set[str] = frozenset()
+    late: tuple[str, ...] = ()
     """Names of objects that are registered when the model is built, and that a checkpoint may lack."""
 
     def check(self, reader: OpenCheckpoint) -> None:

@@ -15,7 +15,7 @@ from engine.outer.http import requests as wire
 from engine.outer.http.bodies import BodyRange
 from engine.outer.http.connection import BodyTraffic, StoreConnection
 from engine.outer.messages import (
-    Joined,
+    JoinReply,
     JoinRequest,
     Offer,
     PushKey,
@@ -91,15 +91,15 @@ class HttpLink:
         for store in self._stores:
             store.limit(seconds)
 
-    def join(self, request: JoinRequest) -> Joined:
+    def join(self, request: JoinRequest) -> JoinReply:
         """Starts a new life of the site on every store.
 
         Raises:
             GridError: a store does not answer within a minute.
         """
         call = wire.JoinCall(request, token_hex(8))
-        found = [store.ask(wire.JOIN, call, Joined, self._join_seconds) for store in self._stores]
-        return Joined(
+        found = [store.ask(wire.JOIN, call, JoinReply, self._join_seconds) for store in self._stores]
+        return JoinReply(
             life=joined_lives([one.life for one in found]),
             rows=min(one.rows for one in found),
             clock=min(one.clock for one in found),

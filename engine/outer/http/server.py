@@ -40,7 +40,7 @@ from engine.outer.http.bodies import (
     tensor_from,
 )
 from engine.outer.http.values import dump_json, from_json, parse_json
-from engine.outer.messages import Joined, Offer, PushState, StoreRefusedError
+from engine.outer.messages import JoinReply, Offer, PushState, StoreRefusedError
 from engine.outer.store.store import Listener, Store
 
 MESSAGE_BYTES = 64 << 20
@@ -84,7 +84,7 @@ class StoreServer:
         self._token = wire.authorization(token).encode() if token else b""
         self._thread = ThreadPoolExecutor(1, "store")
         self._uploads, self._downloads = Uploads(), Downloads()
-        self._attempts: dict[int, tuple[str, Joined]] = {}
+        self._attempts: dict[int, tuple[str, JoinReply]] = {}
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._handlers = 0
         self._closing = False
@@ -190,7 +190,7 @@ class StoreServer:
         call = _message(wire.JoinCall, await _text(request))
         return _reply(await self._run(self._start_life, call))
 
-    def _start_life(self, call: wire.JoinCall) -> Joined:
+    def _start_life(self, call: wire.JoinCall) -> JoinReply:
         attempt, joined = self._attempts.get(call.request.site, ("", None))
         if joined is None or attempt != call.attempt:
             joined = self.store.join(call.request)

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
+from threading import Thread
 from typing import Any, cast
 
 from engine.errors import LaunchError, first_line
@@ -125,3 +126,31 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves the signals to ``serve``."""
         yield
+
+
+@contextmanager
+def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None]:
+    """Serves a store in a thread of this process until the block ends.
+
+    Raises:
+        Exception: the error that has ended the store's ticks.
+    """
+    service, loop = StoreService(lambda: store, token, listening), asyncio.new_event_loop()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(service.run())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = Thread(target=run, name="trine-outer-store", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(service.stop)
+        thread.join()
+        loop.close()
+    if failures:
+        raise failures[0]

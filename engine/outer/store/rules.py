@@ -1,10 +1,9 @@
 """Rules of merges: when pushes are due, and when a life may take a version over.
 
-    average, diloco, bsp    one push of every live site                       after a merge with the life's own push
+    average, diloco, bsp    one push of every live site                       a newer version, after the own push
     ssp                     every push at once                                while its clock is at most s ahead
     async                   every push at once                                always
-    quorum                  ``least`` sites and a grace, or all live sites    also any newer version, without a push
-                                                                              under way
+    quorum                  ``least`` sites and a grace, or all live sites    a newer version, after the own push
 
 The first merge of average, diloco and bsp waits until ``sites`` sites have joined; no rule merges while fewer than
 ``least`` sites are live. A merge takes at most one push of a site, the oldest.
@@ -96,7 +95,7 @@ class _Together:
         return _keys(oldest)
 
     def answerable(self, fragment: FragmentView, members: Members, life: Life) -> bool:
-        return _starts_or_is_merged(fragment, life)
+        return _has_no_push_outside(fragment, life)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,7 @@ class _Quorum:
         return _keys(oldest) if live <= oldest.keys() or now - opened >= self._seconds(fragment) else ()
 
     def answerable(self, fragment: FragmentView, members: Members, life: Life) -> bool:
-        newer = fragment.version > life.progress[fragment.index].taken
-        return _starts_or_is_merged(fragment, life) or (newer and life.number not in fragment.under_way)
+        return _has_no_push_outside(fragment, life)
 
     def _seconds(self, fragment: FragmentView) -> float:
         if self.grace is not None:
@@ -146,10 +144,12 @@ class _Quorum:
         return _GRACE_OF_SPREAD * median(spreads) if spreads else _FIRST_GRACE
 
 
-def _starts_or_is_merged(fragment: FragmentView, life: Life) -> bool:
-    """Returns True if the life has no version yet, or if a newer version than its own has a push of it."""
+def _has_no_push_outside(fragment: FragmentView, life: Life) -> bool:
+    """Returns True if there is a newer version than the life's own, and the life's last push is in it."""
     own = life.progress[fragment.index]
-    return fragment.version >= 0 and (own.taken < 0 or own.merged_in > own.taken)
+    starts = fragment.version >= 0 and own.taken < 0
+    newer = fragment.version > own.taken and life.number not in fragment.under_way
+    return starts or own.merged_in > own.taken or newer
 
 
 def _keys(pushes: Mapping[int, WaitingPush]) -> tuple[PushKey, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM
 from engine.outer.messages import (
     Content,
-    Joined,
+    JoinReply,
     JoinRequest,
     Offer,
     PushKey,
@@ -87,7 +87,7 @@ class Store:
 
     # ------------------------------------------------------------------ members
 
-    def join(self, request: JoinRequest) -> Joined:
+    def join(self, request: JoinRequest) -> JoinReply:
         """Starts a new life of a site; its earlier life ends, and its complete pushes remain. Rank 0 only."""
         with self._request():
             state = self._state
@@ -100,7 +100,7 @@ class Store:
             self._advance()
             life = state.members.lives[number]
             clock = min((life.progress[index].clock for index in state.fragments), default=0)
-            return Joined(number, state.rows_of(request.site), clock, seeds)
+            return JoinReply(number, state.rows_of(request.site), clock, seeds)
 
     def register(self, life: int, rank: int, layout: RankLayout) -> None:
         """Registers the pieces of one rank, before any push or pull of this life."""

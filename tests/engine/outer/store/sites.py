@@ -11,7 +11,7 @@ from engine.config.optim_sections import OptimizerConfig
 from engine.config.outer_section import OuterConfig, shared_settings
 from engine.outer.codecs import make_delta_codec
 from engine.outer.messages import (
-    Joined,
+    JoinReply,
     JoinRequest,
     NamedPiece,
     Offer,
@@ -114,7 +114,7 @@ class SiteOfTests:
         tensors = request.pop("tensors", TENSORS)
         self.tensors = dict(tensors)
         self.codec = make_delta_codec(settings["wire"], density=settings["density"], bits=settings["bits"])
-        self.joined: Joined = store.join(JoinRequest(site, len(self.layouts), tensors, settings=settings, **request))
+        self.joined: JoinReply = store.join(JoinRequest(site, len(self.layouts), tensors, settings=settings, **request))
         self.life, self.seq, self.base, self.rows = self.joined.life, 0, 0, self.joined.rows
         for rank, layout in enumerate(self.layouts):
             store.register(self.life, rank, layout)
