@@ -129,13 +129,13 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None]:
+def serving(open_store: Callable[[], Store], token: str, listening: socket.socket) -> Iterator[None]:
     """Serves a store in a thread of this process until the block ends.
 
     Raises:
         Exception: the error that has ended the store's ticks.
     """
-    service, loop = StoreService(lambda: store, token, listening), asyncio.new_event_loop()
+    service, loop = StoreService(open_store, token, listening), asyncio.new_event_loop()
     failures: list[BaseException] = []
 
     def run() -> None:
