@@ -249,7 +249,11 @@ def test_a_renewal_during_a_long_merge_counts_before_leases_end(monkeypatch: pyt
             return StoreStatus(())
 
         def noted(name: str, inner: Callable[..., None]) -> Callable[..., None]:
-            return lambda *given: (order.append(name), inner(*given))[1]
+            def call(*given: object) -> None:
+                order.append(name)
+                inner(*given)
+
+            return call
 
         monkeypatch.setattr(store, "status", merge)
         monkeypatch.setattr(store, "renew", noted("renew", store.renew))
