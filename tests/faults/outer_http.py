@@ -87,4 +87,12 @@ OUTER_HTTP = (
         new="",
         tests=(f"{TESTS}/test_service.py::test_replies_do_not_wait_for_delayed_acknowledgements",),
     ),
+    Fault(
+        name="leases-end-during-a-merge",
+        about="A merge that lasts longer than a lease ends the lives of sites that have renewed theirs meanwhile.",
+        file=f"{HTTP}/server.py",
+        old="            await asyncio.get_running_loop().run_in_executor(self._thread, _end_of_queue)\n",
+        new="",
+        tests=(f"{TESTS}/test_link.py::test_a_renewal_during_a_long_merge_counts_before_leases_end",),
+    ),
 )

@@ -146,6 +146,8 @@ class StoreServer:
 
     async def _tick_forever(self) -> None:
         while True:
+            # renewals that have come during a long merge are work before the tick that would end their leases
+            await asyncio.get_running_loop().run_in_executor(self._thread, _end_of_queue)
             try:
                 await self._run(self._tick)
             except StoreRefusedError:
@@ -383,6 +385,10 @@ class StoreServer:
         if len(data) > RANGE:
             self._downloads.keep(place, version, body, monotonic())
         return body
+
+
+def _end_of_queue() -> None:
+    """Runs once all work that was waiting has been done."""
 
 
 def _reply(value: object, status: int = 200) -> Response:

@@ -66,8 +66,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """Returns the address of a socket as a site has it."""
+    """Returns the address at which sites reach a socket."""
     host, port = listening.getsockname()[:2]
+    if ip_address(host).is_unspecified:
+        host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -190,6 +190,26 @@ def test_status_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
+def test_a_replay_compares_all_merges(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    settings = settings_of(rule="diloco", period=10)
+    store = Store(settings, tmp_path / "store", keep=True)
+    life = store.join(join_request(0, settings)).life
+    store.register(life, 0, layout_of())
+    store.seed(life, 0, 0, body_of(torch.ones(ELEMENTS)))
+    for seq in range(2):
+        store.push(meta_of(life, seq, seq), 0, PushShare(), body_of(torch.randn(ELEMENTS)))
+    store.close()
+    assert main(["outer", "replay", str(tmp_path / "store")]) == 0
+    assert capsys.readouterr().out == "2 merges have the same bits; versions 2\n"
+    assert main(["outer", "replay", str(tmp_path / "none")]) == 1
+    assert "give the folder of a store" in capsys.readouterr().err
+
+
+def test_an_address_of_all_networks_has_the_name_of_the_host() -> None:
+    with service.listen("0.0.0.0", 0) as listening:
+        assert service.address_of(listening).startswith(f"http://{socket.gethostname()}:")
+
+
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     monkeypatch.delitem(sys.modules, "engine.outer.http.connection")
