@@ -8,7 +8,7 @@ tensors as before.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
 
 
-def is_custom(found: Any) -> bool:
+def is_custom(found: Any) -> TypeGuard[type[Function]]:
     """Returns True for an autograd function of other code than torch and the engine."""
     own = isinstance(found, type) and issubclass(found, Function)
     return own and found.__module__.split(".")[0] not in ("torch", "engine")

@@ -268,7 +268,7 @@ def _of_transformers(name: str, **config: Any) -> nn.Module:
 
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
     name: partial(_of_transformers, name, **config)
     for name, config in {
         "Mamba": {"state_size": 4, "time_step_rank": 4},

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import engine
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.context.choose import Method
-from tests.parallel.context import recurrent_models
-from tests.parallel.context.recurrent_models import OWN, VOCABULARY, Sequences
+from tests.parallel.context.recurrent_models import FAMILIES, OWN, VOCABULARY, Sequences
 from tests.parallel.context.test_context_training import batches_of, llama
 from tests.selection import wide
 
@@ -98,7 +97,7 @@ def _conv_of_documents(model: Any, x: Any, positions: Tensor) -> Any:
 
 APART: dict[str, Callable[[], nn.Module]] = {
     "conv of documents": partial(Sequences, _conv_of_documents),
-    **{name: OWN[name] for name in ("reset loop", "reset in place")},
+    "reset loop": OWN["reset loop"],
 }
 """Layers that begin anew with each document."""
 
@@ -116,7 +115,8 @@ def test_a_token_moves_no_bit_of_documents_that_a_layer_separates(layer: str, ra
 
 
 CAUSAL = (
-    "causal conv", "shift by pad", "linear attention", "cumsum", "stacked loop", "written loop", "GRU", "LSTM", "scan",
+    "causal conv", "shift by pad", "linear attention", "cumsum", "stacked loop", "written loop", "reset in place",
+    "GRU", "LSTM", "scan",
 )  # fmt: skip
 
 
@@ -132,15 +132,20 @@ def test_a_token_moves_the_loss_of_later_documents_of_one_state(layer: str) -> N
     assert first.loss != second.loss
 
 
+HYBRIDS = ("Qwen3Next", "RecurrentGemma", "Lfm2")
+"""Families with attention in some layers."""
+
+
 @pytest.mark.parametrize(
     ("family", "method", "ranks"),
     [
         wide(family, method, ranks)
-        for family in ("Mamba", "Mamba2", "Qwen3Next", "RecurrentGemma", "Lfm2")
-        for method in (METHODS if family in ("Qwen3Next", "RecurrentGemma", "Lfm2") else ("auto",))
+        for family in ("Mamba", "Mamba2", *HYBRIDS)
+        for method in (METHODS if family in HYBRIDS else ("auto",))
         for ranks in (2, 4)
     ],
 )
 def test_a_token_moves_no_bit_of_earlier_documents_in_a_family(family: str, method: str, ranks: int) -> None:
-    build = recurrent_models.FAMILIES[family]
+    # without experts: in one process too, their products round otherwise if other tokens choose them
+    build = partial(FAMILIES[family], num_experts=0) if family == "Qwen3Next" else FAMILIES[family]
     check_equal(*(step(build, batch_of(changed, later=False), ranks, method) for changed in (False, True)))
