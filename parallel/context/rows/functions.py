@@ -47,7 +47,7 @@ def _call(function: type[Function], args: tuple[Any, ...]) -> LocalCall:
         NoRuleError: no argument is sharded along positions alone, or no trial permits the call.
     """
     first = next((one for one in args if type(one) is GlobalTensor and any(one.sets)), None)
-    if first is None or type(first.local) is GlobalTensor:  # over tensor ranks
+    if first is None or first.views.axis.name != "cp" or type(first.local) is GlobalTensor:  # over tensor ranks
         raise NoRuleError("no argument is sharded along positions.")
     key = ("function", function, tuple(_seen(one) if isinstance(one, Tensor) else repr(one) for one in args))
     size = SequenceSize(1 if first.sets[0] is not None else first.shape[0], first.shape[first.sets[0] is None])
