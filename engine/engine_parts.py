@@ -19,6 +19,7 @@ from engine.checkpoint.full_state import state_entries
 from engine.config import Config
 from engine.errors import EngineError
 from engine.optim.param_groups import as_trainable
+from engine.outer.site import OuterLoop
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.world import patience_seconds
@@ -197,6 +198,8 @@ class EngineParts:
             self.runner = StepRunner(self.model, self.built, self.update, self.checkpoints.control)
             self.loop = UserLoop(self.runner, self.built, self.control)
             self.reports.built(self.built)
+            if (outer := self.built.parts.find(OuterLoop)) is not None:
+                self.checkpoints.register({"outer": outer})
             self.checkpoints.built(self.built, self.update, entries)
             for part in self.built.parts.having(StepPart.restarted):
                 part.restarted(self.update.made)

@@ -37,8 +37,10 @@ from engine.config.optim_sections import (
     MatchedOptimizerConfig,
     OptimizerConfig,
     SchedulerConfig,
+    SgdParams,
 )
-from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
+from engine.config.outer_section import OuterConfig, check_outer
+from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting, stored
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
     GPU_BUCKET,
@@ -151,6 +153,8 @@ class Config:
     """Learning rate schedule; null keeps the rate constant."""
     ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))
     """Moving average of the weights; null computes none."""
+    outer: OuterConfig | None = setting(None, Section(cls=OuterConfig, null=True))
+    """Outer loop over sites that train apart and meet in a store; null: this engine trains alone."""
     router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
     """Step of the router biases towards an even expert load after each update; 0: biases do not change."""
     router_replay: bool = setting(False, Flag())
@@ -194,6 +198,14 @@ class Config:
     """One line for each DeepSpeed key that is accepted without effect."""
     written: frozenset[str] = field(default=frozenset(), compare=False)
     """Keys that the file or dict contains, such as "optimizer.type", without defaults."""
+
+    @cached_property
+    def site_optimizer(self) -> OptimizerConfig | None:
+        """Optimizer of this process: without state if a store updates the weights, otherwise ``optimizer``."""
+        if self.outer is None or self.optimizer is None or self.outer.content != "gradients":
+            return self.optimizer
+        rate = self.optimizer.params["lr"]
+        return replace(self.optimizer, type="SGD", params=stored(SgdParams(lr=rate)), before=())
 
     @cached_property
     def micro(self) -> int:
@@ -366,6 +378,8 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)
+    delayed = config.zero_optimization.offload_optimizer.delayed_update
+    check_outer(config.outer, config.optimizer, delayed, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
     if not config.managed_gradient_accumulation and config.parallel.pipeline not in (1, "auto"):

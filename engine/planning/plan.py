@@ -343,7 +343,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         groups=groups,
         precision=precision,
         schedule=schedule,
-        moments=None if request.own_optimizer else kept_state(config.optimizer, groups),
+        moments=None if request.own_optimizer else kept_state(config.site_optimizer, groups),
         notes=_notes(config, request, precision, schedule, analysis, quantized),
         tensor=analysis.tensor,
         trace=analysis.trace,

@@ -92,6 +92,8 @@ class StepState:
     """Sum and weight of each metric so far: [sum, weight, sum, weight, ...]."""
     experts: Tensor | None = None
     """Tokens routed to each expert so far, fp64 [experts of all layers]; None: not counted."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Numbers of step parts for the report, by name such as "outer/clock"."""
     outputs: list[Any] = field(default_factory=list)
     check_trace: Callable[[], None] | None = None
     """Callback after a NaN loss: traces again, and raises if the forward has changed. Collective."""
