@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import engine
+from engine.errors import EngineError
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.verify import verify
 from tests.parallel.context.recurrent_models import OWN
@@ -111,11 +116,29 @@ def _summed(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("form", "ranks"), [wide(form, ranks) for form in FORMS if "labels" in form for ranks in (2, 4)]
+    ("form", "ranks"),
+    [wide(form, ranks) for form in FORMS if "labels" in form and form != "no labels" for ranks in (2, 4)],
 )
 def test_ignored_positions_weigh_nothing_in_a_weighted_loss(form: str, ranks: int) -> None:
     own = zigzag(LENGTH, ranks).ranks[-1]
     _check(llama, _batches(form, own), ranks, "auto", _summed)
+
+
+def _refusal(ranks: int, world: World) -> str:
+    config = config_of({"data": 1, "context": ranks})
+    with (
+        pytest.raises(EngineError) as caught,
+        engine.initialize(llama(layers=1), config, _summed, world=world) as eng,
+    ):
+        eng.train_batch(_batches("no labels", np.arange(1))[0])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [wide(2), wide(4)])
+def test_a_weighted_loss_without_labels_is_refused_as_in_one_process(ranks: int) -> None:
+    alone = run_thread_ranks(1, partial(_refusal, 1))
+    assert run_thread_ranks(ranks, partial(_refusal, ranks)) == alone * ranks
+    assert "there is nothing to average" in alone[0]
 
 
 @pytest.mark.parametrize("layer", ["stacked loop", "scan", "causal conv"])
