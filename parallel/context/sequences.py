@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -91,8 +92,10 @@ class SequenceEntry(TorchFunctionMode):
     def __init__(self, context: ContextOfSequences, batch: Iterable[Tensor]) -> None:
         super().__init__()
         self._context, self.found = context, 0
-        self._kept: list[Tensor] = []
-        self._memory = {tensor.untyped_storage().data_ptr() for tensor in batch if tensor.numel()}
+        self._memory: dict[int, StorageWeakRef] = {}
+        """Memory of the batch by address; a recomputation in backward may find other tensors at these addresses."""
+        for tensor in batch:
+            self._give(tensor)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in METADATA and args and self._is_given(args[0]):
@@ -108,12 +111,19 @@ class SequenceEntry(TorchFunctionMode):
     def _followed(self, given: Tensor, made: Any) -> Any:
         """Returns ``made``, which may be other token ids of the batch's sequence, such as ids shifted by one."""
         if type(made) is Tensor and made.dtype == given.dtype and made.shape == given.shape:
-            self._kept.append(made)  # memory that is freed may come again for another tensor
-            self._memory.add(made.untyped_storage().data_ptr())
+            self._give(made)
         return made
 
+    def _give(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            memory = tensor.untyped_storage()
+            self._memory[memory.data_ptr()] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+
     def _is_given(self, tensor: Any) -> bool:
-        return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() in self._memory
+        if type(tensor) is not Tensor:
+            return False
+        memory = self._memory.get(tensor.untyped_storage().data_ptr())
+        return memory is not None and not memory.expired()  # type: ignore[no-untyped-call]
 
     def _sharded(self, tensor: Tensor, dim: int) -> GlobalTensor:
         ranks, unit, length = self._context.axis.size, self._context.unit, tensor.shape[dim]

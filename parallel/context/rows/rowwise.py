@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from engine.parallel.context.call_forms import SeenCall, SequenceSize, flatten_leaves, sequences_of
-from engine.parallel.context.rowwise_proof import ProvenForm, prove_rowwise
+from engine.parallel.context.rows.call_forms import SeenCall, SequenceSize, flatten_leaves, sequences_of
+from engine.parallel.context.rows.rowwise_proof import ProvenForm, prove_rowwise
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, global_tensors_in

@@ -22,8 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.parallel.context.call_forms import CallForm, SeenCall, SeenTensor, SequenceSize, flatten_leaves
+from engine.parallel.context.rows.call_forms import CallForm, SeenCall, SeenTensor, SequenceSize, flatten_leaves
 from engine.parallel.model.rng_streams import HostState
 from engine.parallel.model.side_effects import restoring_state
 
@@ -53,6 +54,17 @@ class ProvenForm(NamedTuple):
     """Positions of all rows in the call that was seen."""
     draws: bool = False
     """True if training draws random numbers."""
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Runs a trial that is made once, inside the context, so that no trace or recomputation of the forward sees it."""
+
+    def same(saved: Tensor) -> Tensor:
+        return saved
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), saved_tensors_hooks(same, same):
+        yield
 
 
 def prove_rowwise(module: nn.Module, call: SeenCall, size: SequenceSize) -> ProvenForm | None:
