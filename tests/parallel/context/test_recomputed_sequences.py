@@ -61,6 +61,6 @@ def test_recomputed_blocks_train_as_one_process(
 ) -> None:
     monkeypatch.setattr(recipe, "_LONG", 8)  # masks are recipes, in a function mode of their own
     sizes, threads = GRIDS[grid]
-    more = {"kernels": kernels, "activation_checkpointing": {"mode": mode}}
+    more: dict[str, Any] = {"kernels": kernels, "activation_checkpointing": {"mode": mode}}
     result = verify(llama, config_of({"data": 1, **sizes}, **more), batches_of("plain"), threads=threads)
     assert result is not None and result.holds(), str(result)
