@@ -94,7 +94,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 def is_heard(module: nn.Module) -> bool:
     """Returns True if hooks of other code than the engine's receive values inside ``module``."""
-    return any(
+    return bool(module._modules) and any(
         not _is_own(hook)
         for each in module.modules()
         if each is not module
@@ -174,6 +174,8 @@ class LocalCall(NamedTuple):
             device = next(leaf.device for leaf in self.leaves if isinstance(leaf, Tensor))
             with self.context.own_draws(device):
                 out = self.form.call.call(forward, self.leaves)
+        if isinstance(out, Tensor):
+            return self._sharded(out, self.form.dims[0])
         leaves, spec = flatten_leaves(out)
         pairs = zip(leaves, self.form.dims, strict=True)
         return pytree.tree_unflatten([self._sharded(leaf, dim) for leaf, dim in pairs], spec)
