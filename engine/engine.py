@@ -19,6 +19,7 @@ from engine.engine_parts import EngineParts
 from engine.errors import EngineError
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
+from engine.outer.site import OuterLoop, OuterState
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Axis, Grid
@@ -144,6 +145,15 @@ class Engine(TrainingLoop, NamedState):
         return self._parts.comm.tally.copy()
 
     @property
+    def outer(self) -> OuterState | None:
+        """Outer loop of this site: clock, versions, rows and bytes; None without ``"outer"``, or before the first
+        batch.
+        """
+        built = self._parts.built
+        part = built.parts.find(OuterLoop) if built is not None else None
+        return part.state_now if part is not None else None
+
+    @property
     def waits(self) -> Mapping[Axis, float]:
         """Seconds that this rank has waited for communication so far, by axis; empty without a watchdog."""
         return self._parts.comm.recorder.waits if self._parts.comm.recorder is not None else {}
@@ -184,7 +194,8 @@ class Engine(TrainingLoop, NamedState):
 
         Args:
             batch: tensor, tuple, list or mapping of tensors with micro x accumulation rows, or an iterator of
-                microbatches, from which exactly ``accumulation`` items are pulled.
+                microbatches, from which exactly ``accumulation`` items are pulled. With ``uneven_microbatches``, a list
+                of this data rank's microbatches, of any number.
 
         Communicates activations and their gradients over pp, activations over tp, gradients and parameters over dp, a
         digest of the batch over the replica and eight scalars over the world.

@@ -22,6 +22,7 @@ from engine.config.between import (
     check_recomputation,
     check_reruns,
     check_tiles,
+    check_uneven,
     check_zero,
 )
 from engine.config.config_file import overridden, read_config_file, remarks
@@ -38,6 +39,7 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
+from engine.config.outer_section import OuterConfig, check_outer
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
@@ -151,6 +153,8 @@ class Config:
     """Learning rate schedule; null keeps the rate constant."""
     ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))
     """Moving average of the weights; null computes none."""
+    outer: OuterConfig | None = setting(None, Section(cls=OuterConfig, null=True))
+    """Outer loop over sites that train apart and meet in a store; null: this engine trains alone."""
     router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
     """Step of the router biases towards an even expert load after each update; 0: biases do not change."""
     router_replay: bool = setting(False, Flag())
@@ -166,6 +170,8 @@ class Config:
     managed_gradient_accumulation: bool = setting(True, Flag())
     """true: step updates after gradient_accumulation_steps microbatches; false: each step updates, with the sum of its
     gradients divided by gradient_accumulation_steps."""
+    uneven_microbatches: bool = setting(False, Flag())
+    """true: each data rank passes a list of any number of microbatches to train_batch and eval_batch."""
     activation_checkpointing: ActivationCheckpointingConfig = setting(
         ActivationCheckpointingConfig(), Section(cls=ActivationCheckpointingConfig)
     )
@@ -204,6 +210,11 @@ class Config:
     def accumulation(self) -> int:
         """Microbatches per data rank and step."""
         return self._settled("gradient_accumulation_steps")
+
+    @property
+    def given_microbatches(self) -> int | None:
+        """Microbatches that each data rank passes to a step; None: any number."""
+        return None if self.uneven_microbatches else self.accumulation
 
     @cached_property
     def dp(self) -> int:
@@ -366,8 +377,10 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)
+    check_outer(config.outer, config.optimizer, config.zero_optimization.offload_optimizer.delayed_update, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
+    check_uneven(config.uneven_microbatches, config.parallel, problems)
     if not config.managed_gradient_accumulation and config.parallel.pipeline not in (1, "auto"):
         problems.add(
             "managed_gradient_accumulation",

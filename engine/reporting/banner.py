@@ -44,7 +44,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         measured: cases in which fused communication kernels were measured to be faster on this device.
     """
     config, rank = plan.config, plan.rank(0)
-    clip = config.gradient_clipping
+    clip, weight = config.gradient_clipping, "as its rows" if config.uneven_microbatches else "1"
     lines = {
         "grid": f"{plan.grid(0)}, on {device}",
         "model": _model_line(plan),
@@ -64,7 +64,8 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         "sends": _traffic_line(rank),
         "optimizer": _optimizer_line(plan),
         "clipping": f"one norm over the grid, clipped at {clip:g}" if clip else "off, the norm is reported",
-        "loss": "sum / weight over all microbatches and data ranks; a 0-dim loss weighs 1",
+        **_outer_line(config),
+        "loss": f"sum / weight over all microbatches and data ranks; a 0-dim loss weighs {weight}",
         "seed": str(config.seed),
         **_integrity_lines(config.integrity),
         **_checkpoint_lines(config.checkpoint),
@@ -381,6 +382,23 @@ def _optimizer_line(plan: Plan) -> str:
     unknown = {True: "schedule given in code", False: "constant lr", None: "constant lr or given in code"}
     schedule = scheduler.type if scheduler else unknown[plan.own_schedule]
     return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"
+
+
+def _outer_line(config: Config) -> dict[str, str]:
+    """Returns the line of the outer loop: this site, the rule, and the values that sites push."""
+    if (outer := config.outer) is None:
+        return {}
+    chosen = outer.store_optimizer(config.optimizer)
+    rate = f"{chosen.type} lr {chosen.params['lr']:g}"
+    forms = {
+        "sums": "gradients are summed over the sites at every step, and each site updates: synchronous training",
+        "gradients": f"gradients at every step, {rate} on the store, no optimizer state here",
+        "deltas": f"differences of weights every {outer.steps} steps, {outer.wire}, {rate} on the store",
+    }
+    parts = f" in {outer.fragments} fragments" * (outer.fragments > 1)
+    parts += f", {outer.delay} steps late" * bool(outer.delay)
+    form = forms[outer.content] if outer.rule != "hogwild" else f"updates in shared memory, {outer.folder}"
+    return {"outer": f"site {outer.site}, rule {outer.rule}: {form}{parts}"}
 
 
 def _optimizer_words(config: Config) -> str:

@@ -39,6 +39,8 @@ from tests.faults.loops_of_hosts import LOOPS_OF_HOSTS
 from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
 from tests.faults.optimizers_and_schedules import OPTIMIZERS_AND_SCHEDULES
+from tests.faults.outer_codecs import OUTER_CODECS
+from tests.faults.outer_http import OUTER_HTTP
 from tests.faults.pickled_weights import PICKLED_WEIGHTS
 from tests.faults.pipeline import PIPELINE
 from tests.faults.plain_torch import PLAIN_TORCH
@@ -59,6 +61,7 @@ from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
+from tests.faults.uneven_work import UNEVEN_WORK
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
@@ -77,9 +80,10 @@ AREAS = {
         *GROUPED_EXPERTS,
     ),
     "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE),
+    "outer loop": (*OUTER_CODECS, *OUTER_HTTP),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
-    "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
+    "zero": (*ZERO, *UNEVEN_CALLS, *UNEVEN_WORK, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,
     "state forms": STATE_FORMS,

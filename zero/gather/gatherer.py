@@ -69,17 +69,19 @@ class ParameterGatherer:
     Args:
         buckets: trained buckets, then frozen ones, numbered as in ``order``.
         order: order in which buckets are needed.
-        pinned: buckets that stay gathered over all passes of a step.
+        pinned: buckets that stay gathered over all passes of a step. None: all of them, gathered when the first pass
+            begins, so that passes neither gather nor agree, and data ranks may run different numbers of them.
         comm: all-gathers over dp, label "parameters", one batch for each group and pass.
         start: called when a gradient arrives outside a pass, to begin its backward.
         within: buckets with secondary shards, gathered once over dp, then within nodes.
     """
 
     def __init__(
-        self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm,
+        self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int] | None, comm: Comm,
         start: Callable[[], None], within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._start_backward = start
+        self._once, pinned = pinned is None, range(len(buckets)) if pinned is None else pinned
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.size(comm.grid.sharding)
         self._rounds = GatherRounds(comm, len(buckets))
         self._calls_of: defaultdict[tuple[int, int], PassCalls] = defaultdict(PassCalls)
@@ -112,6 +114,8 @@ class ParameterGatherer:
         self._whole.drop_secondary()
         self._to_come = deque(passes)
         self._calls_of.clear()
+        if self._once:  # also on a rank without passes, whose shards the others need
+            self._ask_all()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -144,6 +148,8 @@ class ParameterGatherer:
         twice = self._differentiated and not now.is_forward
         try:
             with torch.no_grad():
+                if self._once:
+                    self._ask_all()
                 self._ask_up_to(1)
                 if now.positions:
                     first = self._order.everywhere if walk.op is Op.FORWARD else self._order.at_start(walk)
@@ -180,10 +186,18 @@ class ParameterGatherer:
             calls.begin_backward()
             if calls.unequal:
                 now.held = frozenset().union(*(self._order.members[position] for position in calls.reached_again))
+        if self._once:
+            now.held = self._pinned
         return now
 
     def _end_forward(self, now: _Walk) -> None:
-        """Takes part in the rounds of ranks that have not ended their forward, and compares the calls of all."""
+        """Takes part in the rounds of ranks that have not ended their forward, and compares the calls of all.
+
+        Without rounds, calls that a backward reaches again count as unequal, because other ranks may lack them.
+        """
+        if self._once:
+            now.calls.unequal = now.calls.unequal or bool(now.calls.reached_again)
+            return
         own = Said(ended=True, calls=now.calls.digest)
         said = self._round(own)
         while not all(each.ended for each in said):
@@ -359,6 +373,9 @@ class ParameterGatherer:
     def _need_everywhere(self, indices: frozenset[int]) -> None:
         """Keeps these buckets gathered through every pass from now on, because unknown code reads them."""
         now = self._pass
+        if self._once:
+            self._whole.show(indices)
+            return
         if now is not None and now.is_forward:
             self._ask_up_to(len(now.positions))
             self._round(Said(indices, everywhere=True))
@@ -442,6 +459,11 @@ class ParameterGatherer:
             self._reads_shapes = False
 
     # ------------------------------------------------------------------ the order
+
+    def _ask_all(self) -> None:
+        """Starts the gathers of all groups, one batch for each."""
+        for members in self._order.members:
+            self._whole.ask(members)
 
     def _ask_up_to(self, count: int) -> None:
         """Starts the gathers of the first ``count`` groups in order, and frees the groups that it passes over."""
