@@ -183,12 +183,13 @@ class LocalCall(NamedTuple):
     def _sharded(self, leaf: Any, dim: int | None) -> Any:
         if dim is None or not isinstance(leaf, Tensor):
             return leaf
-        shape = (*leaf.shape[:dim], self.sizes[dim], *leaf.shape[dim + 1 :])
-        return GlobalTensor(leaf, shape, _sets(leaf.ndim, dim, self.positions), self.context)
+        shape = tuple(leaf.shape)  # read once, because the mode of the forward sees each read
+        shape = (*shape[:dim], self.sizes[dim], *shape[dim + 1 :])
+        return GlobalTensor(leaf, shape, _sets(len(shape), dim, self.positions), self.context)
 
 
 def _sets(dims: int, dim: int, positions: tuple[Index | None, Index | None]) -> Sets:
-    return tuple(positions[dim] if place == dim else None for place in range(dims))
+    return (*(None,) * dim, positions[dim], *(None,) * (dims - dim - 1))
 
 
 def _positions(
