@@ -53,9 +53,7 @@ class MicrobatchRunner:
         return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind)
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the stage's plan and the traced tensors of a microbatch: the shapes that the stage receives and
-        sends.
-        """
+        """Returns the stage's plan and the microbatch's traced tensors, with the shapes of received and sent ones."""
         if self._runtime.pipeline is None:
             return _ALONE
         traced = self._trace(microbatch)
@@ -135,7 +133,7 @@ class MicrobatchRunner:
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context in which deferred weight gradients are computed while tensor-parallel collectives run."""
+        """Returns a context that computes the deferred weight gradients of this microbatch during waits for tp."""
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)
 

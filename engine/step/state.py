@@ -97,7 +97,7 @@ class StepState:
     """Callback after a NaN loss: traces again, and raises if the forward has changed. Collective."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
-        """Adds loss, weight and tokens of one microbatch."""
+        """Adds loss, weight and tokens of one microbatch, and counts it."""
         self.add(loss)
         self.see(microbatch)
         self.microbatches += 1
@@ -112,7 +112,7 @@ class StepState:
             self.metrics = [old + new for old, new in zip(before, more, strict=True)]
 
     def see(self, microbatch: Batch) -> None:
-        """Adds the number of tokens of a microbatch."""
+        """Adds the number of tokens of a microbatch, or of rows if it has no token ids."""
         self.tokens += count_tokens(microbatch)
         self.text = is_text(microbatch)
 

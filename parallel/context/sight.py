@@ -80,12 +80,12 @@ def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) ->
 
 
 def hidden_below(dtype: torch.dtype) -> float:
-    """Returns the number up to which an added mask hides a key: models add the lowest number of a dtype."""
+    """Returns the largest mask value that hides a key: half of the dtype's lowest number, which models add."""
     return torch.finfo(dtype).min / 2
 
 
 def unseeing_queries(rows: Tensor) -> Tensor | None:
-    """Returns True [.., Q, 1] for each query from which an added mask [.., Q, K] hides all keys; None: a bool mask."""
+    """Returns True [.., Q, 1] where an added mask [.., Q, K] hides all keys of a query; None for a bool mask."""
     return None if rows.dtype is torch.bool else (rows <= hidden_below(rows.dtype)).all(-1, keepdim=True)
 
 

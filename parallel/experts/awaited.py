@@ -51,12 +51,12 @@ class Arrival:
         self._coming: tuple[Tensor, Pending] | None = None
 
     def expect(self, rows: Tensor, pending: Pending) -> None:
-        """Notes the rows that are on their way."""
+        """Stores the tensor that an exchange in flight fills with rows, and the handle of the exchange."""
         self._coming = rows, pending
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Waits for the rows and adds them, once."""
+        """Waits for the rows and adds them to ``sums``; a second call does nothing."""
         coming, self._coming = self._coming, None
         if coming is not None:
             rows, pending = coming
@@ -65,7 +65,10 @@ class Arrival:
             self.sums.data.zero_().index_add_(0, self.token, rows)
 
     def send_back(self, grad: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Pending]:
-        """Starts the exchange of the gradients of all rows; returns ``grad``, the rows that come, and the exchange."""
+        """Starts the exchange that sends each row's gradient to the rank of its expert.
+
+        Returns ``grad``, the tensor for received gradients, and the exchange's handle.
+        """
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
         route, given = self._route, grad.index_select(0, token)
         pending = self._comm.exchange(rows, given, route.gets, route.gives, AXIS, COMBINE)
@@ -107,7 +110,7 @@ class Awaited(Tensor):
         return made
 
     def plain(self) -> Tensor:
-        """Waits for the rows; returns the tensor that functions of torch get in place of this one."""
+        """Waits for the rows; returns the sums, or the view of them, as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             node = self.grad_fn
         if node is self._node and self._plain is not None:
@@ -239,7 +242,7 @@ class WaitingBlock:
 
     @property
     def is_running(self) -> bool:
-        """The block's own code runs, and is not compiled: compiled code takes no tensors that are awaited."""
+        """True while the block's forward runs uncompiled; compiled code accepts no awaited tensors."""
         return self._started is not None and not _is_compiled()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

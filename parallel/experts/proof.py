@@ -113,7 +113,7 @@ _UNKNOWN = (
 
 
 class Trial:
-    """Calls of a twin with random content."""
+    """Test of a module's twin with random rows: each rule of experts that ranks can share."""
 
     def __init__(
         self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int, least: int = 1
@@ -130,7 +130,7 @@ class Trial:
 
     @torch.no_grad()
     def failure(self) -> str | None:
-        """Returns the rule that does not hold; None if all hold."""
+        """Returns the first rule that the twin breaks, in words; None if it keeps all."""
         thin = any(map(is_expanded, self._twin.parameters()))
         with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
             return self._failure_in(False) or self._failure_in(True)
@@ -188,7 +188,7 @@ class Trial:
 
     @torch.no_grad()
     def without_effect(self) -> str | None:
-        """Returns a parameter that changes no result; None if there is none."""
+        """Returns the name of a parameter that affects no result; None if all do."""
         names, rows = dict(self._twin.named_parameters()), (self._rows, self._numbers, self._weights)
         for name in names:
             whole = self._call(self._without(range(self._experts), (name,)), *rows)

@@ -172,7 +172,7 @@ class GlobalTensor(WrapperTensor):
 
 
 class Unrepeated(NamedTuple):
-    """Tensor of which the elements of ``dim`` were repeated, each one several times in place."""
+    """Record of a tensor before its elements along ``dim`` were repeated, each one several times in a row."""
 
     source: GlobalTensor
     dim: int
@@ -182,7 +182,7 @@ class Unrepeated(NamedTuple):
 
     @classmethod
     def note(cls, repeated: GlobalTensor, source: GlobalTensor, dim: int) -> None:
-        """Notes on ``repeated`` that it is ``source`` with repeated elements of ``dim``."""
+        """Records on ``repeated`` that it has the elements of ``source``, each repeated in a row along ``dim``."""
         repeated.unrepeated = cls(source, dim, repeated.local, _version(repeated.local))
 
     def valid(self, repeated: GlobalTensor) -> bool:
@@ -231,12 +231,12 @@ def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["
 def show_parameter(
     parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, context: "GlobalTensorContext"
 ) -> GlobalTensor:
-    """Returns a sharded parameter as a new global tensor, for code that expects the full shape."""
+    """Wraps a sharded parameter as a new global tensor, so that code of the model reads the full shape."""
     return GlobalTensor(parameter, full, sets, context)
 
 
 def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
-    """Returns the result of an elementwise operation on ``x``, with the shard ``local``."""
+    """Wraps ``local`` as a global tensor with the shape and sharding of ``x``."""
     if local is x.local:
         return x
     made = GlobalTensor(local, x.full, x.sets, x.views)
