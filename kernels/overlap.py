@@ -97,8 +97,9 @@ class OverlapChoices:
         self, operation: Operation, rows: int, dtype: torch.dtype, *, columns: int | None = None,
         depth: int | None = None,
     ) -> bool:  # fmt: skip
-        """Returns True if a communicating kernel is the choice for some product of ``rows`` and these columns or
-        depth.
+        """Returns True if measurements favor a communicating kernel for a product of ``rows`` rows in ``dtype``.
+
+        ``columns``, ``depth``: sizes of the product; None: any measured size.
         """
         products = {
             ProductSizes(rows, row.columns, row.depth)

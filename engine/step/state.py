@@ -172,10 +172,10 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     def pack(
         step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool, unused: int = 0, metrics: int = 0
     ) -> Tensor:
-        """Returns this rank's summands as one fp64 tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts] on the
-        device.
+        """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
-        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does.
+        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does. ``stop``: this
+        rank asks to end the run. ``unused``: number of its trained parameters that this step does not update.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,

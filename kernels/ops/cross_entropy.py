@@ -98,7 +98,7 @@ def fits_softmax_kernels(logits: Tensor) -> bool:
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Computes the softmax statistics of the local columns in one pass over the logits."""
+    """Computes the softmax statistics of the local columns in one pass over the logits, in Triton or in PyTorch."""
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
     target, weight, even, start = question

@@ -167,7 +167,10 @@ class LocalCall(NamedTuple):
         return LocalCall(form, context, parts, sizes, positions)
 
     def run(self, forward: Callable[..., Any], training: bool) -> Any:
-        """Returns the result of ``forward``, sharded along positions."""
+        """Runs ``forward`` on this rank's positions; returns its result as global tensors sharded along positions.
+
+        ``training``: the module is in training mode; random numbers then differ between ranks.
+        """
         if not (self.form.draws and training):
             out = self.form.call.call(forward, self.leaves)
         else:

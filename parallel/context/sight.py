@@ -63,9 +63,10 @@ def all_keys(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
 
 
 def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) -> Index | None:
-    """Returns the keys that some query of each rank sees, equal on all ranks; None: unknown before the mask's values.
+    """Returns the keys that some query of each rank sees, equal on all ranks; None if the mask has no values yet.
 
-    ``mask``: plain [.., queries or 1, keys or 1], bool or added to scores; its values are read on the host.
+    ``causal``: queries see keys up to their own position. ``mask``: plain [.., queries or 1, keys or 1], bool or added
+    to scores; the host waits for its values.
     """
     if causal:
         ends = (int(runs[-1, 1]) if len(runs) else 0 for runs in queries.runs)

@@ -152,7 +152,7 @@ class BlockFile:
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads the whole file."""
+        """Reads the whole file; ``checked``: raises if a block differs from the bytes last written."""
         for number, block in self._blocks(into):
             self._read_block(number, block, checked)
 

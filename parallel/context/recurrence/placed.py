@@ -77,7 +77,10 @@ class PlacedTensor(GlobalTensor):
         device: torch.device,
         carried: bool = False,
     ) -> "PlacedTensor":
-        """Wraps ``local`` as a tensor stored on one rank; ``home``: its rank and age."""
+        """Wraps ``local`` as a tensor stored on one rank.
+
+        ``home``: its rank and age. ``carried``: see the attribute.
+        """
         x: PlacedTensor = Tensor._make_wrapper_subclass(
             PlacedTensor,
             local.shape,

@@ -213,9 +213,10 @@ def has_views(args: Any, kwargs: Any) -> bool:
 
 
 def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
-    """Returns the context over "cp" among global tensors over "tp" and "cp", and the arguments as its global tensors.
+    """Prepares a call with global tensors of both axes: wraps those over "tp" as global tensors over "cp".
 
-    Arguments over "tp" are equal on all context ranks, as plain tensors are. Without one over "cp" nothing changes.
+    Returns the context over "cp" and the arguments; without a global tensor over "cp", ``context`` and the arguments
+    unchanged. A global tensor over "tp" is equal on all context ranks, as a plain tensor is.
     """
     outer = next((x.views for x in global_tensors_in(args, kwargs) if x.views.axis.name == "cp"), None)
     if outer is None:
