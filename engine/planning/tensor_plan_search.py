@@ -92,7 +92,7 @@ class SearchedProgram:
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True, whole: _Names = ()) -> FoundStyles:
         """Returns tensor-parallel styles of layers for ``tp`` tensor ranks.
 
-        ``sequence``: sequence parallelism. ``low_rank``: draws large matrices in low rank. ``whole``: may stay unsharded.
+        ``sequence``: sequence parallelism. ``low_rank``: draws large matrices of low rank. ``whole``: may stay uncut.
 
         Raises:
             PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
