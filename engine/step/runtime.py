@@ -177,7 +177,7 @@ class RankRuntime:
                     part.end_backward()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Begins the backward of a microbatch, whose blocks may run again."""
+        """Prepares the step parts for the backward of a microbatch, whose blocks may be recomputed."""
         for part in self.parts.having(StepPart.begin_backward):
             part.begin_backward(microbatch)
 

@@ -76,12 +76,11 @@ class Arrival:
 
 
 class Awaited(Tensor):
-    """Tensor with the shape of the sums or of a view of them. A function that reads its content gets a plain tensor.
+    """Result of experts that waits for rows in flight at its first use, and then acts as a plain tensor.
 
-    It has no memory, so code that reads memory by itself, such as an extension in C++, fails instead of reading early.
-
-    Functions of torch are replaced above autograd, with a node of the first use. Code that passes by them, such as
-    an ``autograd.Function``, reaches the operators below autograd, which wait as well.
+    It has the shape of the sums, or of a view of them, and no memory: code that reads memory by itself, such as an
+    extension in C++, raises instead of reading too early. Torch functions wait above autograd, in one node for the
+    first use. Code that bypasses them, such as an ``autograd.Function``, waits in the operators below autograd.
     """
 
     _arrival: Arrival
@@ -95,7 +94,7 @@ class Awaited(Tensor):
 
     @staticmethod
     def of(own: Tensor, arrival: Arrival) -> "Awaited":
-        """Returns a tensor that stands for ``own``, which has the memory of the sums of ``arrival``."""
+        """Returns a tensor that waits at its first use, then acts as ``own``, which has the memory of the sums."""
         made: Awaited = Tensor._make_wrapper_subclass(
             Awaited,
             own.size(),
@@ -230,9 +229,9 @@ class _Combine(torch.autograd.Function):
 
 
 class WaitingBlock:
-    """Forward of a block that contains a module of experts, whose results the block's own code awaits.
+    """Forward of a block with a module of experts, in which other layers compute while the experts' rows are in flight.
 
-    No awaited tensor leaves the block, and no exchange is on its way at its end.
+    All exchanges are complete at the end of the block, and its outputs are plain tensors.
     """
 
     def __init__(self, own: Callable[..., Any], comm: Comm) -> None:

@@ -137,7 +137,7 @@ class _Exchange(torch.autograd.Function):
 def swap_rows(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str
 ) -> tuple[Tensor, ...]:
-    """Exchanges the rows of each tensor without a gradient; all messages are on their way together.
+    """Exchanges rows as :func:`exchange` does, without gradients; the tensors' exchanges are in flight together.
 
     A schedule may compute a piece of another microbatch in the meantime (``TensorAxis.filling_waits``).
     """

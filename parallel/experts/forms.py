@@ -67,7 +67,7 @@ class RoutedExperts:
     along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
-        """Returns the same for another module of the same kind."""
+        """Returns a copy for the module ``name`` of the same kind."""
         return replace(self, name=name)
 
     @property
@@ -117,7 +117,7 @@ class ListedExperts:
         return len(self.names)
 
     def named(self, block: str, names: tuple[str, ...]) -> "ListedExperts":
-        """Returns the same for another block of the same kind."""
+        """Returns a copy for another ``block`` of the same kind, with experts ``names``."""
         return replace(self, block=block, names=names)
 
 

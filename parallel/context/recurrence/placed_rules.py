@@ -228,7 +228,7 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
 
 
 def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``stack`` of tensors on single ranks: many of several ranks become a tensor that is sharded as they are."""
+    """Runs ``stack`` of tensors on single ranks; many tensors of several ranks become one sharded along the new dim."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))
 
