@@ -184,8 +184,8 @@ class ExpertRows:
         counts = self.counts
         if counts.dim() != 2 or counts.is_floating_point() or counts.shape[1] % len(counts) or counts.min() < 0:
             raise EngineError(
-                f"counts of rows are {counts.dtype} {tuple(counts.shape)}, but every rank has a number from 0 on for "
-                "each expert, and all ranks own equally many experts; pass integers [ranks, experts]."
+                f"counts of rows are {counts.dtype} {tuple(counts.shape)}, but all ranks own equally many experts and "
+                "send each a number of rows of at least 0; pass integers [ranks, experts of all ranks]."
             )
 
     @property

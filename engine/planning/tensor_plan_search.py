@@ -106,7 +106,7 @@ class SearchedProgram:
             for unit in found.units:
                 search.take(unit)
         patterns = as_patterns(model, search.styles)
-        notes = [f"tensor ranks share blocks, as one path calls them, and nothing beside: {found.choice}"]
+        notes = [f"tensor ranks shard blocks alone, as one path of the forward calls them: {found.choice}"]
         notes = [*found.notes, *(notes if found.choice else ())]
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 

@@ -256,9 +256,9 @@ class WaitingBlock:
         return out
 
     def combine(self, made: Tensor, route: Round, token: Tensor, count: int, ties: Sequence[Tensor]) -> Tensor:
-        """Sends the results ``made`` back, and returns their sums [``count``, ..] by token, awaited at their first use.
+        """Sends the results ``made`` back to the ranks of their tokens; returns a tensor that waits at its first use.
 
-        One node of autograd for the exchange. ``token``: of each row that comes back. ``ties``: as in
+        It has the sums of each token's rows, [``count``, ..]. ``token``: token of each received row. ``ties``: as in
         :func:`~engine.parallel.experts.dispatch.exchange`.
         """
         assert self._started is not None
