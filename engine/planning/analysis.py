@@ -224,7 +224,7 @@ def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanE
         return
     if config.pp == 1 and isinstance(problem, UncutPathError):
         raise PlanError(
-            f"{problem.what}, and the gradients of layers that tensor ranks share through views, or under "
+            f"{problem.what}, and the gradients of layers that tensor ranks shard through views, or under "
             "sequence_parallel, need a trace of the forward; move that code into a block, leave sequence_parallel "
             "out, or write a parallel.tensor_plan without view."
         ) from problem
