@@ -41,6 +41,7 @@ def code_of(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
+@cache
 def digest() -> str:
     """Of the kernels, of how they are compiled here, and of Triton."""
     root = Path(__file__).parents[2]
