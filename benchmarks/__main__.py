@@ -40,6 +40,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "training.context", "sequences over several ranks beside torch, DeepSpeed's Ulysses and data ranks",
             frozenset({"rounds", "write_figures"}),
         ),
+        "outer": Benchmark(
+            "outer.command", "sites of an outer loop on real text: loss against pushed bytes",
+            frozenset({"write_figures"}),
+        ),
         "host_time": Benchmark(
             "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",
             frozenset({"rounds", "write_figures"}),
@@ -50,6 +54,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         ),
         "matrix_rounds": Benchmark(
             "training.matrix_rounds", "updates of whole matrices with their exchange beside them, or not",
+            frozenset({"rounds"}),
+        ),
+        "uneven_work": Benchmark(
+            "training.uneven_work", "steps of data ranks with different numbers of microbatches",
             frozenset({"rounds"}),
         ),
         "plan_search": Benchmark(

@@ -114,7 +114,9 @@ def _with(
     """Returns the request with the optimizer as a factory, and with the frozen parameters that it includes."""
     check_scheduler(request.lr_scheduler, optimizer)
     included, metrics = included_frozen(model, config.optimizer), config.monitor.metrics
-    request = replace(request, included=included, metrics=metrics, gather=RowGather(config.row_ranks))
+    uneven = config.uneven_microbatches
+    gather = RowGather(config.row_ranks, uneven)
+    request = replace(request, included=included, metrics=metrics, gather=gather, weighs_rows=uneven)
     whole = optimizer is not None and declares_whole(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         with as_trainable(model, request.included):

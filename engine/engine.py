@@ -19,6 +19,7 @@ from engine.engine_parts import EngineParts
 from engine.errors import EngineError
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
+from engine.outer.site import OuterLoop, OuterState
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Axis, Grid
@@ -142,6 +143,15 @@ class Engine(TrainingLoop, NamedState):
     def sent(self) -> Tally:
         """Bytes that this rank has sent so far, by axis and label."""
         return self._parts.comm.tally.copy()
+
+    @property
+    def outer(self) -> OuterState | None:
+        """Outer loop of this site: clock, versions, rows and bytes; None without ``"outer"``, or before the first
+        batch.
+        """
+        built = self._parts.built
+        part = built.parts.find(OuterLoop) if built is not None else None
+        return part.state_now if part is not None else None
 
     @property
     def waits(self) -> Mapping[Axis, float]:

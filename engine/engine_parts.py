@@ -19,6 +19,7 @@ from engine.checkpoint.full_state import state_entries
 from engine.config import Config
 from engine.errors import EngineError
 from engine.optim.param_groups import as_trainable
+from engine.outer.site import OuterLoop
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.world import patience_seconds
@@ -197,6 +198,8 @@ class EngineParts:
             self.runner = StepRunner(self.model, self.built, self.update, self.checkpoints.control)
             self.loop = UserLoop(self.runner, self.built, self.control)
             self.reports.built(self.built)
+            if (outer := self.built.parts.find(OuterLoop)) is not None:
+                self.checkpoints.register({"outer": outer})
             self.checkpoints.built(self.built, self.update, entries)
             for part in self.built.parts.having(StepPart.restarted):
                 part.restarted(self.update.made)
@@ -221,10 +224,15 @@ class EngineParts:
         """
         if self.built is not None:
             return batch
-        take = partial(self.rows.take_microbatches, batch, self.config.micro, self.config.accumulation)
+        take = partial(self.rows.take_microbatches, batch, self.config.micro, self.config.given_microbatches)
         seen, problem, _ = take_batch(take, self.comm, self.device)
+        if not seen and problem is None:
+            problem = EngineError(
+                "the first list of microbatches is empty on a data rank, but the plan of the run needs an example; "
+                "pass example_batch=... to engine.initialize."
+            )
         self.complete(seen[0] if seen else None, problem)
-        return iter(seen)
+        return seen if self.config.uneven_microbatches else iter(seen)
 
     def refuse_unfinished(self, call: str) -> None:
         """Raises if the engine method ``call`` comes after ``close`` or inside a gradient accumulation."""

@@ -17,6 +17,7 @@ from engine.config.sections import check_installed
 from engine.errors import EngineError
 from engine.launch import explain_command as explained
 from engine.launch import init_command as init
+from engine.launch import outer_command as outer
 from engine.launch import schedule_command as schedule
 from engine.launch import watch_command as watch
 from engine.launch.doctor import doctor_command as doctor
@@ -141,6 +142,10 @@ def _add_run_commands(commands: "_SubParsersAction[CommandParser]") -> None:
     command = commands.add_parser("watch", help="show the actions of a job's ranks, now or when it hung")
     watch.add_watch_options(command)
     command.set_defaults(run=watch.show_ranks)
+
+    command = commands.add_parser("outer", help="serve the store in which sites of the outer loop meet")
+    outer.add_outer_options(command)
+    command.set_defaults(run=outer.run_outer)
 
     command = commands.add_parser("report", help="write the records of a run's ranks as one page")
     folder = "monitor.report folder of the run, or --out of train.py"

@@ -17,7 +17,7 @@ GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
-        "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint",
+        "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "outer",
         "reporting", "watchdog", "build", "dry_run", "data", "models", "engine_parts", "loop",
         "named_state", "engine", "api", "verify", "hosting", "deepspeed", "huggingface",
         "lightning",
@@ -120,6 +120,10 @@ FILES_IN_A_FOLDER = 16
 
 # (file, function) -> who hears of any exception that this function neither raises nor keeps for a later raise.
 BROAD_HANDLERS = {
+    ("engine/outer/exchange.py", "_work_on"): "the next poll, which raises it on all ranks",
+    ("engine/outer/exchange.py", "_renew"): "the next request of the training, if it lasts",
+    ("engine/outer/exchange.py", "close"): "nobody: the store may end before its sites",
+    ("engine/outer/http/service.py", "run"): "whoever has opened the service, when it ends",
     ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",

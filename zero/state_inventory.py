@@ -73,11 +73,17 @@ class HoldsMoments(Protocol):
         """Whole-parameter updates with their state."""
 
 
-class HoldsAverages(Protocol):
-    """Interface of a moving average of the weights."""
+class HoldsCompanions(Protocol):
+    """Interface of a feature with a tensor for each updated one, such as a moving average of the weights."""
 
     def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Returns the averages by updated tensor and kind."""
+        """Returns the tensors by updated tensor and kind."""
+
+    def prepare(self, stored: Mapping[str, object]) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
+        """Returns the tensors that a load fills, among those that a checkpoint has under "KIND/NAME"."""
+
+    def forget(self) -> None:
+        """Adapts to weights that the user has replaced."""
 
 
 class HoldsResiduals(Protocol):
@@ -175,7 +181,8 @@ class StateInventory:
     frozen: Sequence[FlatBucket]
     """Buckets of frozen sharded parameters; other frozen parameters stay in the model."""
     optimizer: HoldsMoments
-    average: HoldsAverages | None = None
+    companions: list[HoldsCompanions] = field(default_factory=list)
+    """Features with a tensor for each updated one, which checkpoints store: averages, anchors of the outer loop."""
     reducer: HoldsResiduals | None = None
     encoder: MessageEncoder | None = None
     gatherer: HoldsSecondary | None = None
@@ -262,8 +269,9 @@ class StateInventory:
                 )
 
     def averages(self) -> Iterator[StateTensor]:
-        """Yields the moving averages of the weights on this rank."""
-        return self.element_state(self.average.tensors() if self.average is not None else {})
+        """Yields the averages of the weights on this rank, and other companions of updated tensors."""
+        for companion in self.companions:
+            yield from self.element_state(companion.tensors())
 
     def gradients(self) -> Iterator[StateTensor]:
         """Yields accumulated gradients, their host copies, and encoding errors."""

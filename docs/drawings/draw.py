@@ -4,6 +4,9 @@ Ranks come from the grid, schedules from the simulator and bytes from the rule t
 code.
 """
 
+import json
+import math
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -386,7 +389,67 @@ def patches() -> Canvas:
     return canvas
 
 
-DRAWINGS = (grid, column_row, zero3, schedules, checkpoint, batch, patches)
+SERIES = (
+    ("average", r"average, period (\d+)", "data"),
+    ("DiLoCo: lr 0.7, Nesterov 0.9", r"diloco, period (\d+)", "pipe"),
+    ("DiLoCo in fewer bits", r"diloco, period \d+, (int\d)", "tensor"),
+    ("the largest 3 %", r"average, period \d+, top 3 %(?:, )?(.*)", "other"),
+)
+"""Lines and points of the outer loop: words, pattern of the rows in the figure, colour."""
+
+
+def outer() -> Canvas:
+    """Return loss against pushed bytes, from the figure of ``python -m benchmarks outer``."""
+    canvas = Canvas(
+        "Validation loss of four sites against the bytes that a site pushes",
+        470,
+        "Longer periods push fewer bytes at a higher loss; sparse pushes with feedback need the fewest for their loss.",
+    )
+    rows = json.loads((FOLDER.parent / "figures" / "outer.json").read_text(encoding="utf-8"))["rows"]
+    points = {name: (int(row["bytes of a site"].replace(",", "")), float(row["loss"])) for name, row in rows.items()}
+    left, right, top, bottom = 70.0, 770.0, 60.0, 370.0
+    least, most = (math.log10(pick(size for size, _ in points.values())) for pick in (min, max))
+    low, high = (pick(loss for _, loss in points.values()) for pick in (min, max))
+    low, high, least, most = low - 0.06, high + 0.03, least - 0.25, most + 0.12
+
+    def place(size: float, loss: float) -> tuple[float, float]:
+        x = left + (math.log10(size) - least) / (most - least) * (right - left)
+        return round(x, 1), round(bottom - (loss - low) / (high - low) * (bottom - top), 1)
+
+    for tenth in range(math.ceil(low * 10), math.floor(high * 10) + 1):
+        _, y = place(10**least, tenth / 10)
+        canvas.path(f"M{left} {y}H{right}", "thin dash", head=False)
+        canvas.text(left - 8, y + 4, f"{tenth / 10:.1f}", "small muted", "end")
+    for power in range(math.ceil(least), math.floor(most) + 1):
+        x, _ = place(10**power, low)
+        canvas.path(f"M{x} {bottom}V{bottom + 6}", "thin", head=False)
+        canvas.text(x, bottom + 20, f"{10**power / 1e6:g} MB", "small muted", "middle")
+    canvas.path(f"M{left} {top}V{bottom}H{right}", "line", head=False)
+    canvas.text(left - 8, top - 8, "loss", "small bold", "end")
+    synchronous = place(*points["synchronous, period 1"])
+    for number, (title, pattern, kind) in enumerate(SERIES):
+        found = {hit[1]: place(*point) for name, point in points.items() if (hit := re.fullmatch(pattern, name))}
+        is_line = number < 2
+        if is_line:
+            line = "L".join(f"{x} {y}" for x, y in sorted((synchronous, *found.values())))
+            canvas.path(f"M{line}", f"l-{kind}", head=False)
+        for label, (x, y) in found.items():
+            words = label or "no feedback"
+            is_left = not is_line and x - 7 * len(words) > left
+            canvas.box(x - 4, y - 4, 8, 8, f"h-{kind}", 4)
+            shift = (-8, 4) if is_left else (0, 17 if number == 0 else -9)
+            canvas.text(x + shift[0], y + shift[1], words, f"tiny t-{kind}", "end" if is_left else "middle")
+        canvas.box(20 + 195 * number, 422, 10, 10, f"h-{kind}", 5)
+        canvas.text(36 + 195 * number, 431, title, f"small t-{kind}")
+    x, y = synchronous
+    canvas.box(x - 5, y - 5, 10, 10, "h-line", 5)
+    canvas.text(right, y + 20, "synchronous", "tiny bold", "end")
+    words = "Numbers at the points are periods in steps. The sparse forms and their dense counterpart meet 60 times."
+    canvas.text(20, 456, words, "small muted")
+    return canvas
+
+
+DRAWINGS = (grid, column_row, zero3, schedules, checkpoint, batch, patches, outer)
 
 
 def main() -> None:

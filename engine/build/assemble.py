@@ -36,6 +36,7 @@ from engine.kernels.dispatch import Kernels, has_triton, runs_triton
 from engine.optim.built_in import built_in_optimizer
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.optim.param_groups import show_inner
+from engine.outer.pulled_weights import PulledWeights
 from engine.parallel.activation_checkpointing.blocks import Again, recompute_blocks
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.activation_checkpointing.tiles import run_in_tiles
@@ -62,6 +63,7 @@ from engine.parallel.tensor.layers.partial_grads import PartialSums
 from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.budgets import (
+    gathers_once,
     pipeline_format,
     ranks_with_secondary_shards,
     reduces_each_microbatch,
@@ -89,7 +91,6 @@ from engine.zero.gather.encoded_gather import round_initial
 from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
-from engine.zero.optim.averaged_weights import WeightAverage
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.inner_optimizer import check_elementwise
 from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
@@ -181,12 +182,12 @@ def assemble_rank(
     again, program = _runs_again(streams, replay), replace(program, replay=replay)
     on_host = _recompute(model, plan, axis, device, patches, again)
     gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
-    average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
         model=model, rows=plan.table.held_by(holder), trained=buckets, frozen=frozen, optimizer=optimizer,
-        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer, grid=comm.grid)  # fmt: skip
+        reducer=reducer, encoder=encoder, gatherer=gatherer, grid=comm.grid)  # fmt: skip
+    learning_rate = _learning_rate(model, optimizer, config, request)
     made = PartRequest(
-        model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
+        model=model, plan=plan, comm=comm, device=device, inventory=inventory, optimizer=optimizer, rates=learning_rate,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts, replay=replay)  # fmt: skip
     traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
     return RankRuntime(
@@ -205,7 +206,7 @@ def assemble_rank(
         user_backward=user_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
-        learning_rate=_learning_rate(model, optimizer, config, request),
+        learning_rate=learning_rate,
         parts=make_parts(made),
         on_host=on_host,
         pipeline=_pipeline(model, plan, traces, device, patches, holder) if traces is not None else None,
@@ -362,6 +363,8 @@ def _optimizer(
     config, own = plan.config, request.optimizer is not None and request.whole is None
     round_initial(buckets, comm)
     factory = request.optimizer or built_in_optimizer(config.optimizer or OptimizerConfig())
+    if config.outer is not None and config.outer.content == "gradients":
+        factory = partial(PulledWeights, lr=(config.optimizer or OptimizerConfig()).params["lr"])
     sharded = config.zero_optimization.stage > 0
     if sharded and own and request.given is not None:  # before its constructor is given flat parts
         check_elementwise(request.given.optimizer, "zero_optimization.stage 1 or more")
@@ -429,7 +432,8 @@ def _gatherer(
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
         return None
-    gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, user_backward.start, gathers.within)
+    pinned = None if gathers_once(plan.config) else gathers.pinned
+    gatherer = ParameterGatherer(buckets, gathers.order, pinned, comm, user_backward.start, gathers.within)
     GatheredModules(model, plan.gather_groups, gathers.order, gatherer, patches)
     return gatherer
 

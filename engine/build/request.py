@@ -42,6 +42,8 @@ class Request:
     inputs: ForwardInputs = field(default_factory=ForwardInputs)
     metrics: tuple[str, ...] = ()
     """Names of the metrics that ``loss_fn`` returns."""
+    weighs_rows: bool = False
+    """True if the mean loss of a microbatch weighs as its rows (``uneven_microbatches``)."""
     gather: RowGather = field(default_factory=RowGather)
     """All-gather of rows over dp, for ``loss_fn`` and the user's own loop."""
     changes: ForwardChanges = field(default_factory=ForwardChanges)
@@ -58,4 +60,7 @@ class Request:
         if comm is not None:
             self.gather.open(comm)
         loss_fn = self.gather.given_to(self.loss_fn)
-        return Program(model, loss_fn, precision, device, self.rows, self.inputs, self.metrics, self.gather)
+        return Program(
+            model, loss_fn, precision, device, self.rows, self.inputs, self.metrics, self.gather,
+            weighs_rows=self.weighs_rows,
+        )  # fmt: skip

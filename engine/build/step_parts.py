@@ -8,6 +8,11 @@ from torch import nn
 
 from engine.integrity.copies import AtRest, DataCopies, ReplicaCopies
 from engine.integrity.guard import ComputedGradients, Integrity
+from engine.optim.lr_schedules import LearningRate
+from engine.outer.http.open_link import open_link
+from engine.outer.local_pieces import find_pieces
+from engine.outer.site import OuterLoop
+from engine.outer.site_weights import SiteWeights
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
@@ -49,6 +54,7 @@ class PartRequest:
     device: torch.device
     inventory: StateInventory
     optimizer: ShardedOptimizer
+    rates: LearningRate
     reducer: Reducer
     encoder: MessageEncoder | None
     gatherer: ParameterGatherer | None
@@ -56,8 +62,6 @@ class PartRequest:
     """Counter of tokens per expert; None: not counted."""
     replay: RouterReplay | None
     """Replay of recorded routing; None: routers choose."""
-    average: WeightAverage | None
-    """Moving average of the weights; None without ``"ema"``."""
 
     @property
     def buckets(self) -> Sequence[FlatBucket]:
@@ -81,6 +85,17 @@ def _disk(request: PartRequest) -> StepPart | None:
 
 def _states(request: PartRequest) -> StepPart:
     return StatesOnHost(OffloadedStates(request.inventory, request.device))
+
+
+def _outer(request: PartRequest) -> StepPart | None:
+    plan, optimizer = request.plan, request.optimizer
+    if plan.config.outer is None:
+        return None
+    outer, stores = plan.config.outer, max(1, len(plan.config.outer.urls))
+    local = find_pieces(plan, request.comm.grid.coord(), request.buckets, outer.fragments, stores)
+    weights = SiteWeights(local, outer, optimizer, request.gatherer)
+    request.inventory.companions.append(weights.anchors)
+    return OuterLoop(plan, request.comm, request.device, weights, request.rates, open_link)
 
 
 def _integrity(request: PartRequest) -> StepPart | None:
@@ -123,9 +138,11 @@ def _average(request: PartRequest) -> StepPart | None:
     if any(entry.type == "ScheduleFreeAdamW" for entry in entries):
         free = ScheduleFreeAverage(optimizer.places, optimizer.inner)
         return AverageOfWeights(AveragedWeights(request.buckets, optimizer, free))
-    if request.average is None:
+    if plan.config.ema is None:
         return None
-    return AverageOfWeights(AveragedWeights(request.buckets, optimizer, request.average))
+    average = WeightAverage(optimizer.places, plan.config.ema.decay)
+    request.inventory.companions.append(average)
+    return AverageOfWeights(AveragedWeights(request.buckets, optimizer, average))
 
 
 def _experts(request: PartRequest) -> StepPart | None:
@@ -147,7 +164,7 @@ def _routers(request: PartRequest) -> StepPart | None:
 
 
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
-    _delayed, _disk, _states, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average, _experts,
-    _routers, _replay,
+    _delayed, _disk, _states, _outer, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average,
+    _experts, _routers, _replay,
 )  # fmt: skip
 """Function of each feature that returns its step part; ``PartOrder`` defines the order of calls."""

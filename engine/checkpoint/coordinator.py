@@ -220,7 +220,8 @@ class CheckpointCoordinator:
             self._resume(request)
 
     def _trainer_state(self, update: Update) -> TrainerState:
-        return TrainerState(update, self._tracked, self._comm.grid, self.device)
+        late = ("outer",) if self._config.outer is not None else ()
+        return TrainerState(update, self._tracked, self._comm.grid, self.device, late)
 
     def register(self, things: Mapping[str, object]) -> None:
         """Adds objects to later checkpoints; see :meth:`engine.Engine.register_for_checkpointing`."""

@@ -198,7 +198,7 @@ class Loader:
                 self.local_tensors.place_quantized(row, values)
 
     @torch.no_grad()
-    def read_moments(self, moments: Moments) -> None:
+    def read_moments(self, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Reads this rank's shards of optimizer moments; moments that the source may lack keep their values."""
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 

@@ -269,8 +269,8 @@ class Resume:
             made = make_moments(runtime.optimizer, families, runtime.plan.table)
             loader.read_moments(made)
             loader.read_apart(runtime.optimizer.whole)
-        if (average := self._run.runtime.average) is not None:
-            loader.read_moments(average.prepare(reader.kinds if self._states else {}))
+        for companion in self._run.runtime.inventory.companions:
+            loader.read_moments(companion.prepare(reader.kinds if self._states else {}))
         return made
 
     def _families(self, reader: OpenCheckpoint) -> Families:
@@ -290,6 +290,8 @@ class Resume:
             run.runtime.optimizer.forget()
         self._restore_schedule(reader)
         states = own_states(reader, run.comm.grid) if self._request.begun else run.trainer_state.restore(reader)
+        if self._request.begun:
+            run.trainer_state.restore_late(reader)
         self._restore_residuals(states)
         # with another placement of stages, another rank now runs the modules with these buffers
         if manifest.info.get("places") == run.runtime.plan.places:

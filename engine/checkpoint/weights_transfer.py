@@ -177,8 +177,8 @@ def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
         live = {name: tensor for name, tensor in run.buffers.items() if name in chunk}
         Loader(image, run.local_tensors, live, strict=False).read_weights()
     share_weights(run.runtime.buckets, run.comm)
-    if run.runtime.average is not None:
-        run.runtime.average.forget()
+    for companion in run.runtime.inventory.companions:
+        companion.forget()
 
 
 def _described(run: RunState, state: Mapping[str, Any]) -> dict[str, tuple[str, str, tuple[int, ...]]]:

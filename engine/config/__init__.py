@@ -37,8 +37,10 @@ from engine.config.optim_sections import (
     MatchedOptimizerConfig,
     OptimizerConfig,
     SchedulerConfig,
+    SgdParams,
 )
-from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
+from engine.config.outer_section import OuterConfig, check_outer
+from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting, stored
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
     GPU_BUCKET,
@@ -151,6 +153,8 @@ class Config:
     """Learning rate schedule; null keeps the rate constant."""
     ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))
     """Moving average of the weights; null computes none."""
+    outer: OuterConfig | None = setting(None, Section(cls=OuterConfig, null=True))
+    """Outer loop over sites that train apart and meet in a store; null: this engine trains alone."""
     router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
     """Step of the router biases towards an even expert load after each update; 0: biases do not change."""
     router_replay: bool = setting(False, Flag())
@@ -166,6 +170,8 @@ class Config:
     managed_gradient_accumulation: bool = setting(True, Flag())
     """true: step updates after gradient_accumulation_steps microbatches; false: each step updates, with the sum of its
     gradients divided by gradient_accumulation_steps."""
+    uneven_microbatches: bool = setting(False, Flag())
+    """true: each data rank passes a list of any number of microbatches to train_batch and eval_batch."""
     activation_checkpointing: ActivationCheckpointingConfig = setting(
         ActivationCheckpointingConfig(), Section(cls=ActivationCheckpointingConfig)
     )
@@ -196,6 +202,14 @@ class Config:
     """Keys that the file or dict contains, such as "optimizer.type", without defaults."""
 
     @cached_property
+    def site_optimizer(self) -> OptimizerConfig | None:
+        """Optimizer of this process: without state if a store updates the weights, otherwise ``optimizer``."""
+        if self.outer is None or self.optimizer is None or self.outer.content != "gradients":
+            return self.optimizer
+        rate = self.optimizer.params["lr"]
+        return replace(self.optimizer, type="SGD", params=stored(SgdParams(lr=rate)), before=())
+
+    @cached_property
     def micro(self) -> int:
         """Rows per data rank in one forward pass."""
         return self._settled("train_micro_batch_size_per_gpu")
@@ -204,6 +218,11 @@ class Config:
     def accumulation(self) -> int:
         """Microbatches per data rank and step."""
         return self._settled("gradient_accumulation_steps")
+
+    @property
+    def given_microbatches(self) -> int | None:
+        """Microbatches that each data rank passes to a step; None: any number."""
+        return None if self.uneven_microbatches else self.accumulation
 
     @cached_property
     def dp(self) -> int:
@@ -366,8 +385,16 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)
+    delayed = config.zero_optimization.offload_optimizer.delayed_update
+    check_outer(config.outer, config.optimizer, delayed, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
+    if config.uneven_microbatches and config.parallel.expert > 1:
+        problems.add(
+            "uneven_microbatches",
+            f"true with parallel.expert {config.parallel.expert}, which exchanges rows between data ranks in every "
+            "forward; leave uneven_microbatches or parallel.expert out.",
+        )
     if not config.managed_gradient_accumulation and config.parallel.pipeline not in (1, "auto"):
         problems.add(
             "managed_gradient_accumulation",

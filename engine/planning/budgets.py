@@ -32,6 +32,9 @@ from engine.zero.wire_formats import WireFormats
 CONTROL_SCALARS = 9
 """fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems, stop requests."""
 
+COUNTS = "microbatches"
+"""Label of the agreement on the numbers of microbatches (``uneven_microbatches``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
@@ -223,6 +226,16 @@ def shards_parameters(config: Config) -> bool:
     return config.zero_optimization.stage == 3 and (config.shards > 1 or hosts_parameters(config))
 
 
+def gathers_once(config: Config) -> bool:
+    """Returns True if all parameters are gathered when a step begins, so that forwards need no agreement (ZeRO 3)."""
+    return config.uneven_microbatches and shards_parameters(config) and config.zero_optimization.gather == "step"
+
+
+def meets_each_microbatch(config: Config) -> bool:
+    """Returns True if data ranks gather parameters or reduce gradients in every microbatch of a step."""
+    return reduces_each_microbatch(config) or (shards_parameters(config) and not gathers_once(config))
+
+
 def hosts_parameters(config: Config) -> bool:
     """Returns True if parameter shards are in host memory between uses."""
     return config.zero_optimization.stage == 3 and config.zero_optimization.offload_param.device != "none"
@@ -330,9 +343,10 @@ def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
         near = zip(plan.sizes, gathers.times_within, strict=True)
         sent = sum(times * sent_bytes("all_gather", size, plan.within.ranks) for size, times in near)
         rows.append(Traffic(axis, WITHIN, gathers.calls_within, sent))
-    rounds = sum(walk.op is Op.FORWARD for walk in plan.passes)
-    said = rounds * sent_bytes("all_gather", ranks * round_bytes(len(plan.sizes)), ranks)
-    rows.append(Traffic(axis, ROUND, rounds, said))
+    if not gathers_once(config):
+        rounds = sum(walk.op is Op.FORWARD for walk in plan.passes)
+        said = rounds * sent_bytes("all_gather", ranks * round_bytes(len(plan.sizes)), ranks)
+        rows.append(Traffic(axis, ROUND, rounds, said))
     rows.append(Traffic(axis, "batch check", 1, sent_bytes("all_gather", ranks, ranks)))
     return Tally(rows)
 
@@ -424,6 +438,9 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
         tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))
         if config.zero_optimization.offload_optimizer.device == "nvme":
             tally.add(Traffic("world", "disk", 1, sent_bytes("all_reduce", 8, world)))
+    if config.uneven_microbatches and config.row_ranks > 1:
+        count = sent_bytes("all_gather", 16 * config.row_ranks, config.row_ranks)
+        tally.add(Traffic(config.grid(0).rows, COUNTS, 1, count))
     if (sharing := config.parallel.expert) > 1:
         tally.add(Traffic("ep", "batch check", 1, sent_bytes("all_reduce", 8, sharing)))
     if replica > 1:

@@ -113,7 +113,7 @@ class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
             _items(self._table.held_by(holder), holder, self._precision, self._users, self._grid, formats.any),
             config.shards,
             config.zero_optimization.bucket_elements,
-            max(formats.alignment, block_of_codes(config.optimizer)),
+            max(formats.alignment, block_of_codes(config.site_optimizer)),
             self._grid.spread,
         )
 

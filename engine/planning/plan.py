@@ -3,7 +3,7 @@
 It is built from shapes alone, so the model may be on the meta device. Measured bytes are compared with it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engine.config import Config
+from engine.errors import ScheduleError
 from engine.kernels.codecs.weight_format import WeightFormat
 from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_state, layer_routes, refuse_experts
@@ -27,7 +28,7 @@ from engine.parallel.pipeline.partition.auto_schedule import ScheduleDecision
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.pipeline.schedule.actions import Schedule
 from engine.parallel.pipeline.schedule.kinds import make_schedule, training_schedule
-from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
+from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, there_and_back
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.shard_table import Division, ShardRow, ShardTable, build_table
@@ -46,6 +47,7 @@ from engine.planning.budgets import (
     gather_traffic,
     gradient_traffic,
     hosted_buckets,
+    meets_each_microbatch,
     optimizer_bytes,
     pipeline_format,
     ranks_with_secondary_shards,
@@ -152,6 +154,19 @@ class Plan:
         """Returns a forward-only pipeline schedule for this number of microbatches."""
         return forward_only(self.schedule.stages_of_rank, microbatches)
 
+    def steps_of(self, microbatches: int) -> Schedule:
+        """Returns the training schedule of this kind for another number of microbatches; all forwards, then all
+        backwards, for numbers that the kind does not have.
+        """
+        if microbatches == self.schedule.microbatches:
+            return self.schedule
+        try:
+            schedule = make_schedule(self.schedule.name, self.config.pp, microbatches, len(self.stages(0)))
+        except ScheduleError:
+            schedule = there_and_back(self.schedule.stages_of_rank, microbatches)
+        check(schedule)
+        return schedule
+
     @cached_property
     def last_rank(self) -> int:
         """Pipeline rank of the last stage, which computes the loss."""
@@ -193,7 +208,19 @@ class Plan:
         holder = self.grid(0).holder(coord)
         held = sum(row.local_elements(holder) for row in self.table.held_by(holder))
         state = self.state(coord)
-        return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
+        return RankPlan(
+            coord, held, state.device, state.host, state.disk, self._traffic(coord, self.config.accumulation)
+        )
+
+    def traffic_of(self, rank: int, counts: Sequence[int]) -> tuple[Traffic, ...]:
+        """Returns the planned traffic of ``rank`` in a step with ``counts`` microbatches on the data ranks."""
+        grid = self.grid(rank)
+        own = counts[grid.row_rank]
+        met = max(counts) if meets_each_microbatch(self.config) else max(own, 1)
+        config = replace(
+            self.config, gradient_accumulation_steps=met, train_batch_size=met * self.config.micro * grid.dp
+        )
+        return replace(self, config=config, schedule=self.steps_of(met))._traffic(grid.coord(), own)
 
     def state(self, coord: Coord) -> StateBytes:
         """Returns the bytes of state between steps at a grid position, by memory and kind."""
@@ -285,8 +312,7 @@ class Plan:
         trained = {row.name for row in self.table if row.trainable}
         return any(plan.parameters & trained for plan in self.partition.stages[:stage])
 
-    def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
-        microbatches = self.config.accumulation
+    def _traffic(self, coord: Coord, microbatches: int) -> tuple[Traffic, ...]:
         rows = self.table.held_by(self.grid(0).holder(coord))
         parts = [gradient_traffic(self.layout(coord), rows, self.config, self.precision)]
         if (gathers := self.gathers(coord)) is not None:
@@ -343,7 +369,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         groups=groups,
         precision=precision,
         schedule=schedule,
-        moments=None if request.own_optimizer else kept_state(config.optimizer, groups),
+        moments=None if request.own_optimizer else kept_state(config.site_optimizer, groups),
         notes=_notes(config, request, precision, schedule, analysis, quantized),
         tensor=analysis.tensor,
         trace=analysis.trace,

@@ -47,13 +47,16 @@ class BatchRows:
         named = path[0] in self.whole if path else False
         return named or path in self.learnt or any(isinstance(key, str) and key in self.whole for key in path)
 
-    def take_microbatches(self, batch: Batch | Iterator[Batch], micro: int, count: int) -> list[Batch]:
-        """Returns ``count`` microbatches of ``micro`` rows, split from a batch or pulled from an iterator.
+    def take_microbatches(self, batch: Batch | Iterator[Batch], micro: int, count: int | None) -> list[Batch]:
+        """Returns ``count`` microbatches of ``micro`` rows, split from a batch or pulled from an iterator; with
+        ``count`` None, those of a list, of any number and any rows.
 
         Raises:
             EngineError: a wrong number of rows (names the tensor), a batch without tensors, an iterable that is not an
                 iterator, or an iterator that ends before ``count`` items.
         """
+        if count is None:
+            return self._listed(batch)
         if isinstance(batch, Iterator):
             return self._pull(batch, micro, count)
         if not isinstance(batch, Tensor | Mapping | tuple | list):
@@ -95,6 +98,19 @@ class BatchRows:
             return tensor[start : start + count] if tensor.ndim and not self.is_whole(path) else tensor
 
         return change_tensors(batch, cut)
+
+    def _listed(self, batch: Batch) -> list[Batch]:
+        if not isinstance(batch, list):
+            raise EngineError(
+                f"the batch is a {type(batch).__name__}, but with uneven_microbatches each data rank passes a list of "
+                "its microbatches; give a list, which is empty on a rank without rows."
+            )
+        for item in batch:
+            rows = self.count(item)
+            if not rows:
+                raise EngineError("a microbatch has no row; give tensors with the number of rows as their leading dim.")
+            self._check(item, rows, str(rows))
+        return list(batch)
 
     def _pull(self, items: Iterator[Batch], micro: int, count: int) -> list[Batch]:
         pulled: list[Batch] = []

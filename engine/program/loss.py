@@ -34,7 +34,7 @@ class WeightedLoss(NamedTuple):
 
 
 def find_loss(
-    output: Any, batch: Batch, loss_fn: LossFunction | None, names: Sequence[str] | None = None
+    output: Any, batch: Batch, loss_fn: LossFunction | None, names: Sequence[str] | None = None, weight: float = 1.0
 ) -> WeightedLoss:
     """Returns the loss of one microbatch.
 
@@ -42,7 +42,7 @@ def find_loss(
     each a number, a 0-dim tensor or (sum, weight). Without: ``output.loss``, ``output["loss"]``, a 0-dim output, or the
     one 0-dim floating tensor of a tuple.
 
-    ``names``: the metrics that the run averages; None ignores all returned metrics.
+    ``names``: the metrics that the run averages; None ignores all returned metrics. ``weight``: that of a mean.
 
     Raises:
         EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not named, or is
@@ -50,10 +50,13 @@ def find_loss(
     """
     if loss_fn is None:
         metrics: Mapping[str, Any] = {}
-        loss = WeightedLoss(check_scalar(_loss_in(output), "the loss that the model returned"), 1.0)
+        found = _loss_in(output)
+        loss = WeightedLoss(check_scalar(found, "the loss that the model returned"), 1.0)
     else:
         found, metrics = _without_metrics(call_user_code(loss_fn, (output, batch), {}))
         loss = check_pair(found, "the {} that loss_fn returned")
+    if weight != 1.0 and isinstance(found, Tensor):
+        loss = WeightedLoss(loss.sum * weight, weight)
     return loss if names is None else loss._replace(metrics=_summands(metrics, names))
 
 
@@ -197,8 +200,9 @@ class RowGather:
     counts exactly once, even if each rank computes the loss of the whole batch.
     """
 
-    def __init__(self, ranks: int = 1) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int = 1, uneven: bool = False) -> None:
+        """Takes ``uneven``: data ranks have different numbers of microbatches, so that nothing can be gathered."""
+        self.ranks, self._uneven = ranks, uneven and ranks > 1
         self.comm: Comm | None = None
 
     def open(self, comm: Comm) -> None:
@@ -207,6 +211,7 @@ class RowGather:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Gathers rows; see :meth:`engine.Engine.gather_rows`."""
+        self._refuse_uneven()
         if not isinstance(rows, Tensor) or not rows.ndim:
             given = "a 0-dim tensor" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
             raise EngineError(
@@ -221,7 +226,16 @@ class RowGather:
             named = loss_fn is not None and _ARGUMENT in inspect.signature(loss_fn).parameters
         except (TypeError, ValueError):  # a callable without a signature
             return loss_fn
+        if named:
+            self._refuse_uneven()
         return partial(loss_fn, **{_ARGUMENT: self}) if loss_fn is not None and named else loss_fn
+
+    def _refuse_uneven(self) -> None:
+        if self._uneven:
+            raise EngineError(
+                "gather_rows needs a forward of every data rank, but with uneven_microbatches they run different "
+                "numbers of them; set uneven_microbatches to false, or compute the loss without gather_rows."
+            )
 
 
 class _GatherRows(torch.autograd.Function):

@@ -51,6 +51,8 @@ class Program:
     """All-gather of rows over dp, for the loss function."""
     replay: RouterReplay | None = None
     """Replay of recorded routing; None: routers choose."""
+    weighs_rows: bool = False
+    """True if the mean loss of a microbatch weighs as its rows; False: every microbatch weighs the same."""
     copies: PinnedCopies = field(default_factory=PinnedCopies, compare=False)
 
     def move(self, batch: Batch) -> Batch:
@@ -67,7 +69,11 @@ class Program:
         """Returns output and loss of one microbatch."""
         moved = self.move(microbatch)
         output = self._run(moved)
-        return ForwardResult(output, find_loss(output, moved, self.loss_fn, self.metrics))
+        return ForwardResult(output, self._loss(output, moved))
+
+    def _loss(self, output: Any, moved: Batch) -> WeightedLoss:
+        weight = float(self.rows.count(moved)) if self.weighs_rows else 1.0
+        return find_loss(output, moved, self.loss_fn, self.metrics, weight)
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
         """Returns the loss of an example batch for planning; for an output without a loss, a substitute.
@@ -80,7 +86,7 @@ class Program:
     def _planned_loss(self, moved: Batch) -> WeightedLoss:
         output = self._run(moved)
         if self.loss_fn is not None or has_loss(output):
-            return find_loss(output, moved, self.loss_fn, self.metrics)
+            return self._loss(output, moved)
         found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not found:
             return find_loss(output, moved, None)  # raises with the type of the output

@@ -64,6 +64,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         "sends": _traffic_line(rank),
         "optimizer": _optimizer_line(plan),
         "clipping": f"one norm over the grid, clipped at {clip:g}" if clip else "off, the norm is reported",
+        **_outer_line(config),
         "loss": "sum / weight over all microbatches and data ranks; a 0-dim loss weighs 1",
         "seed": str(config.seed),
         **_integrity_lines(config.integrity),
@@ -381,6 +382,23 @@ def _optimizer_line(plan: Plan) -> str:
     unknown = {True: "schedule given in code", False: "constant lr", None: "constant lr or given in code"}
     schedule = scheduler.type if scheduler else unknown[plan.own_schedule]
     return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"
+
+
+def _outer_line(config: Config) -> dict[str, str]:
+    """Returns the line of the outer loop: this site, the rule, and the values that sites push."""
+    if (outer := config.outer) is None:
+        return {}
+    chosen = outer.store_optimizer(config.optimizer)
+    rate = f"{chosen.type} lr {chosen.params['lr']:g}"
+    forms = {
+        "sums": "gradients are summed over the sites at every step, and each site updates: synchronous training",
+        "gradients": f"gradients at every step, {rate} on the store, no optimizer state here",
+        "deltas": f"differences of weights every {outer.steps} steps, {outer.wire}, {rate} on the store",
+    }
+    parts = f" in {outer.fragments} fragments" * (outer.fragments > 1)
+    parts += f", {outer.delay} steps late" * bool(outer.delay)
+    form = forms[outer.content] if outer.rule != "hogwild" else f"updates in shared memory, {outer.folder}"
+    return {"outer": f"site {outer.site}, rule {outer.rule}: {form}{parts}"}
 
 
 def _optimizer_words(config: Config) -> str:

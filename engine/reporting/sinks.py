@@ -164,6 +164,7 @@ class StepReporter:
             grid=str(self._comm.grid),
             metrics=metric_averages(totals, self._names),
             expert_load=_by_layer(plan.experts, totals.experts),
+            figures=step.figures,
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:

@@ -69,6 +69,10 @@ class StepReport:
     """With ``monitor.expert_load``: tokens routed to each expert, by module name, over all microbatches and data ranks.
     A token routed to two experts counts twice. Equal on every rank.
     """
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of features that are on, such as ``outer/clock`` and ``outer/version`` of an outer loop; those of
+    rank 0.
+    """
 
     @property
     def expert_imbalance(self) -> float | None:
@@ -87,7 +91,8 @@ class StepReport:
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
         metrics = {name: _finite(value) for name, value in values.pop("metrics").items()}
         load = {name: list(rows) for name, rows in values.pop("expert_load").items()}
-        further: dict[str, Any] = {"metrics": metrics} if metrics else {}
+        figures = {name: _finite(value) for name, value in values.pop("figures").items()}
+        further: dict[str, Any] = ({"metrics": metrics} if metrics else {}) | figures
         if load:
             further |= {"expert_imbalance": self.expert_imbalance, "expert_load": load}
         return {name: _finite(value) for name, value in values.items()} | further

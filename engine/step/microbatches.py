@@ -32,10 +32,14 @@ class MicrobatchRunner:
 
     def __init__(
         self, runtime: RankRuntime, step: StepState, microbatches: Sequence[Batch],
-        random_key: Callable[[int], tuple[int, ...]], kind: StepKind,
+        random_key: Callable[[int], tuple[int, ...]], kind: StepKind, scheduled: int | None = None,
     ) -> None:  # fmt: skip
+        """Takes ``scheduled``, the microbatches of the schedule: in those that this rank lacks it only takes part in
+        the collectives of its data ranks; None: it has all of them.
+        """
         self._runtime, self._step, self._random_key, self.kind = runtime, step, random_key, kind
         self._microbatches = microbatches
+        self.scheduled = len(microbatches) if scheduled is None else scheduled
         self._backwards: Counter[int] = Counter()
         """Backwards that each stage has begun; a split backward counts with its first part."""
         self._deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
@@ -50,11 +54,15 @@ class MicrobatchRunner:
         input.
         """
         copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
-        return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind)
+        return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind, self.scheduled)
+
+    def _lacks(self, microbatch: int) -> bool:
+        """Returns True for a microbatch that only other data ranks have."""
+        return microbatch >= len(self._microbatches)
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
         """Returns the stage's plan and the microbatch's traced tensors, with the shapes of received and sent ones."""
-        if self._runtime.pipeline is None:
+        if self._runtime.pipeline is None or self._lacks(microbatch):
             return _ALONE
         traced = self._trace(microbatch)
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
@@ -105,6 +113,9 @@ class MicrobatchRunner:
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         """Runs one stage on one microbatch; the last stage adds loss, weight and tokens to the step."""
+        if self._lacks(microbatch):
+            with self._runtime.joining_forward():
+                return StageOutput({}, None)
         runtime, given = self._runtime, self._microbatches[microbatch]
         if (pipeline := runtime.pipeline) is None:
             with runtime.forward(*self._random_key(microbatch)), runtime.counting(self._step.experts):
@@ -121,7 +132,8 @@ class MicrobatchRunner:
         """Returns the context of one stage's backward, which accumulates gradients; the stage's last backward reduces
         them over dp.
         """
-        self._runtime.begin_backward(self._microbatches[action.microbatch])
+        if not self._lacks(action.microbatch):
+            self._runtime.begin_backward(self._microbatches[action.microbatch])
         if action.op is not Op.BACKWARD_INPUT:
             return self._runtime.backward(self._which(action.stage, action.microbatch, "whole"))
         deferred = self._deferred[action.stage, action.microbatch] = DeferredWeightGrads()
@@ -140,7 +152,7 @@ class MicrobatchRunner:
     def _which(self, stage: int, microbatch: int, part: BackwardPart) -> Backward:
         if part != "weight":
             self._backwards[stage] += 1
-        last = self._backwards[stage] == len(self._microbatches)
+        last = self._backwards[stage] == self.scheduled
         if part != "input":  # an input part is last for the gradients that are never deferred
             last = last and all(deferred != stage for deferred, _ in self._deferred)
         return Backward(last, part, stage, microbatch)

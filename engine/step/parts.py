@@ -36,6 +36,8 @@ class PartOrder(IntEnum):
     """Part that refuses to save optimizer moments that a disk has lost."""
     OFFLOADED = auto()
     """Part that skips all later parts while weights and state are offloaded to host memory."""
+    OUTER = auto()
+    """Part that exchanges gradients or weights with other sites, before other parts read them."""
     INTEGRITY = auto()
     """Part that verifies that state did not change between two updates."""
     REPLICAS = auto()

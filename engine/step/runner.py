@@ -32,6 +32,7 @@ from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text, join_outputs, named_tensors
 from engine.program.program import evaluating
 from engine.step.batch_check import check_paths, differing_buffer, glimpse, small_digest, take_batch
+from engine.step.counts import StepCount, StepCounts
 from engine.step.failed_ranks import OtherRankError, note_failure, problem_of_any
 from engine.step.microbatches import MicrobatchRunner, StepKind
 from engine.step.parts import Rerun, StepPart
@@ -154,11 +155,8 @@ class StepRunner:
     def __init__(self, model: nn.Module, runtime: RankRuntime, update: Update, control: RunControl) -> None:
         self._model, self._runtime, self._update, self._control = model, runtime, update, control
         self._config, self._comm, self._device = runtime.plan.config, runtime.comm, runtime.program.device
-        plan, rank = runtime.plan, runtime.comm.grid.coord().pp
-        self._training = rank_schedule(plan.schedule, rank)
-        """The actions of a training step on this rank."""
-        self._evaluation = rank_schedule(plan.evaluation, rank)
-        """The actions of an evaluation on this rank: forwards only."""
+        plan = runtime.plan
+        self._counts = StepCounts(plan, runtime.comm, self._device)
         self._trains = any(row.trainable for row in plan.table)
         self._attachment = Attachment(model, (*runtime.buckets, *runtime.frozen))
         self._finished = 0
@@ -187,14 +185,15 @@ class StepRunner:
                 "parameters to train before engine.initialize, or call eval_batch or predict."
             )
         step, microbatches = self._open(batch, "train")
+        row = self._row(microbatches)
         reruns = [part.rerun() for part in self._runtime.parts.having(StepPart.rerun)]
         if (compared := next(filter(None, reruns), None)) is not None:
-            self._run_twice(step, microbatches, compared)
+            self._run_twice(step, microbatches, compared, row)
         else:
-            self._run_schedule(step, microbatches, self._training)
+            self._run_schedule(step, microbatches, row)
         return self.finish(step)
 
-    def _run_twice(self, step: StepState, microbatches: MicrobatchRunner, computed: Rerun) -> None:
+    def _run_twice(self, step: StepState, microbatches: MicrobatchRunner, computed: Rerun, row: RankSchedule) -> None:
         """Runs forwards and backwards twice from the same state; the update uses the result of the second run.
 
         A rank with a problem joins the second run's reductions only. ``sent`` gets the traffic of the second run, which
@@ -204,19 +203,19 @@ class StepRunner:
         second = microbatches.again(again)
         runtime.reducer.observe(computed.see)
         try:
-            self._run_schedule(step, microbatches, self._training)
+            self._run_schedule(step, microbatches, row)
             runtime.finish()
             computed.end(step.loss)
             self._begin_again()
             before = self._comm.tally.copy()
             if step.problem is None:
-                self._run_schedule(again, second, self._training)
+                self._run_schedule(again, second, row)
             runtime.finish()
             computed.end(again.loss)
         finally:
             runtime.reducer.observe(None)
-        for row in self._comm.tally.since(before).rows():
-            step.sent.add(row)
+        for traffic in self._comm.tally.since(before).rows():
+            step.sent.add(traffic)
         step.problem, step.reduced = step.problem or again.problem, True
 
     def _begin_again(self) -> None:
@@ -230,7 +229,7 @@ class StepRunner:
         """Computes the loss of one batch; see :meth:`engine.Engine.eval_batch`."""
         with evaluating(self._model):
             step, microbatches = self._open(batch, kind)
-            self._run_schedule(step, microbatches, self._evaluation)
+            self._run_schedule(step, microbatches, self._row(microbatches))
         with self._agreeing("eval_batch", step):
             totals = self._update.agree(step, self._runtime.plan.last_rank)
         step.seconds = time.perf_counter() - step.started
@@ -302,8 +301,10 @@ class StepRunner:
             for part in self._runtime.parts.having(StepPart.begin_step):
                 part.begin_step()
         rows, config = self._runtime.program.rows, self._config
-        take = partial(rows.take_microbatches, batch, config.micro, config.accumulation)
+        take = partial(rows.take_microbatches, batch, config.micro, config.given_microbatches)
         taken = self._take(take, step)
+        count = self._count(taken, step)
+        step.rows = count.rows
         if (
             kind == "train"
             and self._compared < _COMPARED_STEPS
@@ -311,12 +312,29 @@ class StepRunner:
             and step.problem is None
         ):
             step.digest, self._compared = small_digest(taken), self._compared + 1
-        if kind == "train" and step.problem is None:
-            self.remarks.look(taken)
-        if not self._told and step.problem is None:
-            step.problem = self._tell(taken[0])
-        step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss
-        return step, MicrobatchRunner(self._runtime, step, taken, self.random_key, kind)
+        if taken and step.problem is None:
+            if kind == "train":
+                self.remarks.look(taken)
+            if not self._told:
+                step.problem = self._tell(taken[0])
+            step.text = is_text(taken[0])  # on every rank, also on those without the loss
+        key = partial(self.random_key, first=count.first)
+        return step, MicrobatchRunner(self._runtime, step, taken, key, kind, count.scheduled)
+
+    def _row(self, microbatches: MicrobatchRunner) -> RankSchedule:
+        """Returns the actions of a step on this rank; of an evaluation, forwards only."""
+        return self._counts.row(microbatches.scheduled, microbatches.kind == "train")
+
+    def _count(self, taken: Sequence[Batch], step: StepState) -> StepCount:
+        """Returns the numbers of microbatches of a step; data ranks agree on them if they may differ."""
+        usual = self._config.accumulation
+        if self._config.uneven_microbatches:
+            rows = sum(map(self._runtime.program.rows.count, taken))
+            try:
+                return self._counts.agree(len(taken), rows, step.problem)
+            except EngineError as problem:
+                step.problem = step.problem or problem
+        return StepCount(usual, self._comm.grid.row_rank * usual, self._config.train_batch_size or 0)
 
     def _take(self, take: Callable[[], list[Batch]], step: StepState) -> list[Batch]:
         """Returns the microbatches of a step, checked on all ranks of the replica; notes a problem with them in the
@@ -377,6 +395,8 @@ class StepRunner:
             self._compare_paths(step, microbatches)
         if runtime.data_ranks_meet:
             step.problem = problem_of_any(step.problem, self._comm, self._device, runtime.gatherer is not None)
+        if microbatches.kind == "train":
+            runtime.reducer.expect(microbatches.scheduled)
         if step.problem is not None:
             return  # no action runs on any rank of the replica, so none waits; the control sum tells the other replicas
         try:
@@ -449,7 +469,11 @@ class StepRunner:
                 name,
             )
 
-    def random_key(self, index: int) -> tuple[int, int, int]:
-        """Returns (seed, step, global microbatch), the random seed of microbatch ``index``, equal on every grid."""
-        first = self._comm.grid.row_rank * self._config.accumulation
+    def random_key(self, index: int, first: int | None = None) -> tuple[int, int, int]:
+        """Returns (seed, step, global microbatch), the random seed of microbatch ``index``, equal on every grid.
+
+        ``first``: global index of this rank's first microbatch; None: all data ranks have equally many.
+        """
+        if first is None:
+            first = self._comm.grid.row_rank * self._config.accumulation
         return self._config.seed, self._update.made, first + index

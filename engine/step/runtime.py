@@ -143,6 +143,12 @@ class RankRuntime:
             finally:
                 torch.set_autocast_cache_enabled(cached)
 
+    def joining_forward(self) -> AbstractContextManager[None]:
+        """Returns the context of a forward that only other data ranks compute: this rank gathers parameters with
+        them.
+        """
+        return self.gatherer.forward() if self.gatherer is not None else nullcontext()
+
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
         """Opens a forward that adds counts, such as tokens of each expert, to ``into``; None outside training steps."""

@@ -77,6 +77,8 @@ class StepState:
     text: bool = False
     """True if ``tokens`` counts token ids, False if it counts rows."""
     microbatches: int = 0
+    rows: int | None = None
+    """Rows of all data ranks; None: ``train_batch_size``."""
     unseen: bool = False
     """True after a backward of the user's loop with a loss that the engine did not receive."""
     reduced: bool = False
@@ -92,6 +94,8 @@ class StepState:
     """Sum and weight of each metric so far: [sum, weight, sum, weight, ...]."""
     experts: Tensor | None = None
     """Tokens routed to each expert so far, fp64 [experts of all layers]; None: not counted."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Numbers of step parts for the report, by name such as "outer/clock"."""
     outputs: list[Any] = field(default_factory=list)
     check_trace: Callable[[], None] | None = None
     """Callback after a NaN loss: traces again, and raises if the forward has changed. Collective."""

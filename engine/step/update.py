@@ -203,7 +203,7 @@ class Update:
             self._make(self._clipping(norm, step) / divisor, made, runtime)
             self._tell_made(totals, norm, step.unseen)
         self.tokens += int(totals.tokens)
-        self.samples += self._config.train_batch_size or 0
+        self.samples += step.rows if step.rows is not None else self._config.train_batch_size or 0
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
 
     def _change_scale(self, outcome: UpdateOutcome, runtime: RankRuntime) -> None:

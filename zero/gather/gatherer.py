@@ -69,17 +69,19 @@ class ParameterGatherer:
     Args:
         buckets: trained buckets, then frozen ones, numbered as in ``order``.
         order: order in which buckets are needed.
-        pinned: buckets that stay gathered over all passes of a step.
+        pinned: buckets that stay gathered over all passes of a step. None: all of them, gathered when the first pass
+            begins, so that passes neither gather nor agree, and data ranks may run different numbers of them.
         comm: all-gathers over dp, label "parameters", one batch for each group and pass.
         start: called when a gradient arrives outside a pass, to begin its backward.
         within: buckets with secondary shards, gathered once over dp, then within nodes.
     """
 
     def __init__(
-        self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm,
+        self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int] | None, comm: Comm,
         start: Callable[[], None], within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._start_backward = start
+        self._once, pinned = pinned is None, range(len(buckets)) if pinned is None else pinned
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.size(comm.grid.sharding)
         self._rounds = GatherRounds(comm, len(buckets))
         self._calls_of: defaultdict[tuple[int, int], PassCalls] = defaultdict(PassCalls)
@@ -112,6 +114,8 @@ class ParameterGatherer:
         self._whole.drop_secondary()
         self._to_come = deque(passes)
         self._calls_of.clear()
+        if self._once:  # also on a rank without passes, whose shards the others need
+            self._ask_all()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -144,6 +148,8 @@ class ParameterGatherer:
         twice = self._differentiated and not now.is_forward
         try:
             with torch.no_grad():
+                if self._once:
+                    self._ask_all()
                 self._ask_up_to(1)
                 if now.positions:
                     first = self._order.everywhere if walk.op is Op.FORWARD else self._order.at_start(walk)
@@ -153,7 +159,7 @@ class ParameterGatherer:
             yield
             with torch.no_grad():
                 self._ask_up_to(len(now.positions))
-                if now.is_forward and now.positions:
+                if now.is_forward and now.positions and not self._once:
                     self._end_forward(now)
             self._whole.refuse_written(self._whole.live)
         except BaseException:
@@ -174,6 +180,7 @@ class ParameterGatherer:
     def _begin(self, walk: Action, kept: frozenset[int]) -> _Walk:
         calls = self._calls_of[walk.stage, walk.microbatch]
         now = _Walk(walk, self._order, calls, kept, self._pinned)
+        now.held = self._pinned if self._once else now.held
         if now.is_forward:
             calls.begin_forward()
         else:
@@ -359,6 +366,9 @@ class ParameterGatherer:
     def _need_everywhere(self, indices: frozenset[int]) -> None:
         """Keeps these buckets gathered through every pass from now on, because unknown code reads them."""
         now = self._pass
+        if self._once:
+            self._whole.show(indices)
+            return
         if now is not None and now.is_forward:
             self._ask_up_to(len(now.positions))
             self._round(Said(indices, everywhere=True))
@@ -442,6 +452,11 @@ class ParameterGatherer:
             self._reads_shapes = False
 
     # ------------------------------------------------------------------ the order
+
+    def _ask_all(self) -> None:
+        """Starts the gathers of all groups, one batch for each."""
+        for members in self._order.members:
+            self._whole.ask(members)
 
     def _ask_up_to(self, count: int) -> None:
         """Starts the gathers of the first ``count`` groups in order, and frees the groups that it passes over."""

@@ -71,12 +71,12 @@ class MicrobatchReducer(SharedReduction):
 
     Args:
         setup: inputs of every reducer; ``grads`` of its buckets are shards, except where gradients are partial.
-        microbatches: backwards of a step; a rank that fails early still joins the collectives of all of them.
+        microbatches: usual backwards of a step; a rank that fails early still joins the collectives of all of them.
     """
 
     def __init__(self, setup: ReducerSetup, microbatches: int) -> None:
         super().__init__(setup)
-        self._microbatches = microbatches
+        self._usual = self._microbatches = microbatches
         self._fillings = [_Filling(flat) for flat in setup.buckets]
         self._places: dict[str, tuple[_Filling, Slot]] = {
             slot.name: (filling, slot) for filling in self._fillings for slot in filling.flat.bucket.slots
@@ -119,6 +119,10 @@ class MicrobatchReducer(SharedReduction):
         finally:
             self._end_round(stage)
 
+    def expect(self, backwards: int) -> None:
+        """Sets the number of backwards of the step; see :meth:`Reducer.expect`."""
+        self._microbatches = backwards
+
     def finish(self) -> None:
         """Waits for all reductions, sums partial and tied gradients, and prepares the next step.
 
@@ -153,6 +157,7 @@ class MicrobatchReducer(SharedReduction):
         self._forget_kept()
         self._forget_products()
         self._rounds = dict.fromkeys(self._rounds, 0)
+        self._microbatches = self._usual
         for filling in self._fillings:
             filling.touched = False
             self._begin(filling)

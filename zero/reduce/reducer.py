@@ -218,6 +218,9 @@ class Reducer(Protocol):
     def take(self, name: str, grad: Tensor) -> None:
         """Adds a gradient that autograd did not deliver, inside a backward."""
 
+    def expect(self, backwards: int) -> None:
+        """Sets the number of backwards of each stage in this step, if it is not the usual one; equal on data ranks."""
+
     def finish(self) -> None:
         """Completes the reduction of every bucket. Collective over dp."""
 
@@ -319,6 +322,9 @@ class SharedReduction:
         if self._observer is not None:
             self._observer(name, grad)
         self._add(name, grad)
+
+    def expect(self, backwards: int) -> None:
+        """Does nothing: only reductions in every microbatch are counted."""
 
     @property
     def frozen(self) -> frozenset[str]:

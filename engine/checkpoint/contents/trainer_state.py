@@ -9,7 +9,7 @@ scheduler    counters and rates of a torch scheduler, and of schedulers nested i
 import json
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,6 +51,8 @@ class TrainerState:
     tracked: Mapping[str, Stateful]
     grid: Grid
     device: torch.device
+    late: tuple[str, ...] = ()
+    """Names of objects that are registered when the model is built, and that a checkpoint may lack."""
 
     def check(self, reader: OpenCheckpoint) -> None:
         """Raises if the checkpoint lacks the state of a registered object; warns if it has state of an object that is
@@ -60,7 +62,7 @@ class TrainerState:
             CheckpointError: names the first object without state.
         """
         stored = Fields(reader.manifest.progress, str(reader.step)).object("tracked")
-        missing = next((name for name in self.tracked if name not in stored), None)
+        missing = next((name for name in self.tracked if name not in stored and name not in self.late), None)
         if missing is not None and "origin" in reader.manifest.info:
             if self.grid.rank == 0:
                 logger.warning(
@@ -71,7 +73,7 @@ class TrainerState:
                 f"{reader.step} has no state of {missing!r}, which is registered for checkpointing; register it under "
                 "its saved name, or load with load_module_only=True."
             )
-        left = next((name for name in stored if name not in self.tracked), None)
+        left = next((name for name in stored if name not in {*self.tracked, *self.late}), None)
         if left is not None and self.grid.rank == 0:
             logger.warning(
                 "%s has the state of %r, which is not registered and starts afresh; register it for checkpointing "
@@ -89,14 +91,21 @@ class TrainerState:
                 f"{reader.step} is damaged: it is of step {manifest.step}, but its counters have {self.update.made} "
                 f"updates; {COPY_AGAIN}"
             )
-        stored = reader.manifest.progress["tracked"]
-        for name, thing in self.tracked.items():
-            if name in stored:
-                thing.load_state_dict(stored[name])
+        self._restore_tracked(reader, self.tracked.keys())
         states = own_states(reader, self.grid)
         if states:
             restore_random_states(states, self.device)
         return states
+
+    def restore_late(self, reader: OpenCheckpoint) -> None:
+        """Restores the objects that are registered when the model is built."""
+        self._restore_tracked(reader, self.late)
+
+    def _restore_tracked(self, reader: OpenCheckpoint, names: Iterable[str]) -> None:
+        stored = reader.manifest.progress["tracked"]
+        for name in names:
+            if name in stored and name in self.tracked:
+                self.tracked[name].load_state_dict(stored[name])
 
 
 def _counters(state: Any) -> dict[str, Any]:

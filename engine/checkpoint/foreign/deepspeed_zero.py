@@ -44,7 +44,7 @@ Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Fragment:
+class FlatFragment:
     """Elements of a parameter within a flat tensor of one data rank."""
 
     rank: int
@@ -91,7 +91,7 @@ def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
     return RankState(found, states, groups, gaps, optimizer.get("loss_scaler"))
 
 
-def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[Fragment]]]:
+def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[FlatFragment]]]:
     """Yields each parameter of ZeRO 1 or 2 files with its elements in the ranks' flat tensors."""
     for group, params in enumerate(shapes):
         ends = list(accumulate(rank.flats[group].kind.elements for rank in ranks))
@@ -101,12 +101,12 @@ def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
             for rank, (first, end) in enumerate(zip(firsts, ends, strict=True)):
                 begin, stop = max(first, place), min(end, place + part.elements)
                 if begin < stop:
-                    found.append(Fragment(rank, group, begin - first, Piece(part, begin - place, stop - place)))
+                    found.append(FlatFragment(rank, group, begin - first, Piece(part, begin - place, stop - place)))
             place += part.elements + (ranks[0].gaps[group][index] if group < len(ranks[0].gaps) else 0)
             yield name, found
 
 
-def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[Fragment]]]:
+def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[FlatFragment]]]:
     """Yields each parameter of ZeRO 3 files with its elements in the ranks' flat tensors."""
     flat, place = 0, 0
     sizes = [each.kind.elements for each in ranks[0].flats]
@@ -124,12 +124,12 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
             Piece(part, min(index * share, part.elements), min((index + 1) * share, part.elements))
             for index in range(len(ranks))
         ]
-        yield name, [Fragment(index, flat, place, piece) for index, piece in enumerate(pieces)]
+        yield name, [FlatFragment(index, flat, place, piece) for index, piece in enumerate(pieces)]
         place += share
 
 
 def tensors_of_fragments(
-    ranks: Sequence[RankState], found: Mapping[str, Sequence[Fragment]], shapes: Mapping[str, tuple[int, ...]]
+    ranks: Sequence[RankState], found: Mapping[str, Sequence[FlatFragment]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SpannedTensor]:
     """Returns weights and moments of all parameters as tensors in files: "param/NAME", "exp_avg/NAME"."""
     tensors: dict[str, SpannedTensor] = {}
@@ -150,7 +150,7 @@ def tensors_of_fragments(
     return tensors
 
 
-def _families(ranks: Sequence[RankState], fragments: Sequence[Fragment]) -> set[str]:
+def _families(ranks: Sequence[RankState], fragments: Sequence[FlatFragment]) -> set[str]:
     """Returns the entries of a state with a value for each element."""
     return {
         str(key)

@@ -55,7 +55,10 @@ def _with(place: Place, key: str, value: object) -> dict[str, Any]:
     if not around:
         return _nest(at, {key: value})
     raw = deepcopy(around)
-    raw[at.split(".")[0]]["params"][key] = value
+    section = raw
+    for part in at.split("."):
+        section = section[part]
+    section[key] = value
     return raw
 
 

@@ -1,0 +1,251 @@
+"""Section "outer": sites that train apart and meet in a store, by a rule."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from engine.config.optim_sections import (
+    COUNT,
+    NOT_NEGATIVE,
+    OPTIMIZERS,
+    RATIO,
+    SIZE,
+    OptimizerConfig,
+    SgdParams,
+    one_of,
+)
+from engine.config.reader import Typed, setting, stored
+from engine.config.rules import AnyOf, Choice, Int, ListOf, Problems, Real, Text
+
+Rule = Literal["average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild"]
+RULES = ("average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild")
+SERVER_RULES = ("bsp", "ssp", "async")
+"""Rules under which the store has the optimizer of the training, at period 1."""
+CODECS = ("fp64", "fp32", "bf16", "int8", "int4", "topk")
+STORE_OPTIMIZERS = ("SGD", "AdamW", "Adam", "Lion")
+"""Optimizers of a store: element by element, so that fragments and stores divide the tensors freely."""
+_KINDS = MappingProxyType({name: OPTIMIZERS[name] for name in STORE_OPTIMIZERS})
+DELTA_PERIOD = 100
+"""Default period of rules that exchange differences of weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptimizerConfig:
+    """Optimizer of a store, with its params."""
+
+    type: Literal["SGD", "AdamW", "Adam", "Lion"] = setting("SGD", Choice(
+        options=STORE_OPTIMIZERS, noun="an optimizer of a store", fold=True,
+        remedy="give SGD, AdamW, Adam or Lion, which update element by element"))  # fmt: skip
+    """SGD, AdamW, Adam or Lion, in any letter case."""
+    params: Mapping[str, Any] = stored(SgdParams())
+    """Settings of the chosen optimizer, with all defaults filled in."""
+
+
+OUTER_DEFAULTS = MappingProxyType(
+    {
+        "average": StoreOptimizerConfig(params=stored(SgdParams(lr=1.0))),
+        "diloco": StoreOptimizerConfig(params=stored(SgdParams(lr=0.7, momentum=0.9, nesterov=True))),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterConfig:
+    """Outer loop: this engine is one of several sites that meet in a store."""
+
+    url: tuple[str, ...] | str | None = setting(None, AnyOf(
+        rules=(Text(noun="an address", null=True), ListOf(each=Text(), least=1, noun="a list of addresses")),
+        remedy='give the address of the store such as "http://store:8140", or a list of addresses'))  # fmt: skip
+    """Address of the store, or of several stores that divide the tensors among them."""
+    site: int = setting(0, COUNT)
+    """Number of this site, from 0; each site has its own."""
+    sites: int = setting(1, SIZE)
+    """Number of sites that the first merge waits for."""
+    rule: Rule = setting("diloco", one_of(*RULES, noun="a rule of merges"))
+    """average, diloco, bsp: all sites meet; ssp: a site is at most ``staleness`` pushes ahead; async: nobody waits;
+    quorum: ``least`` sites and a grace; hogwild: memory shared on one host, without locks.
+    """
+    period: int | None = setting(None, Int(low=1, null=True))
+    """Steps between two pushes of a tensor; null: 1 for bsp, ssp, async and hogwild, 100 otherwise. At period 1
+    gradients are pushed, otherwise differences of weights.
+    """
+    staleness: int = setting(3, COUNT)
+    """For ssp: pushes by which a site may be ahead of the slowest one."""
+    least: int = setting(1, SIZE)
+    """Number of pushes without which no merge is made, for quorum; for other rules, live sites without which none is
+    made.
+    """
+    grace: float | Literal["adaptive"] = setting("adaptive", AnyOf(
+        rules=(Choice(options=("adaptive",), noun="a grace"), NOT_NEGATIVE),
+        remedy='give seconds, or "adaptive"'))  # fmt: skip
+    """For quorum: seconds that a merge waits for further sites; "adaptive": 1.5 times their usual spread."""
+    optimizer: StoreOptimizerConfig | None = setting(None, Typed(cls=StoreOptimizerConfig, kinds=_KINDS, null=True))
+    """Optimizer of the store; null: the configuration's own for gradients, SGD with lr 1 for average, and SGD with lr
+    0.7 and Nesterov momentum 0.9 otherwise.
+    """
+    fragments: int = setting(1, SIZE)
+    """Number of groups of tensors that are pushed at different steps of a period."""
+    delay: int = setting(0, COUNT)
+    """Steps between a push and the step after which its merge is taken over."""
+    mixing: float | None = setting(None, Real(low=0, high=1, null=True))
+    """Fraction of the site's own weights after a take-over; null: merged weights plus the site's progress since its
+    push.
+    """
+    wire: Literal["fp64", "fp32", "bf16", "int8", "int4", "topk"] = setting(
+        "fp32", one_of(*CODECS, noun="a format of pushed numbers"))  # fmt: skip
+    """Format of pushed numbers; int8 and int4 with a scale for 256 of them, topk with the largest ones only."""
+    density: float = setting(0.03, Real(above=0, high=1))
+    """For topk: fraction of each 4,096 numbers that is pushed."""
+    bits: Literal[32, 2] = setting(32, Choice(options=(32, 2), noun="a number of bits"))
+    """For topk: bits of a pushed number."""
+    feedback: float = setting(0.0, RATIO)
+    """Fraction of the encoding error that is added to the next push; 0: none."""
+    weights: Literal["tokens", "steps", "equal"] = setting(
+        "tokens", one_of("tokens", "steps", "equal", noun="a weight of sites"))  # fmt: skip
+    """Weights of the sites' differences in a merge."""
+    lease: float = setting(10.0, Real(above=0))
+    """Seconds without a message after which a site counts as gone."""
+    most_steps: int = setting(0, COUNT)
+    """Local steps after which a site waits for a merge of its last push; 0: it never waits, unless the rule does."""
+    folder: str | None = setting(None, Text(noun="a path", null=True))
+    """Folder of the store: journal, pushes and snapshots. For hogwild: folder of the shared weights, which a later run
+    continues.
+    """
+    snapshot_every: int = setting(20, SIZE)
+    """Merges between two snapshots of the store; the journal has everything since the last one."""
+    token_file: str | None = setting(None, Text(noun="a path", null=True))
+    """File with the token that sites and store share; without it, the environment variable TRINE_OUTER_TOKEN. A store
+    without a token serves its own host only.
+    """
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Addresses of all stores."""
+        return () if self.url is None else (self.url,) if isinstance(self.url, str) else self.url
+
+    @property
+    def steps(self) -> int:
+        """Steps between two pushes of a tensor."""
+        if self.period is not None:
+            return self.period
+        return 1 if self.rule in SERVER_RULES or self.rule == "hogwild" else DELTA_PERIOD
+
+    @property
+    def content(self) -> Literal["sums", "gradients", "deltas"]:
+        """Pushed values: sums of gradients for optimizers of the sites, gradients for the store's, or differences."""
+        if self.steps > 1 or self.rule in ("quorum", "hogwild"):
+            return "deltas"
+        return "gradients" if self.rule in SERVER_RULES else "sums"
+
+    def store_optimizer(self, training: OptimizerConfig | None) -> StoreOptimizerConfig:
+        """Returns the optimizer of the store; ``training``: the configuration's own."""
+        if self.optimizer is not None:
+            return self.optimizer
+        if self.content == "gradients" and training is not None:
+            return StoreOptimizerConfig(type=training.type, params=training.params)  # type: ignore[arg-type]
+        return OUTER_DEFAULTS["average" if self.rule == "average" else "diloco"]
+
+
+def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clipping: float) -> dict[str, Any]:
+    """Returns the settings, as JSON values, that the store and all its sites must share."""
+    names = (
+        "sites", "rule", "staleness", "least", "grace", "fragments", "delay", "mixing", "wire", "density", "bits",
+        "feedback", "weights", "lease",
+    )  # fmt: skip
+    chosen = outer.store_optimizer(training)
+    return {name: getattr(outer, name) for name in names} | {
+        "period": outer.steps, "content": outer.content, "stores": max(1, len(outer.urls)),
+        "optimizer": {"type": chosen.type, "params": dict(chosen.params)},
+        "clipping": clipping if outer.content == "gradients" else 0.0,
+    }  # fmt: skip
+
+
+def check_outer(
+    outer: OuterConfig | None, training: OptimizerConfig | None, delayed_update: bool, problems: Problems
+) -> None:
+    """Adds problems of settings that exclude each other or have no effect; ``delayed_update``: of an offload."""
+    if outer is None:
+        return
+    if delayed_update:
+        problems.add(
+            "zero_optimization.offload_optimizer.delayed_update",
+            "true with outer, which reads weights after their update; leave delayed_update or outer out.",
+        )
+    if outer.content == "gradients" and outer.optimizer is None and training is not None and training.before:
+        problems.add(
+            "optimizer",
+            f"a list with rule {outer.rule}, whose store has one optimizer; name it in outer.optimizer, or give one.",
+        )
+    if outer.rule == "hogwild":
+        _check_hogwild(outer, problems)
+    elif not outer.urls:
+        problems.add("outer.url", "missing; give the address that `trine outer` prints, such as http://store:8140.")
+    for number, url in enumerate(outer.urls):
+        if not url.startswith(("http://", "https://")):
+            problems.add("outer.url", f'address {number} is "{url}"; it begins with http:// or https://.')
+    if outer.site >= outer.sites and outer.sites > 1 and outer.rule in ("average", "diloco", "bsp"):
+        problems.add("outer.sites", f"{outer.sites} with site {outer.site}; count every site that starts the training.")
+    _check_period(outer, problems)
+    chosen = outer.store_optimizer(training)
+    if chosen.type not in STORE_OPTIMIZERS and outer.content != "sums":
+        problems.add(
+            "outer.optimizer.type",
+            f"{chosen.type} does not update element by element; give {', '.join(STORE_OPTIMIZERS)}.",
+        )
+    lossy = outer.feedback > 0 or outer.wire == "topk"
+    if outer.content == "deltas" and chosen.params.get("momentum") and lossy:
+        key = "outer.feedback" if outer.feedback else "outer.wire"
+        problems.add(
+            key,
+            f"{outer.feedback or outer.wire} with momentum {chosen.params['momentum']} of the outer optimizer, which "
+            'loses more than either alone; give outer.optimizer {"type": "SGD", "params": {"lr": 1.0}}, or leave it '
+            "out.",
+        )
+
+
+def _check_hogwild(outer: OuterConfig, problems: Problems) -> None:
+    """Adds problems of settings of a store, which Hogwild does not have."""
+    if outer.folder is None:
+        problems.add(
+            "outer.folder", "missing; give a folder that all sites of this host share, such as /dev/shm/my-run."
+        )
+    for key in ("url", "optimizer", "mixing"):
+        if getattr(outer, key) is not None:
+            problems.add(
+                f"outer.{key}", "has no effect with rule hogwild, whose weights are in shared memory; leave it out."
+            )
+    for key, default in (("fragments", 1), ("delay", 0), ("wire", "fp32"), ("feedback", 0.0)):
+        if getattr(outer, key) != default:
+            problems.add(
+                f"outer.{key}", "has no effect with rule hogwild, whose weights are in shared memory; leave it out."
+            )
+
+
+def _check_period(outer: OuterConfig, problems: Problems) -> None:
+    """Adds problems of period, fragments, delay and format."""
+    if outer.fragments > outer.steps:
+        problems.add(
+            "outer.fragments", f"{outer.fragments} with period {outer.steps}; give at most one fragment a step."
+        )
+    elif outer.delay >= max(1, outer.steps // outer.fragments) and outer.delay:
+        problems.add(
+            "outer.delay",
+            f"{outer.delay} steps with {outer.steps // outer.fragments} steps between two pushes; give fewer.",
+        )
+    if outer.content == "deltas":
+        return
+    for key, default in (("mixing", None), ("feedback", 0.0)):
+        if getattr(outer, key) != default:
+            problems.add(f"outer.{key}", "has no effect at period 1, which pushes gradients; leave it out.")
+    if outer.wire not in ("fp64", "fp32"):
+        problems.add(
+            "outer.wire",
+            f"{outer.wire} at period 1, where gradients are summed exactly; give fp32, or a longer period.",
+        )
+    if outer.content == "sums" and outer.optimizer is not None:
+        problems.add(
+            "outer.optimizer",
+            "has no effect at period 1, where gradients are summed before the site's own optimizer; leave it out, or "
+            "give a longer period.",
+        )

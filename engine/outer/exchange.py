@@ -1,0 +1,214 @@
+"""Requests of one rank to the stores: in threads while it trains, or awaited by all ranks of the site together.
+
+The ranks of a site take a version over after the same step. Rank 0 asks the store for offers; one all-reduce over the
+world, label "outer", tells the others which version has come and counts the ranks that have pulled it:
+
+    rank 0     push ... offer: version 7       pull 7 ... ready        take over 7
+    rank 1     push ...                        pull 7 ... ready        take over 7
+    all-reduce            |  version 7  |             |  2 ready  |
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.outer.messages import Offer, PushMeta, PushShare, StoreLink, StoreRefusedError
+from engine.parallel.comm.comm import Comm
+
+Result = TypeVar("Result")
+_WORKERS = 2
+"""Threads of a rank: a push and a pull may run at once."""
+_ROUND = 5.0
+"""Seconds that rank 0 waits for an offer while the others wait in an all-reduce, well below a collective's timeout."""
+_PAUSE = 0.002
+"""Seconds between the first two requests for an offer; the pause doubles up to ``_LONGEST``."""
+_LONGEST = 0.1
+_FIELDS = 6
+"""Numbers of an offer in the all-reduce: version + 1, and the others in the order of :class:`Offer`."""
+
+
+@dataclass(slots=True)
+class PushFlight:
+    """Push of a fragment that is under way, until its merge is taken over."""
+
+    meta: PushMeta
+    least: int = 0
+    """Lowest version that contains the push, if the push is of an earlier life."""
+    pushed: Future[Any] | None = None
+    asked: Future[Offer | None] | None = None
+    """Request of rank 0 for an offer."""
+    offer: Offer | None = None
+    """Offer that all ranks know."""
+    body: Future[Tensor] | None = None
+    """Pulled weights of the offer."""
+
+    @property
+    def ready(self) -> bool:
+        """True if this rank has pulled the offered version."""
+        return self.body is not None and self.body.done()
+
+    def ends_with(self, offer: Offer) -> bool:
+        """Returns True if the push is in the offered version."""
+        return offer.merged >= self.meta.key.seq and offer.version >= self.least
+
+
+class EndedLifeError(Exception):
+    """End of this site's life on the store: its lease has expired, or the site has joined again elsewhere."""
+
+
+class StoreExchange:
+    """Connection of one rank to the stores during a life.
+
+    Args:
+        link: the store.
+        life: number from the join.
+        lease: seconds without a message after which the life ends.
+    """
+
+    def __init__(self, link: StoreLink, life: int, comm: Comm, device: torch.device, lease: float) -> None:
+        self._link, self.life, self._comm, self._device = link, life, comm, device
+        self._rank = comm.grid.rank
+        self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="trine-outer")
+        self._ended = Event()
+        self.waited = 0.0
+        """Seconds in which this rank has waited for the store, in total."""
+        if self._rank == 0:
+            Thread(target=self._renew, args=(lease / 3,), name="trine-outer-lease", daemon=True).start()
+
+    def push(self, flight: PushFlight, share: PushShare, body: Tensor) -> None:
+        """Starts to send this rank's body of a push."""
+        flight.pushed = self._pool.submit(self._link.push, flight.meta, self._rank, share, body)
+
+    def poll(self, flights: Sequence[PushFlight]) -> list[PushFlight]:
+        """Returns the flights whose merge every rank has pulled; starts pulls of new offers. One all-reduce over the
+        world.
+
+        Raises:
+            EndedLifeError: the life has ended; on all ranks.
+            EngineError: a store has refused a request; on all ranks.
+        """
+        problem: BaseException | None = None
+        rows = torch.zeros(len(flights) + 1, _FIELDS + 1, dtype=torch.float64)
+        try:
+            for row, flight in zip(rows, flights, strict=False):
+                self._advance(flight)
+                row[0] = float(flight.ready)
+                if self._rank == 0 and flight.offer is None and (offer := self._asked(flight)) is not None:
+                    row[1:] = torch.tensor(_numbers(offer), dtype=torch.float64)
+        except Exception as error:
+            problem = error
+        found = self._agreed(rows, problem)
+        for row, flight in zip(found, flights, strict=False):
+            if flight.offer is None and row[1] > 0:
+                flight.offer = _offer(row[1:])
+                number, version = flight.meta.key.fragment, flight.offer.version
+                flight.body = self._pool.submit(self._link.pull, self.life, self._rank, number, version)
+        return [flight for row, flight in zip(found, flights, strict=False) if row[0] == self._comm.grid.world_size]
+
+    def wait(self, flight: PushFlight) -> PushFlight:
+        """Waits until every rank has pulled the merge of a flight. Collective; the same errors as ``poll``."""
+        began = time.perf_counter()
+        while flight not in self.poll([flight]):
+            self._work_on(flight)
+        self.waited += time.perf_counter() - began
+        return flight
+
+    def ask(self, call: Callable[[], Result]) -> Result:
+        """Returns the result of a request that every rank makes. Collective; the same errors as ``poll``."""
+        problem: BaseException | None = None
+        try:
+            result = call()
+        except Exception as error:
+            problem = error
+        self._agreed(torch.zeros(1, _FIELDS + 1, dtype=torch.float64), problem)
+        return result
+
+    def close(self, leave: bool) -> None:
+        """Ends the threads; with ``leave``, tells the store that this site does not come back soon."""
+        self._ended.set()
+        self._pool.shutdown(wait=leave, cancel_futures=not leave)
+        if leave and self._rank == 0:
+            try:
+                self._link.leave(self.life)
+            except Exception:  # the store may have ended before its sites
+                return
+
+    def _agreed(self, rows: Tensor, problem: BaseException | None) -> list[list[float]]:
+        """Returns ``rows`` summed over the world; the last row counts ended lives and other problems."""
+        ended = isinstance(problem, StoreRefusedError) and problem.status == 410
+        rows[-1, 0], rows[-1, 1] = float(ended), float(problem is not None and not ended)
+        summed = rows.to(self._device)
+        self._comm.all_reduce(summed, "world", "outer").wait()
+        found: list[list[float]] = summed.tolist()
+        if found[-1][1]:
+            if isinstance(problem, StoreRefusedError):
+                raise EngineError(f"the store has refused a request of this site: {problem}") from problem
+            if problem is not None:
+                raise problem
+            raise EngineError("the store has refused a request of another rank; read its error.")
+        if found[-1][0]:
+            raise EndedLifeError
+        return found
+
+    def _advance(self, flight: PushFlight) -> None:
+        """Raises the error of a push or pull that has ended."""
+        for future in (flight.pushed, flight.body):
+            if future is not None and future.done():
+                future.result()
+
+    def _asked(self, flight: PushFlight) -> Offer | None:
+        """Returns an offer that contains the push; asks again if there is none yet."""
+        if flight.pushed is None or not flight.pushed.done():
+            return None
+        if flight.asked is None:
+            flight.asked = self._pool.submit(self._link.offer, self.life, flight.meta.key.fragment)
+        if not flight.asked.done():
+            return None
+        offer, flight.asked = flight.asked.result(), None
+        return offer if offer is not None and flight.ends_with(offer) else None
+
+    def _work_on(self, flight: PushFlight) -> None:
+        """Waits for this rank's requests: up to ``_ROUND`` seconds for an offer, and for its body."""
+        try:
+            if flight.body is not None:
+                flight.body.result()
+            elif self._rank == 0 and flight.pushed is not None:
+                flight.pushed.result()
+                self._await_offer(flight)
+        except Exception:  # the next poll raises it on all ranks
+            return
+
+    def _await_offer(self, flight: PushFlight) -> None:
+        pause, end = _PAUSE, time.monotonic() + _ROUND
+        while time.monotonic() < end:
+            if flight.asked is None:
+                flight.asked = self._pool.submit(self._link.offer, self.life, flight.meta.key.fragment)
+            offer = flight.asked.result()
+            if offer is not None and flight.ends_with(offer):
+                return
+            flight.asked = None
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def _renew(self, every: float) -> None:
+        while not self._ended.wait(every):
+            try:
+                self._link.renew(self.life)
+            except Exception:  # a request of the training raises what lasts
+                continue
+
+
+def _numbers(offer: Offer) -> list[float]:
+    return [offer.version + 1, offer.merged, offer.weight, offer.loss, offer.members, offer.staleness]
+
+
+def _offer(row: Sequence[float]) -> Offer:
+    version, merged, weight, loss, members, staleness = row
+    return Offer(int(version) - 1, int(merged), weight, loss, int(members), int(staleness))

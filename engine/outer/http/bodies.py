@@ -1,0 +1,270 @@
+"""Bodies in ranges: frames of one request, and the bodies that a server receives or sends range by range.
+
+    frame    | bytes of the JSON, 4, little-endian | JSON | bytes of this range |
+
+A body that is longer than a range arrives in several requests, in order. The server stores whole ranges in memory and
+replies how many bytes have arrived, so a connection that breaks costs one range. Nothing of a body reaches the store
+before all of it has arrived with the right hash.
+"""
+
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from torch import Tensor
+
+from engine.outer.http.values import dump_json
+from engine.outer.messages import PushKey, PushState, StoreRefusedError
+
+RANGE = 4 << 20
+"""Bytes of a range."""
+HEAD_BYTES = 1 << 20
+"""Maximum bytes of the JSON before a range."""
+HASH_HEADER = "x-trine-xxh3"
+"""Header with the hash of a whole body, as 16 hexadecimal digits."""
+TOTAL_HEADER = "x-trine-total"
+"""Header with the bytes of a whole body."""
+_LENGTH = struct.Struct("<I")
+_IDLE_SECONDS = 600.0
+
+
+class DamagedBodyError(StoreRefusedError):
+    """Refusal of bytes that were damaged on their way; the sender repeats them."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 422)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyKey:
+    """Body of one rank: its place, and the number of the body there; a new number replaces the earlier body."""
+
+    life: int
+    rank: int
+    fragment: int
+    seq: int
+    """Number of the push; -1 for initial weights."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Life, rank and fragment."""
+        return self.life, self.rank, self.fragment
+
+
+@dataclass(frozen=True, slots=True)
+class BodyRange:
+    """Position of a range in its body."""
+
+    offset: int
+    total: int
+    """Bytes of the whole body."""
+    hash: str
+    """Hash of this range."""
+    whole: str
+    """Hash of the whole body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Reply to a range: the next one begins at ``arrived``, and ``state`` ends the body."""
+
+    arrived: int
+    state: PushState | None
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """Returns the xxh3-64 hash of ``data``, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the host, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_from(data: bytearray) -> Tensor:
+    """Returns ``data`` as a tensor, uint8 [bytes], without a copy."""
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def frame(head: object, data: bytes | memoryview = b"") -> bytes:
+    """Returns the frame of one request: ``head`` as JSON, then ``data``."""
+    text = dump_json(head)
+    return b"".join((_LENGTH.pack(len(text)), text, data))
+
+
+class FrameReader:
+    """Reader of a frame that arrives in pieces; it never stores more than its bounds."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._head = -1
+
+    def add(self, data: bytes) -> None:
+        """Adds the next bytes.
+
+        Raises:
+            StoreRefusedError: the frame is longer than one range and its JSON may be.
+        """
+        self._data += data
+        if self._head < 0 and len(self._data) >= _LENGTH.size:
+            (self._head,) = _LENGTH.unpack_from(self._data)
+            if self._head > HEAD_BYTES:
+                raise StoreRefusedError(
+                    f"the request has {self._head:,} bytes of JSON before its range, and may have {HEAD_BYTES:,}; use "
+                    "the same version of trine on sites and stores.",
+                    413,
+                )
+        if len(self._data) > _LENGTH.size + max(self._head, 0) + RANGE:
+            raise StoreRefusedError(
+                f"the request has a range of more than {RANGE:,} bytes; send the body in ranges of at most "
+                f"{RANGE:,} bytes.",
+                413,
+            )
+
+    @property
+    def has_head(self) -> bool:
+        """True once all of the JSON is there."""
+        return 0 <= self._head <= len(self._data) - _LENGTH.size
+
+    @property
+    def head(self) -> bytes:
+        """Text of the JSON."""
+        return bytes(self._data[_LENGTH.size : _LENGTH.size + self._head])
+
+    @property
+    def data(self) -> memoryview:
+        """Bytes of the range."""
+        return memoryview(self._data)[_LENGTH.size + max(self._head, 0) :]
+
+
+@dataclass(slots=True)
+class _Upload:
+    key: BodyKey
+    whole: str
+    data: bytearray
+    arrived: int
+    used: float
+
+
+@dataclass(slots=True)
+class Uploads:
+    """Bodies that arrive: at each place one under way, and the result of the last one that is complete."""
+
+    under_way: dict[tuple[int, int, int], _Upload] = field(default_factory=dict)
+    finished: dict[tuple[int, int, int], tuple[BodyKey, str, Arrived]] = field(default_factory=dict)
+
+    def arrived(self, key: BodyKey, whole: str) -> Arrived:
+        """Returns the bytes of the body with hash ``whole`` that have arrived, and its state if it is complete."""
+        last, upload = self.finished.get(key.place), self.under_way.get(key.place)
+        if last is not None and last[:2] == (key, whole):
+            return last[2]
+        is_known = upload is not None and (upload.key, upload.whole) == (key, whole)
+        return Arrived(upload.arrived if upload is not None and is_known else 0, None)
+
+    def add(self, key: BodyKey, part: BodyRange, data: memoryview, now: float) -> bytearray | None:
+        """Adds a range, unless it is there or an earlier one is missing; returns the body once it is complete.
+
+        A complete body stays here until ``finish`` or ``drop``: a store with a full disk receives it later.
+
+        Raises:
+            StoreRefusedError: a hash does not fit.
+        """
+        if digest(data) != part.hash:
+            raise DamagedBodyError(
+                f"bytes {part.offset:,} to {part.offset + len(data):,} of a body have another hash than their "
+                "sender's; send them again."
+            )
+        if part.offset + len(data) > part.total:
+            raise StoreRefusedError(
+                f"a range ends at byte {part.offset + len(data):,} of a body of {part.total:,} bytes; send at most the "
+                "body.",
+                413,
+            )
+        upload = self.under_way.get(key.place)
+        if upload is None or (upload.key, upload.whole, len(upload.data)) != (key, part.whole, part.total):
+            if part.offset:  # its first ranges are not here, after a restart of the store
+                return None
+            upload = _Upload(key, part.whole, bytearray(part.total), 0, now)
+            self.under_way[key.place] = upload
+        if part.offset == upload.arrived:
+            upload.data[part.offset : part.offset + len(data)] = data
+            upload.arrived += len(data)
+            upload.used = now
+        if upload.arrived < part.total:
+            return None
+        if digest(upload.data) != part.whole:
+            del self.under_way[key.place]
+            raise DamagedBodyError(f"a body of {part.total:,} bytes has another hash than its sender's; send it again.")
+        return upload.data
+
+    def finish(self, key: BodyKey, whole: str, result: Arrived) -> None:
+        """Stores the result of a complete body, which repeated requests receive, in its place."""
+        self.drop(key)
+        self.finished[key.place] = key, whole, result
+
+    def drop(self, key: BodyKey) -> None:
+        """Drops the body under way."""
+        self.under_way.pop(key.place, None)
+
+    def withdraw(self, key: PushKey) -> None:
+        """Drops the bodies of a push, which may follow again with other values."""
+        withdrawn = (key.life, key.fragment, key.seq)
+        for place, (body, _, _) in list(self.finished.items()):
+            if (body.life, body.fragment, body.seq) == withdrawn:
+                del self.finished[place]
+        for place, upload in list(self.under_way.items()):
+            if (upload.key.life, upload.key.fragment, upload.key.seq) == withdrawn:
+                del self.under_way[place]
+
+    def forget_others(self, lives: Collection[int]) -> None:
+        """Drops all bodies except of ``lives``."""
+        self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
+        self.finished = {place: one for place, one in self.finished.items() if place[0] in lives}
+
+    def expire(self, now: float) -> None:
+        """Drops bodies of which nothing has arrived for ten minutes."""
+        for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
+            del self.under_way[place]
+
+
+@dataclass(slots=True)
+class _Download:
+    version: int
+    data: memoryview
+    hash: str
+    used: float
+
+
+@dataclass(slots=True)
+class Downloads:
+    """Bodies that are sent in several ranges: at each place the one under way."""
+
+    under_way: dict[tuple[int, int, int], _Download] = field(default_factory=dict)
+
+    def find(self, place: tuple[int, int, int], version: int, now: float) -> tuple[memoryview, str] | None:
+        """Returns the body of a version and its hash, if ranges of it have been sent."""
+        found = self.under_way.get(place)
+        if found is None or found.version != version:
+            return None
+        found.used = now
+        return found.data, found.hash
+
+    def keep(self, place: tuple[int, int, int], version: int, body: tuple[memoryview, str], now: float) -> None:
+        """Stores a body until its last range has been sent."""
+        self.under_way[place] = _Download(version, *body, now)
+
+    def drop(self, place: tuple[int, int, int]) -> None:
+        """Drops a body; a range that is asked for again is read from the store."""
+        self.under_way.pop(place, None)
+
+    def forget_others(self, lives: Collection[int]) -> None:
+        """Drops all bodies except of ``lives``."""
+        self.under_way = {place: one for place, one in self.under_way.items() if place[0] in lives}
+
+    def expire(self, now: float) -> None:
+        """Drops bodies of which nothing has been sent for ten minutes."""
+        for place in [place for place, one in self.under_way.items() if now - one.used > _IDLE_SECONDS]:
+            del self.under_way[place]

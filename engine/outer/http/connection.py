@@ -1,0 +1,264 @@
+"""Connection of one rank to one store: requests that repeat until it answers, and bodies in ranges.
+
+Requests repeat after broken connections and replies of a server in trouble (5xx, 429), with growing pauses. Repeating
+is harmless: joins have a number of their attempt, pushes their key, offers a number.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from random import uniform
+from threading import Event
+from time import monotonic
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from engine.errors import GridError, first_line
+from engine.outer.http.bodies import (
+    HASH_HEADER,
+    RANGE,
+    TOTAL_HEADER,
+    Arrived,
+    BodyRange,
+    DamagedBodyError,
+    bytes_of,
+    digest,
+    frame,
+    tensor_from,
+)
+from engine.outer.http.requests import ARRIVED, PULL, ArrivedCall, authorization
+from engine.outer.http.values import dump_json, from_json, parse_json
+from engine.outer.messages import PushState, StoreRefusedError
+
+try:
+    import httpx
+except ImportError as error:
+    raise GridError(
+        "the outer loop connects to its store by httpx, which is not installed; run: pip install 'trine[outer]'."
+    ) from error
+
+FOREVER = float("inf")
+_CONNECT_SECONDS, _READ_SECONDS = 5.0, 60.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_OK, _REDIRECTED, _REFUSED, _IN_TROUBLE = 200, 300, 400, 500
+_LATER = (408, 429)
+_DAMAGED_AT_MOST = 4
+"""Times that a body is sent or read while it arrives damaged."""
+T = TypeVar("T")
+
+
+class _TroubleError(Exception):
+    """Failure of one request that may succeed later."""
+
+
+@dataclass(slots=True)
+class BodyTraffic:
+    """Bytes of bodies: each body once, however often a part of it was repeated."""
+
+    sent: int = 0
+    received: int = 0
+    repeated: int = 0
+    """Bytes of ranges that were sent or received again after an interruption."""
+
+
+class StoreConnection:
+    """Connection to one store.
+
+    Args:
+        url: address of the store.
+        token: secret of sites and stores; empty: none.
+        transport: replaces the network.
+    """
+
+    def __init__(self, url: str, token: str = "", transport: httpx.BaseTransport | None = None) -> None:
+        self.url = url
+        self.traffic = BodyTraffic()
+        self.outage = ""
+        """Sentence about an interruption that lasts; empty if the last request was answered."""
+        headers = {"authorization": authorization(token)} if token else {}
+        timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
+        self._closed = Event()
+        weakref.finalize(self, self._client.close)
+
+    def close(self) -> None:
+        """Closes the connection; requests that wait end with an error."""
+        self._closed.set()
+        self._client.close()
+
+    def ask(self, path: str, call: object, kind: type[T], patience: float = FOREVER) -> T:
+        """Sends one message and returns its reply of class ``kind``; repeats it for ``patience`` seconds.
+
+        Raises:
+            StoreRefusedError: the store refuses the message.
+            GridError: the store does not answer in time, or the connection is closed.
+        """
+        content = dump_json(call)
+        return self.repeat(lambda: _message(kind, self._reply("POST", path, content=content)), patience)
+
+    def get(self, path: str, kind: type[T], patience: float = FOREVER) -> T:
+        """Reads a path and returns its reply of class ``kind``; errors as in ``ask``."""
+        return self.repeat(lambda: _message(kind, self._reply("GET", path)), patience)
+
+    def repeat(self, request: Callable[[], T], patience: float = FOREVER) -> T:
+        """Repeats a request until it succeeds, is refused, or ``patience`` seconds are over."""
+        began, pause = monotonic(), _FIRST_PAUSE
+        while True:
+            if self._closed.is_set():
+                raise GridError(f"the connection to the store {self.url} has been closed; start the engine again.")
+            try:
+                result = request()
+            except (_TroubleError, httpx.TransportError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and not self._closed.is_set():
+                    raise  # httpx raises it for a client that is closed in another thread
+                waited = monotonic() - began
+                why = str(error) if isinstance(error, _TroubleError) else f"{type(error).__name__}: {first_line(error)}"
+                self.outage = (
+                    f"the store {self.url} does not answer for {waited:,.0f} s ({why}); start it with `trine outer`, "
+                    "or check address and network."
+                )
+                if waited + pause > patience:
+                    raise GridError(self.outage) from error
+                self._closed.wait(uniform(pause / 2, pause))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                self.outage = ""
+                return result
+
+    def _reply(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        response = self._client.request(method, path, **request)
+        self._check_status(response)
+        return _json(response)
+
+    def _check_status(self, response: httpx.Response) -> None:
+        status = response.status_code
+        if status < _REDIRECTED:
+            return
+        if status in _LATER or status >= _IN_TROUBLE:
+            raise _TroubleError(f"status {status}{_reason(response, ': ')}")
+        if status < _REFUSED:
+            target = response.headers.get("location", "another address")
+            raise StoreRefusedError(f"the store {self.url} redirects to {target}; give that address.", status)
+        if _field(response, "again") is True:
+            raise DamagedBodyError(_reason(response))
+        raise StoreRefusedError(_reason(response) or f"the store {self.url} replies with status {status}.", status)
+
+    # ---------------------------------------------------------------- bodies
+
+    def send(
+        self, path: str, head: Callable[[BodyRange], object], where: Callable[[str], ArrivedCall], body: Tensor
+    ) -> PushState:
+        """Sends a body in ranges, continues after interruptions where the store has it, and returns its state.
+
+        Args:
+            head: returns the JSON of a range.
+            where: returns the question how many bytes of the body with a hash have arrived.
+        """
+        data = bytes_of(body)
+        whole, arrived, is_known, sent = digest(data), Arrived(0, None), True, 0
+
+        def request() -> Arrived:
+            nonlocal is_known, arrived, sent
+            if not is_known:
+                arrived = _message(Arrived, self._reply("POST", ARRIVED, content=dump_json(where(whole))))
+            is_known = arrived.state is not None
+            if is_known:
+                return arrived
+            part = data[arrived.arrived : arrived.arrived + RANGE]
+            position = BodyRange(arrived.arrived, len(data), digest(part), whole)
+            sent += len(part)
+            reply = _message(Arrived, self._reply("POST", path, content=frame(head(position), part)))
+            is_known = True
+            return reply
+
+        damaged = 0
+        while arrived.state is None:
+            try:
+                arrived = self.repeat(request)
+            except DamagedBodyError:
+                damaged += 1
+                if damaged == _DAMAGED_AT_MOST:
+                    raise
+        self.traffic.sent += len(data)
+        self.traffic.repeated += max(0, sent - len(data))
+        return arrived.state
+
+    def receive(self, where: Mapping[str, int]) -> Tensor:
+        """Reads a body in ranges, continues after interruptions, and returns its fp32 values."""
+        for _ in range(_DAMAGED_AT_MOST):
+            data, first = bytearray(), cast(_Source | None, None)
+            while first is None or len(data) < first.total:
+                source, part = self.repeat(partial(self._range, where, len(data)))
+                first = first or source
+                data += part
+                if source != first:  # the store has made the body anew
+                    break
+            if len(data) == first.total and digest(data) == first.whole:
+                self.traffic.received += len(data)
+                return tensor_from(data).view(torch.float32)
+            self.traffic.repeated += len(data)
+        raise StoreRefusedError(
+            f"a body from {self.url} was damaged on its way {_DAMAGED_AT_MOST} times; check the network.", 422
+        )
+
+    def _range(self, where: Mapping[str, int], start: int) -> tuple["_Source", bytearray]:
+        """Reads a range, or its beginning if the connection breaks within it."""
+        part = bytearray()
+        ranged = {"range": f"bytes={start}-"}
+        with self._client.stream("GET", PULL, params=dict(where), headers=ranged) as response:
+            if response.status_code != _OK:
+                response.read()
+                self._check_status(response)
+            source = _source(response)
+            try:
+                for data in response.iter_raw():
+                    part += data
+            except httpx.TransportError:
+                if not part:
+                    raise
+        return source, part
+
+
+class _Source(NamedTuple):
+    """Bytes and hash of a body that is read."""
+
+    total: int
+    whole: str
+
+
+def _source(response: httpx.Response) -> _Source:
+    headers = response.headers
+    try:
+        return _Source(int(headers[TOTAL_HEADER]), headers[HASH_HEADER])
+    except (KeyError, ValueError) as error:
+        raise _TroubleError("the reply is not one of a store") from error
+
+
+def _json(response: httpx.Response) -> dict[str, Any]:
+    try:
+        return parse_json(response.content)
+    except ValueError as error:
+        raise _TroubleError("the reply is not one of a store") from error
+
+
+def _message(kind: type[T], reply: Mapping[str, Any]) -> T:
+    try:
+        return from_json(kind, reply, "reply", least=-1)
+    except ValueError as error:
+        raise _TroubleError(f"the reply is no {kind.__name__}: {error}") from error
+
+
+def _field(response: httpx.Response, name: str) -> object:
+    try:
+        return parse_json(response.content).get(name)
+    except ValueError:
+        return None
+
+
+def _reason(response: httpx.Response, before: str = "") -> str:
+    """Returns the sentence in a refusal; empty if it has none."""
+    reason = _field(response, "error")
+    return f"{before}{reason}" if reason else ""

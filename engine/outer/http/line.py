@@ -1,0 +1,214 @@
+"""Interface of stores for one rank of a site, over HTTP."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from secrets import token_hex
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from engine.errors import GridError
+from engine.outer.fragments import Fragment
+from engine.outer.http import requests as wire
+from engine.outer.http.bodies import BodyRange
+from engine.outer.http.connection import BodyTraffic, StoreConnection
+from engine.outer.messages import (
+    JoinReply,
+    JoinRequest,
+    Offer,
+    PushKey,
+    PushMeta,
+    PushShare,
+    PushState,
+    RankLayout,
+    StoreRefusedError,
+    StoreStatus,
+)
+
+if TYPE_CHECKING:
+    import httpx
+
+JOIN_SECONDS = 60.0
+"""Seconds for which a site waits for its stores at its start."""
+LIFE_BITS = 20
+"""Bits for the life on each of several stores."""
+_STATUS_SECONDS, _LEAVE_SECONDS = 10.0, 2.0
+_BRIEF_SECONDS = 0.3
+"""Patience of requests that a site repeats by itself: enough for a connection that the store has closed while idle."""
+_GONE, _OTHER_SEEDS = (404, 410), 409
+
+
+class HttpLink:
+    """Connection of one rank to one or several stores; see ``StoreLink``.
+
+    ``push``, ``pull``, ``seed`` and ``withdraw`` wait until the store answers, however long that lasts; ``offer`` and
+    ``renew`` return at once while a store does not answer, and ``outage`` describes it.
+
+    A site has a life on each store. With several stores, the number of its life has 20 bits for each of them.
+
+    Args:
+        urls: addresses of the stores, in the order of their numbers.
+        fragments: all fragments, as ``divide`` returns them; messages number them by their position.
+        token: secret of sites and stores; empty: none.
+        transport: returns a replacement of the network for each store.
+        join_seconds: seconds that ``join`` and ``register`` wait for the stores.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        fragments: Sequence[Fragment] = (),
+        token: str = "",
+        transport: "Callable[[int], httpx.BaseTransport] | None" = None,
+        join_seconds: float = JOIN_SECONDS,
+    ) -> None:
+        self._store_of = [one.store for one in fragments]
+        self._stores = [StoreConnection(url, token, transport(i) if transport else None) for i, url in enumerate(urls)]
+        self._join_seconds = join_seconds
+        self._asked = 0
+        self._lock = Lock()
+
+    @property
+    def outage(self) -> str:
+        """Sentence about a store that does not answer; empty if all do."""
+        return next((store.outage for store in self._stores if store.outage), "")
+
+    @property
+    def traffic(self) -> BodyTraffic:
+        """Bytes of the bodies of this rank."""
+        each = [store.traffic for store in self._stores]
+        return BodyTraffic(sum(t.sent for t in each), sum(t.received for t in each), sum(t.repeated for t in each))
+
+    def close(self) -> None:
+        """Closes all connections; calls that wait in other threads end with a GridError."""
+        for store in self._stores:
+            store.close()
+
+    def join(self, request: JoinRequest) -> JoinReply:
+        """Starts a new life of the site on every store.
+
+        Raises:
+            GridError: a store does not answer within a minute.
+        """
+        call = wire.JoinCall(request, token_hex(8))
+        found = [store.ask(wire.JOIN, call, JoinReply, self._join_seconds) for store in self._stores]
+        return JoinReply(
+            life=joined_lives([one.life for one in found]),
+            rows=min(one.rows for one in found),
+            clock=min(one.clock for one in found),
+            seeds=any(one.seeds for one in found),
+        )
+
+    def register(self, life: int, rank: int, layout: RankLayout) -> None:
+        """Registers the pieces of this rank on every store."""
+        for number, store in enumerate(self._stores):
+            call = wire.RegisterCall(self._life(life, number), rank, layout)
+            store.ask(wire.REGISTER, call, wire.Done, self._join_seconds)
+
+    def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
+        """Sends the initial weights; several stores may have chosen different sites to send them."""
+        number = self._number(fragment)
+        own = self._life(life, number)
+
+        def head(part: BodyRange) -> wire.SeedHead:
+            return wire.SeedHead(own, rank, fragment, part)
+
+        try:
+            self._stores[number].send(wire.SEED, head, partial(wire.ArrivedCall, own, rank, fragment, None), body)
+        except StoreRefusedError as error:
+            if len(self._stores) == 1 or error.status != _OTHER_SEEDS:
+                raise
+
+    def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
+        """Sends the body of this rank, and returns its state once the store has it on its disk."""
+        number = self._number(meta.key.fragment)
+        key = self._key(meta.key, number)
+        own = replace(meta, key=key)
+
+        def head(part: BodyRange) -> wire.PushHead:
+            return wire.PushHead(own, rank, share, part)
+
+        where = partial(wire.ArrivedCall, key.life, rank, key.fragment, key.seq)
+        return self._stores[number].send(wire.PUSH, head, where, body)
+
+    def withdraw(self, key: PushKey) -> None:
+        """Withdraws a push."""
+        number = self._number(key.fragment)
+        self._stores[number].ask(wire.WITHDRAW, wire.WithdrawCall(self._key(key, number)), wire.Done)
+
+    def offer(self, life: int, fragment: int, after: int | None = None, wait: float = 0.0) -> Offer | None:
+        """Returns the newest version that the store offers; None without one, and while the store does not answer.
+
+        Args:
+            after: version that the site has; the reply waits for a newer one.
+            wait: seconds for which it waits, at most 10.
+        """
+        with self._lock:
+            self._asked += 1
+            asked = self._asked
+        number = self._number(fragment)
+        call = wire.OfferCall(self._life(life, number), fragment, asked, after, wait)
+        try:
+            return self._stores[number].ask(wire.OFFER, call, wire.OfferReply, _BRIEF_SECONDS).offer
+        except GridError:
+            return None  # ``outage`` has the sentence; the site asks again
+
+    def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
+        """Reads the offered version of this rank's pieces."""
+        number = self._number(fragment)
+        where = {"life": self._life(life, number), "rank": rank, "fragment": fragment, "version": version}
+        return self._stores[number].receive(where)
+
+    def renew(self, life: int) -> None:
+        """Renews the lease on every store that answers."""
+        for number, store in enumerate(self._stores):
+            try:
+                store.ask(wire.RENEW, wire.LifeCall(self._life(life, number)), wire.Done, _BRIEF_SECONDS)
+            except GridError:
+                continue  # the next renewal tries again
+
+    def leave(self, life: int) -> None:
+        """Ends the life; a store that does not answer ends it with its lease."""
+        for number, store in enumerate(self._stores):
+            try:
+                store.ask(wire.LEAVE, wire.LifeCall(self._life(life, number)), wire.Done, _LEAVE_SECONDS)
+            except GridError:
+                continue
+            except StoreRefusedError as error:
+                if error.status not in _GONE:
+                    raise
+
+    def status(self) -> StoreStatus:
+        """Returns the state of the first store."""
+        return self._stores[0].get(wire.STATUS, StoreStatus, _STATUS_SECONDS)
+
+    def _number(self, fragment: int) -> int:
+        """Returns the number of the store that has a fragment."""
+        return self._store_of[fragment] if len(self._stores) > 1 else 0
+
+    def _life(self, life: int, number: int) -> int:
+        return life_on(number, life, len(self._stores))
+
+    def _key(self, key: PushKey, number: int) -> PushKey:
+        return replace(key, life=self._life(key.life, number))
+
+
+def joined_lives(lives: Sequence[int]) -> int:
+    """Returns one number for the lives of a site on all stores; for one store, its own.
+
+    Raises:
+        StoreRefusedError: a store has started more lives than fit.
+    """
+    if len(lives) > 1 and max(lives) >= 1 << LIFE_BITS:
+        raise StoreRefusedError(
+            f"a store has started {max(lives):,} lives, and several stores may start {1 << LIFE_BITS:,}; start the "
+            "stores with new folders."
+        )
+    return sum(life << LIFE_BITS * number for number, life in enumerate(lives))
+
+
+def life_on(number: int, life: int, stores: int) -> int:
+    """Returns the life of a site on one store."""
+    return life if stores == 1 else (life >> LIFE_BITS * number) & ((1 << LIFE_BITS) - 1)

@@ -1,0 +1,41 @@
+"""Connections of a rank to the stores of its configuration."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config.outer_section import OuterConfig
+from engine.errors import ConfigError
+from engine.outer.fragments import Fragment
+from engine.outer.messages import StoreLink
+
+TOKEN = "TRINE_OUTER_TOKEN"
+"""Environment variable with the token that sites and stores share."""
+
+
+def read_token(outer: OuterConfig) -> str:
+    """Returns the token of sites and stores; empty without one.
+
+    Raises:
+        ConfigError: the token file cannot be read.
+    """
+    if outer.token_file is None:
+        return os.environ.get(TOKEN, "")
+    try:
+        return Path(outer.token_file).read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"outer.token_file: {outer.token_file} cannot be read ({error.strerror}); give a file that contains the "
+            "token."
+        ) from error
+
+
+def open_link(outer: OuterConfig, fragments: Sequence[Fragment]) -> StoreLink:
+    """Returns a connection to the stores, or to shared memory of this host; nothing is sent."""
+    if outer.rule == "hogwild":
+        from engine.outer.shared_weights import SharedWeights
+
+        return SharedWeights(outer, fragments)
+    from engine.outer.http.line import HttpLink
+
+    return HttpLink(outer.urls, fragments, read_token(outer))

@@ -1,0 +1,151 @@
+"""Process of a store: its socket, its signals and its end."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
+from threading import Thread
+from typing import Any, cast
+
+from engine.errors import LaunchError, first_line
+from engine.outer.store.store import Store
+
+try:
+    import starlette  # noqa: F401
+    import uvicorn
+
+    from engine.outer.http.server import StoreServer
+except ImportError as error:
+    raise LaunchError(
+        f"a store serves by starlette and uvicorn, but {error.name} is not installed; run: pip install 'trine[outer]'."
+    ) from error
+
+_GRACE_SECONDS, _IDLE_SECONDS = 3, 60
+
+
+def check_host(host: str, token: str) -> None:
+    """Refuses an address that other hosts reach if there is no token.
+
+    Raises:
+        LaunchError: names the address.
+    """
+    if not token and not is_loopback(host):
+        raise LaunchError(
+            f"--host {host} serves other hosts, and a store without a token serves its own only; set TRINE_OUTER_TOKEN "
+            "or outer.token_file, or leave --host out."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Returns True if only this host reaches the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket at an address; port 0 is any free one.
+
+    Raises:
+        LaunchError: the address is in use, or not one of this host.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"the store cannot listen at {host} port {port} ({first_line(error)}); give an address of this host with "
+            "--host, and a free port with --port."
+        ) from error
+
+
+def address_of(listening: socket.socket) -> str:
+    """Returns the address of a socket as a site has it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class StoreService:
+    """HTTP server of a store on a socket."""
+
+    def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
+        self._application, self._listening = StoreServer(store, token), listening
+        self._server = _Server(
+            uvicorn.Config(
+                cast(Any, self._application),  # ASGI applications have loose types
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                timeout_keep_alive=_IDLE_SECONDS,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+            )
+        )
+        self._application.on_failure = self.stop
+
+    async def run(self) -> None:
+        """Serves until ``stop``; answers the requests that have arrived.
+
+        Raises:
+            Exception: the error that has ended the store's ticks.
+        """
+        await self._server.serve([self._listening])
+        if self._application.failure is not None:
+            raise self._application.failure
+
+    def stop(self) -> None:
+        """Ends the server; call it in the thread of its event loop."""
+        self._application.end_waits()
+        self._server.should_exit = True
+
+
+def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
+    """Serves a store until SIGTERM or SIGINT."""
+
+    async def run() -> None:
+        service = StoreService(store, token, listening)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, service.stop)
+        ready()
+        await service.run()
+
+    asyncio.run(run())
+
+
+class _Server(uvicorn.Server):
+    """Server without signal handlers of its own, which would end the process by the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to ``serve``."""
+        yield
+
+
+@contextmanager
+def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None]:
+    """Serves a store in a thread of this process until the block ends.
+
+    Raises:
+        Exception: the error that has ended the store's ticks.
+    """
+    service, loop = StoreService(store, token, listening), asyncio.new_event_loop()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(service.run())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = Thread(target=run, name="trine-outer-store", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(service.stop)
+        thread.join()
+        loop.close()
+    if failures:
+        raise failures[0]

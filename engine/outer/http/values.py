@@ -1,0 +1,166 @@
+"""Messages as JSON values, read strictly into their dataclasses: no field is missing, unknown or of another type."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+from math import prod
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from engine.checkpoint.format.pieces import Piece
+
+_LARGEST = 2**62
+"""Bound of integers, so that sums and products of two of them cause no surprise in int64."""
+_DIMS = 16
+_NOT_FINITE = ("nan", "inf", "-inf")
+T = TypeVar("T")
+
+
+def _to_json(value: Any) -> Any:
+    """Returns a message as JSON values; a float that is not finite becomes text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_to_json(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def dump_json(value: Any) -> bytes:
+    """Returns a message as JSON text."""
+    return json.dumps(_to_json(value), separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse_json(data: bytes | bytearray) -> dict[str, Any]:
+    """Returns the JSON object in ``data``.
+
+    Raises:
+        ValueError: it is not one, or a key occurs twice in it.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("its JSON is not an object")
+    return value
+
+
+def from_json(kind: type[T], value: Any, at: str, least: int = 0) -> T:
+    """Returns ``value`` as the message class ``kind``; ``least`` is the smallest integer, ``at`` the field's name.
+
+    Raises:
+        ValueError: a field is missing, unknown, or has another type or range.
+    """
+    read: T = _read(kind, value, at, least)
+    return read
+
+
+def _read(kind: Any, value: Any, at: str, least: int) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is UnionType:
+        (other,) = (one for one in inner if one is not NoneType)
+        return None if value is None else _read(other, value, at, least)
+    if origin is tuple or origin is Sequence:
+        return _read_list(inner, value, at, least)
+    if origin is Mapping:
+        entries = _checked(value, dict, at).items()
+        return {_key(inner[0], key, at): _read(inner[1], entry, f"{at}.{key}", least) for key, entry in entries}
+    if is_dataclass(kind):
+        return _read_message(kind, value, at, least)
+    if issubclass(kind, Enum):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ValueError(f"{at} is {_shown(value)}") from None
+    return _read_number(kind, value, at, least) if kind in (int, float) else _checked(value, kind, at)
+
+
+def _read_list(inner: tuple[Any, ...], value: Any, at: str, least: int) -> tuple[Any, ...]:
+    entries = _checked(value, list, at)
+    if len(inner) == 1 or inner[1] is Ellipsis:
+        return tuple(_read(inner[0], entry, f"{at}[{i}]", least) for i, entry in enumerate(entries))
+    if len(entries) != len(inner):
+        raise ValueError(f"{at} has {len(entries)} entries instead of {len(inner)}")
+    return tuple(
+        _read(one, entry, f"{at}[{i}]", least) for i, (one, entry) in enumerate(zip(inner, entries, strict=True))
+    )
+
+
+def _read_message(kind: Any, value: Any, at: str, least: int) -> Any:
+    given, known = _checked(value, dict, at), _hints(kind)
+    if given.keys() != known.keys():
+        wrong = sorted(given.keys() ^ known.keys())
+        raise ValueError(f"{at}.{wrong[0][:40]} is {'missing' if wrong[0] in known else 'no field of this message'}")
+    message = kind(**{name: _read(one, given[name], f"{at}.{name}", least) for name, one in known.items()})
+    if isinstance(message, Piece):
+        _check_piece(message, at)
+    return message
+
+
+def _read_number(kind: type[int] | type[float], value: Any, at: str, least: int) -> int | float:
+    if kind is float and value in _NOT_FINITE:
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise ValueError(f"{at} is {_shown(value)} instead of a number")
+    if abs(value) > _LARGEST or (kind is int and value < least):
+        raise ValueError(f"{at} is {_shown(value)}, outside of {least} to 2^62")
+    return kind(value)
+
+
+def _check_piece(piece: Piece, at: str) -> None:
+    """Refuses a piece with rows or bounds outside of its tensor."""
+    shape, dim, rows, outer = piece.part.shape, piece.part.dim, piece.part.rows, piece.part.outer
+    right = len(shape) <= _DIMS and prod(shape) <= _LARGEST
+    if dim is not None:
+        bounds = [edge for row in rows for edge in row]
+        right = right and dim < len(shape) and all(a <= b for a, b in pairwise((0, *bounds, shape[dim])))
+        right = right and all(start < stop for start, stop in rows)
+    if outer is not None:
+        right = right and bool(dim) and outer[0] <= outer[1] <= shape[0]
+    if not right or (dim is None and rows) or not piece.start <= piece.stop <= piece.part.elements:
+        raise ValueError(f"{at} has rows or elements outside of a tensor of shape {_shown(list(shape))}")
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
+
+
+def _key(kind: type[Any], key: str, at: str) -> Any:
+    if kind is int and not (key.isascii() and key.isdecimal()):
+        raise ValueError(f"{at} has the key {_shown(key)} instead of a number")
+    return kind(key)
+
+
+def _checked(value: Any, kind: type[T], at: str) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"{at} is {_shown(value)} instead of {kind.__name__}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice in its JSON")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"its JSON has the number {name}")

@@ -1,0 +1,111 @@
+"""Pieces of logical tensors in the memory of one rank: elements that it updates, and those that it pushes.
+
+Each element of a tensor is pushed by the one rank that saves it in checkpoints, and pulled by every rank that updates
+it: at ZeRO 0 by all data ranks, at ZeRO 1 to 3 by its owner, under tensor parallelism by all ranks with a copy.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents.local_tensors import SaveOwnership, copy_shared, local_region
+from engine.checkpoint.format.pieces import Piece
+from engine.outer.fragments import Fragment, divide
+from engine.outer.messages import NamedPiece, RankLayout
+from engine.parallel.grid import Coord
+from engine.planning.plan import Plan
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.optim.optimizer_tensors import update_gradient
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPiece:
+    """Elements of one logical tensor that this rank updates."""
+
+    name: str
+    fragment: int
+    flat: FlatBucket
+    part: slice
+    """Elements in the bucket."""
+    pulled: Piece
+    """The same elements in the logical tensor."""
+    pushed: Piece | None
+    """Elements among them that this rank pushes; None: other ranks push all of them."""
+
+    @property
+    def weights(self) -> Tensor:
+        """View of the weights [elements] that the optimizer updates."""
+        return self.within(self.flat.weights)
+
+    @property
+    def gradient(self) -> Tensor:
+        """View of the gradient [elements] that the optimizer reads."""
+        return update_gradient(self.flat, self.part)
+
+    def within(self, owned: Tensor) -> Tensor:
+        """Returns the view of this piece's elements in a tensor [owned] of its bucket."""
+        return owned[self.part.start - self.flat.owned.start : self.part.stop - self.flat.owned.start]
+
+    def chosen(self, values: Tensor) -> Tensor:
+        """Returns the pushed elements of ``values`` [elements], a view if they are all of them."""
+        assert self.pushed is not None, "this rank pushes none of them"
+        if self.pushed == self.pulled:
+            return values
+        found = values.new_empty(self.pushed.elements)
+        copy_shared(values, self.pulled, found, self.pushed)
+        return found
+
+    def put(self, values: Tensor, chosen: Tensor) -> None:
+        """Copies pushed elements into ``values`` [elements]; the others stay as they are."""
+        assert self.pushed is not None, "this rank pushes none of them"
+        copy_shared(chosen, self.pushed, values, self.pulled)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPieces:
+    """All pieces of one rank, in the order of its bodies, and the fragments of the model."""
+
+    fragments: tuple[Fragment, ...]
+    """Fragments, one for each store among which their tensors are divided; messages number them in this order."""
+    pieces: tuple[LocalPiece, ...]
+
+    @property
+    def layout(self) -> RankLayout:
+        """Layout that this rank registers."""
+        pushed = tuple(NamedPiece(each.name, each.pushed) for each in self.pieces if each.pushed is not None)
+        return RankLayout(pushed, tuple(NamedPiece(each.name, each.pulled) for each in self.pieces))
+
+    def of(self, fragment: int) -> tuple[LocalPiece, ...]:
+        """Returns the pieces of a fragment."""
+        return tuple(each for each in self.pieces if each.fragment == fragment)
+
+    def pulled(self, fragment: int, body: Tensor) -> Iterator[tuple[LocalPiece, Tensor]]:
+        """Yields the pieces of a fragment with their values in a pulled body, fp32 [elements of all pieces]."""
+        own = self.of(fragment)
+        sizes = [each.pulled.elements for each in own]
+        yield from zip(own, torch.split(body, sizes) if sizes else (), strict=True)
+
+    def buckets(self, fragment: int) -> list[FlatBucket]:
+        """Returns the buckets with elements of a fragment."""
+        return list({each.flat.bucket.index: each.flat for each in self.of(fragment)}.values())
+
+
+def find_pieces(
+    plan: Plan, coord: Coord, buckets: Sequence[FlatBucket], fragments: int = 1, stores: int = 1
+) -> LocalPieces:
+    """Returns the pieces of the rank at ``coord``; the fragments are equal on all ranks, and on all grids."""
+    ownership, rows = SaveOwnership(plan), [row for row in plan.table if row.trainable]
+    made = divide([(row.name, row.shape) for row in rows], fragments, stores)
+    fragment_of = {name: number for number, each in enumerate(made) for name in each.names}
+    holder, found = ownership.grid.holder(coord), dict[str, LocalPiece]()
+    by_name = {row.name: row for row in rows}
+    for flat in buckets:
+        for slot in flat.bucket.slots:
+            row, start, stop = by_name[slot.name], max(slot.start, flat.owned.start), min(slot.stop, flat.owned.stop)
+            if start < stop:
+                pulled = Piece(local_region(row, holder), start - slot.start, stop - slot.start)
+                pushed = ownership.stored(row, coord)
+                found[row.name] = LocalPiece(row.name, fragment_of[row.name], flat, slice(start, stop), pulled, pushed)
+    return LocalPieces(made, tuple(found[row.name] for row in rows if row.name in found))

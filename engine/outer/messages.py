@@ -1,0 +1,225 @@
+"""Messages between sites and stores of the outer loop: joins, layouts, pushes, offers and merged versions.
+
+    site                                      store
+    join          number, tensors, settings ->      a life (one run of the site's processes), rows trained so far
+    register      pieces of every rank      ->
+    seed          initial weights           ->      only from the first site of a new store
+    push          one body a rank           ->      complete with the bodies of all ranks; repeating it is harmless
+    offer                                   <-      newest version that this life may take over
+    pull          one body a rank           <-      the version of the offer, which stays available until the next offer
+
+A *fragment* is a group of whole logical tensors with a version and an optimizer of its own; messages number fragments
+by their position in ``fragments.divide(...)``, where the parts of one fragment on several stores count apart. All
+bodies of a rank concern the pieces that it has registered, in their order, each encoded on its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engine.checkpoint.format.pieces import Piece
+
+
+class Content(Enum):
+    """Values that sites push."""
+
+    SUMS = "sums"
+    """Summed gradients; sites pull their sum and update weights themselves: synchronous training."""
+    GRADIENTS = "gradients"
+    """Summed gradients; the store averages them, clips, and updates its weights."""
+    DELTAS = "deltas"
+    """Weights before minus weights after the steps of a period; the outer optimizer takes them as gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPiece:
+    """Elements of one logical tensor."""
+
+    name: str
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Elements that one rank of a site pushes and pulls, in the order of its bodies."""
+
+    pushed: tuple[NamedPiece, ...]
+    """Elements that this rank sends; over all ranks of a site each element of every tensor is sent once."""
+    pulled: tuple[NamedPiece, ...]
+    """Elements that this rank updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """Request of a site to take part, from its rank 0."""
+
+    site: int
+    """Number of the site, from 0."""
+    ranks: int
+    """Number of processes of the site."""
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of every trained logical tensor, in the order of the model."""
+    groups: tuple[Mapping[str, Any], ...] = ()
+    """Options of each parameter group (lr, weight_decay) for an optimizer on the store."""
+    group_of: tuple[int, ...] = ()
+    """Group of each tensor, in the order of ``tensors``; empty: all in one group without options of its own."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that all sites and the store share, as JSON values; see ``shared_settings``."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinReply:
+    """Reply to a join."""
+
+    life: int
+    """Number of this run of the site; no other run has it."""
+    rows: int
+    """Rows of this site's data in merged pushes of earlier lives; a new life continues after them."""
+    clock: int
+    """Clock at which this life starts: number of its pushes that count as merged."""
+    seeds: bool
+    """True if this site sends the initial weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushKey:
+    """Identity of a push: repeating it is harmless, and ``seq`` has no gaps within a life and fragment."""
+
+    life: int
+    fragment: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.life}-{self.fragment}-{self.seq}"
+
+
+@dataclass(frozen=True, slots=True)
+class PushMeta:
+    """Description of a push, equal on all ranks of the site."""
+
+    key: PushKey
+    base: int
+    """Version of the fragment from which the pushed difference or gradient was computed."""
+    steps: int
+    """Local steps in the push."""
+    tokens: float
+    """Tokens, or rows where tokens are not counted, in the push."""
+    rows: int
+    """Rows that this site has trained up to this push, including those of earlier lives."""
+    step: int
+    """Local step of the push, counted from the start of this life."""
+    rates: tuple[float, ...] = ()
+    """Learning rate of each group by the site's schedule at this step, for an optimizer on the store."""
+    taken: tuple[tuple[int, int], ...] = ()
+    """(local step, version) of every version that the site took over since the fragment's last push."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushShare:
+    """Summands of one rank in a push; the store adds them over the ranks of the site."""
+
+    weight: float = 0.0
+    """Loss weight of the gradients; 0 on ranks that do not count it, and for differences."""
+    loss: float = 0.0
+    """Sum of losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Newest version of a fragment that a life may take over."""
+
+    version: int
+    merged: int
+    """Highest ``seq`` of this life in a merge up to ``version``; -1: none."""
+    weight: float = 0.0
+    """Loss weight of all pushes in the merge."""
+    loss: float = 0.0
+    """Sum of losses of all pushes in the merge."""
+    members: int = 0
+    """Number of pushes in the merge."""
+    staleness: int = 0
+    """Versions between the base of this life's last merged push and the version that its merge made, less one."""
+
+
+class PushState(Enum):
+    """State of a push after a body of one rank has come."""
+
+    PARTIAL = "partial"
+    """Bodies of other ranks are missing."""
+    COMPLETE = "complete"
+    """All bodies are stored; the push waits for its merge."""
+    MERGED = "merged"
+    """The push is in a version already; its body was ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """State of a store for ``trine watch`` and tests."""
+
+    versions: tuple[int, ...]
+    """Version of each fragment."""
+    members: Mapping[int, int] = field(default_factory=dict)
+    """Life of each live site."""
+    clocks: Mapping[int, int] = field(default_factory=dict)
+    """Clock of each live site."""
+    rows: Mapping[int, int] = field(default_factory=dict)
+    """Rows of each site in merged pushes."""
+    waiting: Sequence[str] = ()
+    """Keys of complete pushes that wait for a merge."""
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+
+class StoreRefusedError(Exception):
+    """Refusal of a request by a store; its state is unchanged.
+
+    Args:
+        message: one sentence: the given value, the rule, the remedy.
+        status: HTTP status, such as 409 for a wrong sequence and 410 for a life that has ended.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StoreLink(Protocol):
+    """Interface of a store to one rank of a site: the store itself in this process, or a connection to it.
+
+    No method waits for a merge. Every method but ``join`` renews the lease of the life.
+    """
+
+    def join(self, request: JoinRequest) -> JoinReply:
+        """Starts a new life of a site; its earlier life ends, and its unmerged complete pushes remain. Rank 0 only."""
+
+    def register(self, life: int, rank: int, layout: RankLayout) -> None:
+        """Registers the pieces of one rank, before any push or pull of this life."""
+
+    def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
+        """Sends the initial fp32 weights of the ``pushed`` pieces of a fragment, uint8 [bytes]."""
+
+    def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
+        """Stores one rank's encoded body, uint8 [bytes]; on return it survives a crash of the store."""
+
+    def withdraw(self, key: PushKey) -> None:
+        """Withdraws a push of a step that has failed on one of the site's ranks."""
+
+    def offer(self, life: int, fragment: int) -> Offer | None:
+        """Returns the newest version that this life may take over, and retains it for ``pull``; None before the
+        initial weights have come or while the rule forbids a take-over.
+        """
+
+    def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
+        """Returns the offered version of the ``pulled`` pieces of a fragment, concatenated, fp32 [elements]."""
+
+    def renew(self, life: int) -> None:
+        """Renews the lease."""
+
+    def leave(self, life: int) -> None:
+        """Ends the life; merges and clocks do not wait for this site any more."""
+
+    def status(self) -> StoreStatus:
+        """Returns the state of the store."""

@@ -1,0 +1,165 @@
+"""Hogwild: sites of one host update weights in shared memory, without locks and without a store.
+
+    folder/weights      fp32 values of all tensors, one after the other
+    folder/tensors      names and shapes, written once by the first site
+    folder/seeded-R     empty; rank R of the first site has written its initial weights
+    folder/life-N       empty; one for each join
+
+Concurrent additions to one element may lose one of them, so two runs differ (Recht et al. 2011).
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.format.pieces import Piece
+from engine.config.outer_section import OuterConfig
+from engine.errors import ConfigError
+from engine.outer.codecs import make_delta_codec
+from engine.outer.fragments import Fragment
+from engine.outer.messages import (
+    JoinReply,
+    JoinRequest,
+    Offer,
+    PushKey,
+    PushMeta,
+    PushShare,
+    PushState,
+    RankLayout,
+    StoreRefusedError,
+    StoreStatus,
+)
+
+
+class SharedWeights:
+    """Weights of all sites of one host in a file of its memory, as a :class:`StoreLink` of one rank."""
+
+    def __init__(self, outer: OuterConfig, fragments: Sequence[Fragment]) -> None:
+        if outer.folder is None:
+            raise ConfigError("outer.folder: missing; give a folder that all sites share, such as /dev/shm/my-run.")
+        self._folder = Path(outer.folder)
+        self._codec = make_delta_codec("fp32")
+        self._names = [set(fragment.names) for fragment in fragments]
+        self._starts = dict[str, int]()
+        self._layout = RankLayout((), ())
+        self._values: Tensor | None = None
+        self._seeders = 0
+        self._merged = -1
+        self._moved = [0, 0]
+
+    def join(self, request: JoinRequest) -> JoinReply:
+        """Creates the shared weights, or finds those of the first site."""
+        told = json.dumps({"tensors": request.tensors, "ranks": request.ranks})
+        path, life = self._folder / "tensors", 0
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            mine = _create(path, told)
+            while not _create(self._folder / f"life-{life}", ""):
+                life += 1
+        except OSError as error:
+            raise StoreRefusedError(
+                f"{self._folder} cannot be written ({error.strerror}); give another outer.folder.", 507
+            ) from error
+        return JoinReply(life=life, rows=0, clock=0, seeds=mine)
+
+    def register(self, life: int, rank: int, layout: RankLayout) -> None:
+        """Maps the weights; compares the model with the first site's."""
+        while not (text := (self._folder / "tensors").read_text()):  # the first site is writing it
+            time.sleep(0.001)
+        known = json.loads(text)
+        sizes = {name: tuple(shape) for name, shape in known["tensors"]}
+        for each in (*layout.pushed, *layout.pulled):
+            if sizes.get(each.name) != each.piece.part.shape:
+                raise StoreRefusedError(
+                    f"{self._folder} has weights of another model: {each.name!r} has shape "
+                    f"{list(each.piece.part.shape)} here; give another outer.folder, or remove this one."
+                )
+        end = 0
+        for name, shape in sizes.items():
+            self._starts[name], end = end, end + prod(shape)
+        self._layout, self._seeders = layout, known["ranks"]
+        self._values = torch.from_file(str(self._folder / "weights"), shared=True, size=end, dtype=torch.float32)
+
+    def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
+        """Writes initial weights."""
+        self._add(fragment, body.view(torch.float32), replaces=True)
+        if fragment == len(self._names) - 1:
+            (self._folder / f"seeded-{rank}").touch()
+
+    def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
+        """Subtracts differences from the shared weights; other sites may write at the same time."""
+        values = self._codec.decode(body, body.numel() // 4).float()
+        self._add(meta.key.fragment, values, replaces=False)
+        self._merged, self._moved[0] = meta.key.seq, self._moved[0] + body.nbytes
+        return PushState.MERGED
+
+    def withdraw(self, key: PushKey) -> None:
+        """Does nothing: a push is in the weights at once."""
+
+    def offer(self, life: int, fragment: int) -> Offer | None:
+        """Returns the weights as they are; None before the first site has written them."""
+        if not all((self._folder / f"seeded-{rank}").exists() for rank in range(self._seeders)):
+            return None
+        return Offer(version=self._merged + 1, merged=self._merged, members=1)
+
+    def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
+        """Returns a copy of the weights, fp32 [elements]."""
+        assert self._values is not None, "this rank has registered its pieces"
+        own = [each for each in self._layout.pulled if each.name in self._names[fragment]]
+        found = torch.empty(sum(each.piece.elements for each in own))
+        end = 0
+        for each in own:
+            for full, local, count in _spans(each.piece):
+                start = self._starts[each.name] + full
+                found[end + local : end + local + count] = self._values[start : start + count]
+            end += each.piece.elements
+        self._moved[1] += found.nbytes
+        return found
+
+    def renew(self, life: int) -> None:
+        """Does nothing: nobody waits for a site."""
+
+    def leave(self, life: int) -> None:
+        """Unmaps the weights; the files remain."""
+        self._values = None
+
+    def status(self) -> StoreStatus:
+        """Returns the bytes that this rank has moved."""
+        return StoreStatus((self._merged + 1,), received_bytes=self._moved[0], sent_bytes=self._moved[1])
+
+    def _add(self, fragment: int, values: Tensor, replaces: bool) -> None:
+        assert self._values is not None, "this rank has registered its pieces"
+        end = 0
+        for each in self._layout.pushed:
+            if each.name not in self._names[fragment]:
+                continue
+            for full, local, count in _spans(each.piece):
+                start = self._starts[each.name] + full
+                shared, own = self._values[start : start + count], values[end + local : end + local + count]
+                if replaces:
+                    shared.copy_(own)
+                else:
+                    shared.sub_(own)
+            end += each.piece.elements
+
+
+def _spans(piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """Yields (offset in the full tensor, offset in the piece, elements) of contiguous ranges."""
+    yield from zip(*(column.tolist() for column in piece.spans()), strict=True)
+
+
+def _create(path: Path, text: str) -> bool:
+    """Writes a new file; returns False if it exists."""
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        return False
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    return True

@@ -1,0 +1,209 @@
+"""Placement of tensors in flat groups, of pushed bodies in whole tensors, and of merged versions in pulled bodies.
+
+    tensors of a fragment    | group 0: weight, head | group 1: bias |         one flat tensor for each group
+    bodies of all ranks      pieces -> parts (rows along one dim) -> tensors
+
+Views along one dim place the parts; no array of indices is made.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.format.pieces import Part, Piece, covers_once
+from engine.outer.codecs import DeltaCodec
+from engine.outer.messages import NamedPiece, RankLayout, StoreRefusedError
+
+Flats = tuple[Tensor, ...]
+"""All values of a fragment: one flat tensor for each parameter group."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPlace:
+    """Place of one tensor in the flat tensor of its group."""
+
+    shape: tuple[int, ...]
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensors:
+    """Places of all tensors of a fragment, in the order of the model within each group."""
+
+    places: Mapping[str, FlatPlace]
+    sizes: tuple[int, ...]
+    """Elements of each group."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], int]], groups: int) -> "FlatTensors":
+        """Places tensors (name, shape, group) one after the other in their groups."""
+        sizes, places = [0] * groups, {}
+        for name, shape, group in tensors:
+            start = sizes[group]
+            sizes[group] += prod(shape)
+            places[name] = FlatPlace(shape, group, start, sizes[group])
+        return cls(MappingProxyType(places), tuple(sizes))
+
+    def empty(self, dtype: torch.dtype) -> Flats:
+        """Returns flat tensors without values."""
+        return tuple(torch.empty(size, dtype=dtype) for size in self.sizes)
+
+    def view(self, flats: Flats, name: str) -> Tensor:
+        """Returns one tensor in its shape, a view."""
+        place = self.places[name]
+        return flats[place.group][place.start : place.stop].view(place.shape)
+
+    def own(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
+        """Yields the pieces of this fragment's tensors."""
+        return (each for each in pieces if each.name in self.places)
+
+    def message_bytes(self, layout: RankLayout, codec: DeltaCodec) -> int:
+        """Returns the exact bytes of one rank's push."""
+        return sum(codec.message_bytes(each.piece.elements) for each in self.own(layout.pushed))
+
+    def seed_bytes(self, layout: RankLayout) -> int:
+        """Returns the exact bytes of one rank's initial weights."""
+        return 4 * sum(each.piece.elements for each in self.own(layout.pushed))
+
+    def is_finite(self, layout: RankLayout, body: Tensor, codec: DeltaCodec) -> bool:
+        """Returns True if every value in one rank's push is finite in fp32.
+
+        Raises:
+            ValueError: a message of the codec is malformed.
+        """
+        decoded = [values for _, values in self._decoded(layout, body, codec)]
+        return all(bool(values.float().isfinite().all()) for values in decoded)
+
+    def assemble(
+        self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor], codec: DeltaCodec, dtype: torch.dtype
+    ) -> Flats:
+        """Returns the whole tensors that the ranks of a site have pushed."""
+        decoded = (entry for rank in sorted(bodies) for entry in self._decoded(layouts[rank], bodies[rank], codec))
+        return self._placed(decoded, dtype)
+
+    def assemble_seeds(self, layouts: Mapping[int, RankLayout], bodies: Mapping[int, Tensor]) -> Flats:
+        """Returns the whole initial weights that the ranks of a site have sent."""
+        found: list[tuple[NamedPiece, Tensor]] = []
+        for rank in sorted(bodies):
+            pieces = list(self.own(layouts[rank].pushed))
+            values = bodies[rank].clone().view(torch.float32)
+            found.extend(zip(pieces, torch.split(values, [each.piece.elements for each in pieces]), strict=True))
+        return self._placed(found, torch.float32)
+
+    def cut(self, flats: Flats, layout: RankLayout) -> Tensor:
+        """Returns the ``pulled`` pieces of one rank, concatenated."""
+        parts: dict[tuple[str, Part], Tensor] = {}
+        found = []
+        for name, piece in ((each.name, each.piece) for each in self.own(layout.pulled)):
+            key = name, piece.part
+            if key not in parts:
+                parts[key] = _part_of(self.view(flats, name), piece.part)
+            found.append(parts[key][piece.start : piece.stop])
+        return torch.cat(found) if found else torch.empty(0)
+
+    def _decoded(self, layout: RankLayout, body: Tensor, codec: DeltaCodec) -> Iterator[tuple[NamedPiece, Tensor]]:
+        start = 0
+        for each in self.own(layout.pushed):
+            stop = start + codec.message_bytes(each.piece.elements)
+            yield each, codec.decode(body[start:stop], each.piece.elements)
+            start = stop
+
+    def _placed(self, pieces: Iterable[tuple[NamedPiece, Tensor]], dtype: torch.dtype) -> Flats:
+        flats = self.empty(dtype)
+        parts: dict[tuple[str, Part], Tensor] = {}
+        for each, values in pieces:
+            part = each.piece.part
+            if (each.name, part) not in parts:
+                whole = self.view(flats, each.name).view(-1)
+                parts[each.name, part] = whole if part.dim is None else torch.empty(part.elements, dtype=dtype)
+            parts[each.name, part][each.piece.start : each.piece.stop] = values
+        for (name, part), values in parts.items():
+            if part.dim is not None:
+                _place(self.view(flats, name), part, values)
+        return flats
+
+
+def check_layout(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses pieces of unknown tensors, and pieces outside their tensor.
+
+    Raises:
+        StoreRefusedError: names the piece.
+    """
+    for each in (*layout.pushed, *layout.pulled):
+        if each.name not in shapes:
+            raise StoreRefusedError(
+                f"{each.name!r} is registered, but no tensor of the training has this name; register trained tensors."
+            )
+        if each.piece.part.shape != shapes[each.name] or not _is_inside(each.piece):
+            raise StoreRefusedError(
+                f"a piece of {each.name!r} is registered as {each.piece.start:,} to {each.piece.stop:,} of a part of "
+                f"shape {list(each.piece.part.shape)}, but the tensor has shape {list(shapes[each.name])} and the "
+                "piece has to be inside it; register the pieces of this model."
+            )
+
+
+def check_coverage(layouts: Mapping[int, RankLayout], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses layouts of all ranks by which an element would be pushed twice, or never.
+
+    Raises:
+        StoreRefusedError: names the tensor.
+    """
+    pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
+    for layout in layouts.values():
+        for each in (each for each in layout.pushed if each.name in pieces):
+            pieces[each.name].append(each.piece)
+    for name, shape in shapes.items():
+        if not covers_once(shape, pieces[name]):
+            raise StoreRefusedError(
+                f"the {len(layouts):,} ranks of the site register {len(pieces[name]):,} pushed pieces of {name!r}, "
+                "which do not cover each of its elements exactly once; register every element on one rank."
+            )
+
+
+def _is_inside(piece: Piece) -> bool:
+    part = piece.part
+    if part.dim is not None:
+        ends = [bound for run in part.rows for bound in run]
+        if not 0 <= part.dim < len(part.shape) or not _ascends([0, *ends, part.shape[part.dim]]):
+            return False
+        if part.outer is not None and (part.dim == 0 or not _ascends([0, *part.outer, part.shape[0]])):
+            return False
+    return 0 <= piece.start <= piece.stop <= part.elements
+
+
+def _ascends(numbers: Sequence[int]) -> bool:
+    return all(low <= high for low, high in pairwise(numbers))
+
+
+def _runs_of(tensor: Tensor, part: Part, dim: int) -> list[Tensor]:
+    """Returns views of the rows of a part, in order."""
+    box = tensor if part.outer is None else tensor.narrow(0, part.outer[0], part.outer[1] - part.outer[0])
+    return [box.narrow(dim, start, stop - start) for start, stop in part.rows]
+
+
+def _part_of(tensor: Tensor, part: Part) -> Tensor:
+    """Returns the elements of a part, flat; a view for the whole tensor."""
+    if part.dim is None:
+        return tensor.view(-1)
+    views = _runs_of(tensor, part, part.dim)
+    return torch.cat(views, dim=part.dim).view(-1) if views else tensor.new_empty(0)
+
+
+def _place(tensor: Tensor, part: Part, values: Tensor) -> None:
+    """Copies the elements of a part, flat, to their rows of the tensor."""
+    assert part.dim is not None
+    if not part.rows:
+        return
+    lengths = [stop - start for start, stop in part.rows]
+    shape = (*part.box[: part.dim], sum(lengths), *part.shape[part.dim + 1 :])
+    for rows, source in zip(
+        _runs_of(tensor, part, part.dim), torch.split(values.view(shape), lengths, part.dim), strict=True
+    ):
+        rows.copy_(source)

@@ -1,0 +1,95 @@
+"""Events of a store as JSON objects: every change of its state is one of them.
+
+    start join layout seed push withdraw merge offer taken lost back leave
+
+A field "kind" names the event. Numbers of lives, ranks, fragments and versions are integers; hashes are texts.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM, hash_function
+from engine.checkpoint.format.pieces import Part, Piece
+from engine.outer.messages import JoinRequest, NamedPiece, PushKey, PushMeta, PushShare, RankLayout
+from engine.outer.store.placement import Flats
+
+Event = Mapping[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def hash_of(flats: Flats) -> str:
+    """Returns the hash of flat tensors: 16 hexadecimal digits for each."""
+    function = hash_function(DEFAULT_ALGORITHM)
+    arrays = (values.detach().flatten().view(torch.uint8).numpy() for values in flats)
+    return "".join(f"{function(array.data):016x}" for array in arrays)
+
+
+def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values as they are after a message: tuples become lists."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(values)))
+    return found
+
+
+def model_record(request: JoinRequest) -> dict[str, Any]:
+    """Returns the tensors and groups of a training."""
+    groups = [dict(group) for group in request.groups]
+    return json_values({"tensors": request.tensors, "groups": groups, "group_of": request.group_of})
+
+
+def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, finite: bool) -> dict[str, Any]:
+    """Returns the event of one rank's body."""
+    return {
+        "kind": "push", "life": meta.key.life, "fragment": meta.key.fragment, "seq": meta.key.seq, "base": meta.base,
+        "steps": meta.steps, "tokens": meta.tokens, "rows": meta.rows, "step": meta.step, "rates": list(meta.rates),
+        "taken": [list(pair) for pair in meta.taken], "rank": rank, "weight": share.weight, "loss": share.loss,
+        "hash": body_hash, "finite": finite,
+    }  # fmt: skip
+
+
+def read_meta(event: Event) -> PushMeta:
+    """Returns the description in the event of a push."""
+    return PushMeta(
+        key=read_key(event), base=event["base"], steps=event["steps"], tokens=event["tokens"], rows=event["rows"],
+        step=event["step"], rates=tuple(event["rates"]), taken=tuple((at, version) for at, version in event["taken"]),
+    )  # fmt: skip
+
+
+def read_key(event: Event) -> PushKey:
+    """Returns the key in the event of a push."""
+    return PushKey(event["life"], event["fragment"], event["seq"])
+
+
+def layout_record(life: int, rank: int, layout: RankLayout) -> dict[str, Any]:
+    """Returns the event of one rank's layout."""
+    pushed, pulled = _pieces(layout.pushed), _pieces(layout.pulled)
+    return {"kind": "layout", "life": life, "rank": rank, "pushed": pushed, "pulled": pulled}
+
+
+def read_layout(event: Event, shapes: Shapes) -> RankLayout:
+    """Returns the layout in its event."""
+    return RankLayout(_read_pieces(event["pushed"], shapes), _read_pieces(event["pulled"], shapes))
+
+
+def _pieces(pieces: Iterable[NamedPiece]) -> list[list[Any]]:
+    return [
+        [
+            each.name,
+            each.piece.start,
+            each.piece.stop,
+            each.piece.part.dim,
+            [list(run) for run in each.piece.part.rows],
+            None if each.piece.part.outer is None else list(each.piece.part.outer),
+        ]
+        for each in pieces
+    ]
+
+
+def _read_pieces(rows: Sequence[Sequence[Any]], shapes: Shapes) -> tuple[NamedPiece, ...]:
+    found = []
+    for name, start, stop, dim, runs, outer in rows:
+        part = Part(shapes[name], dim, tuple((a, b) for a, b in runs), None if outer is None else (outer[0], outer[1]))
+        found.append(NamedPiece(name, Piece(part, start, stop)))
+    return tuple(found)

@@ -1,0 +1,489 @@
+"""Requests of sites to a store, checked; a request that is refused changes nothing.
+
+A request becomes an event. The event and its body are on disk before the state changes, and merges follow at once.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM
+from engine.outer.messages import (
+    Content,
+    JoinReply,
+    JoinRequest,
+    Offer,
+    PushKey,
+    PushMeta,
+    PushShare,
+    PushState,
+    RankLayout,
+    StoreRefusedError,
+    StoreStatus,
+)
+from engine.outer.store.journal import Journal
+from engine.outer.store.members import Life, Progress
+from engine.outer.store.placement import check_coverage, check_layout
+from engine.outer.store.records import Event, hash_of, json_values, layout_record, model_record, push_record
+from engine.outer.store.recovery import recover
+from engine.outer.store.snapshot import write_snapshot
+from engine.outer.store.state import FragmentState, StoreState, push_name, seed_name
+
+Listener = Callable[[Event], None]
+"""Function called with every event after it has changed the state; it returns at once and calls no store."""
+
+
+class Store:
+    """Store of the outer loop; implements ``StoreLink`` for sites in this process, and for a server.
+
+    Threads may share it. No method waits for a merge: the request that makes a merge due computes it.
+
+    Args:
+        settings: settings that all sites share, see ``shared_settings``.
+        folder: folder of the journal; None: the store is in memory only.
+        clock: function that returns seconds, for leases and graces.
+        keep: True to retain all bodies, which ``replay`` needs.
+        number: number of this store among several that divide the tensors.
+        snapshot_every: merges between two snapshots.
+
+    Raises:
+        CheckpointError: the folder is damaged, in use, or of a store with other settings.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        folder: str | Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        keep: bool = False,
+        number: int = 0,
+        snapshot_every: int = 20,
+    ) -> None:
+        self.listeners: list[Listener] = []
+        self._settings, self._clock, self._lock = json_values(settings), clock, threading.RLock()
+        self._state = StoreState(self._settings, number)
+        self._received = self._sent = self._merges = 0
+        self._keep, self._every, self._failure = keep, snapshot_every, ""
+        self._journal = None if folder is None else Journal(Path(folder))
+        if self._journal is not None:
+            try:
+                self._start(self._journal)
+            except BaseException:
+                self._journal.close()
+                raise
+
+    def close(self) -> None:
+        """Ends the use of the folder; everything acknowledged is there."""
+        if self._journal is not None:
+            self._journal.close()
+        self._failure = self._failure or "the store is closed; start it again."
+
+    # ------------------------------------------------------------------ members
+
+    def join(self, request: JoinRequest) -> JoinReply:
+        """Starts a new life of a site; its earlier life ends, and its complete pushes remain. Rank 0 only."""
+        with self._request():
+            state = self._state
+            model = model_record(request)
+            self._check_join(request, model)
+            number = max(state.members.lives, default=-1) + 1
+            seeds = not state.seeded and not self._has_seeder(request.site)
+            event = {"kind": "join", "life": number, "site": request.site, "ranks": request.ranks, "seeds": seeds}
+            self._record(event if state.model is not None else {**event, "model": model})
+            self._advance()
+            life = state.members.lives[number]
+            clock = min((life.progress[index].clock for index in state.fragments), default=0)
+            return JoinReply(number, state.rows_of(request.site), clock, seeds)
+
+    def register(self, life: int, rank: int, layout: RankLayout) -> None:
+        """Registers the pieces of one rank, before any push or pull of this life."""
+        with self._request():
+            found = self._find(life)
+            self._check_rank(found, rank)
+            known = found.layouts.get(rank)
+            if known == layout:
+                return
+            if known is not None:
+                raise StoreRefusedError(
+                    f"rank {rank} of life {life} is registered with other pieces, and pieces do not change within a "
+                    "life; join again.",
+                    409,
+                )
+            check_layout(layout, self._state.shapes)
+            if len(found.layouts) + 1 == found.ranks:
+                check_coverage({**found.layouts, rank: layout}, self._state.own_shapes)
+            self._record(layout_record(life, rank, layout))
+
+    def renew(self, life: int) -> None:
+        """Renews the lease."""
+        with self._request():
+            self._find(life)
+
+    def leave(self, life: int) -> None:
+        """Ends the life; merges and clocks do not wait for this site any more."""
+        with self._request():
+            self._find(life)
+            self._record({"kind": "leave", "life": life})
+            self._advance()
+
+    def tick(self) -> None:
+        """Ends leases and graces that are over; call it several times in a lease."""
+        with self._request():
+            now = self._clock()
+            for life in [life for life in self._state.members.live() if life.expires < now]:
+                self._record({"kind": "lost", "life": life.number})
+            self._advance()
+
+    def status(self) -> StoreStatus:
+        """Returns the state of the store; version -1: no initial weights yet, or a fragment of another store."""
+        with self._request():
+            state, live = self._state, list(self._state.members.live())
+            clocks = {life.site: min((life.progress[i].clock for i in state.fragments), default=0) for life in live}
+            views = [fragment.view() for fragment in state.fragments.values()]
+            versions = dict.fromkeys(range(state.count), -1) | {each.index: each.version for each in views}
+            return StoreStatus(
+                versions=tuple(versions.values()),
+                members={life.site: life.number for life in live},
+                clocks=clocks,
+                rows=dict(state.members.rows),
+                waiting=[str(push.key) for each in views for push in each.waiting],
+                received_bytes=self._received,
+                sent_bytes=self._sent,
+            )
+
+    # ------------------------------------------------------------------ pushes
+
+    def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
+        """Receives the initial fp32 weights of the ``pushed`` pieces of a fragment, uint8 [bytes]."""
+        with self._request():
+            found, part = self._find(life), self._fragment(fragment)
+            layout = self._layout(found, rank)
+            if part.version >= 0 or rank in part.seeds:
+                return
+            if self._state.seeder != life:
+                raise StoreRefusedError(
+                    f"life {life} sends initial weights, but life {self._state.seeder} was chosen to send them; pull "
+                    "them once they have come.",
+                    409,
+                )
+            _check_size(body, part.tensors.seed_bytes(layout), f"initial weights of fragment {fragment}, rank {rank}")
+            if not bool(body.clone().view(torch.float32).isfinite().all()):
+                raise StoreRefusedError(
+                    f"the initial weights of fragment {fragment} on rank {rank} have a number that is not finite; "
+                    "start from finite weights."
+                )
+            event = {"kind": "seed", "life": life, "rank": rank, "fragment": fragment, "hash": hash_of((body,))}
+            self._record(event, seed_name(life, fragment, rank), body)
+
+    def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
+        """Stores one rank's encoded body, uint8 [bytes]; on return it survives a crash of the store."""
+        with self._request():
+            life, fragment = self._find(meta.key.life), self._fragment(meta.key.fragment)
+            layout = self._layout(life, rank)
+            size = fragment.tensors.message_bytes(layout, self._state.codec)
+            _check_size(body, size, f"push {meta.key}, rank {rank}")
+            found = hash_of((body,))
+            known = self._known(life, fragment, meta, rank, found)
+            if known is not None:
+                self._advance()
+                return known
+            self._check_push(life, fragment, meta, share)
+            try:
+                finite = fragment.tensors.is_finite(layout, body, self._state.codec)
+            except ValueError as error:
+                raise StoreRefusedError(f"push {meta.key} of rank {rank} cannot be decoded: {error}") from error
+            self._record(push_record(meta, rank, share, found, finite), push_name(meta.key, rank), body)
+            complete = fragment.pushes[meta.key].complete
+            self._advance()
+            return PushState.COMPLETE if complete else PushState.PARTIAL
+
+    def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
+        """Returns the bytes of one rank's push, or of its initial weights; renews the lease."""
+        with self._lock:
+            layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
+            return tensors.seed_bytes(layout) if initial else tensors.message_bytes(layout, self._state.codec)
+
+    def withdraw(self, key: PushKey) -> None:
+        """Withdraws a push of a step that has failed on one of the site's ranks; its ``seq`` is not used again."""
+        with self._request():
+            life, fragment = self._find(key.life), self._fragment(key.fragment)
+            own = life.progress[fragment.index]
+            if key.seq in own.withdrawn:
+                return
+            if key.seq <= own.merged:
+                raise StoreRefusedError(
+                    f"push {key} is withdrawn, but version {own.merged_in} contains it; take this version over.", 409
+                )
+            if key not in fragment.pushes:
+                self._check_seq(own, key)
+            self._record({"kind": "withdraw", "life": key.life, "fragment": key.fragment, "seq": key.seq})
+
+    # ------------------------------------------------------------------ versions
+
+    def offer(self, life: int, fragment: int) -> Offer | None:
+        """Returns the newest version that this life may take over, and retains it for ``pull``; None before the
+        initial weights have come or while the rule forbids a take-over.
+        """
+        with self._request():
+            found, part = self._find(life), self._fragment(fragment)
+            own = found.progress[fragment]
+            if part.version <= own.taken or not self._state.rule.answerable(part.view(), self._state.members, found):
+                return None
+            if own.offered != part.version:
+                self._record({"kind": "offer", "life": life, "fragment": fragment, "version": part.version})
+            return self._state.offer_of(found, part, part.version)
+
+    def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
+        """Returns the offered version of the ``pulled`` pieces of a fragment, concatenated, fp32 [elements]."""
+        with self._request():
+            found, part = self._find(life), self._fragment(fragment)
+            layout, own = self._layout(found, rank), found.progress[fragment]
+            if version != own.offered or version not in part.versions:
+                raise StoreRefusedError(
+                    f"version {version} of fragment {fragment} is pulled, but life {life} has no offer of it; ask for "
+                    "an offer first.",
+                    409,
+                )
+            values = part.tensors.cut(part.versions[version].flats, layout)
+            own.pulled = sorted({*own.pulled, rank})
+            if own.taken < version and {*self._state.pullers(found, part)} <= {*own.pulled}:
+                self._record({"kind": "taken", "life": life, "fragment": fragment, "version": version})
+            self._sent += 4 * values.numel()
+            return values
+
+    # ------------------------------------------------------------------ checks
+
+    def _find(self, number: int) -> Life:
+        """Returns a life that has not ended, and renews its lease."""
+        life = self._state.members.find(number)
+        self._state.now = self._clock()
+        self._state.renew(life)
+        if life.lost:
+            self._record({"kind": "back", "life": number})
+        return life
+
+    def _fragment(self, index: int) -> FragmentState:
+        found = self._state.fragments.get(index)
+        if found is None:
+            own = ", ".join(map(str, self._state.fragments)) or "none"
+            raise StoreRefusedError(
+                f"fragment {index} is requested, but store {self._state.number} has the fragments {own}; ask the store "
+                "that has it."
+            )
+        return found
+
+    def _check_rank(self, life: Life, rank: int) -> None:
+        if not 0 <= rank < life.ranks:
+            raise StoreRefusedError(
+                f"rank {rank} is given, but life {life.number} has ranks 0 to {life.ranks - 1}; join with the number "
+                "of processes."
+            )
+
+    def _layout(self, life: Life, rank: int) -> RankLayout:
+        self._check_rank(life, rank)
+        if not life.registered:
+            raise StoreRefusedError(
+                f"{len(life.layouts)} of {life.ranks} ranks of life {life.number} have registered, and all have to "
+                "before a push or a pull; register the others.",
+                409,
+            )
+        return life.layouts[rank]
+
+    def _has_seeder(self, site: int) -> bool:
+        """Returns True if a live site other than ``site`` sends the initial weights."""
+        seeder = self._state.members.lives.get(-1 if self._state.seeder is None else self._state.seeder)
+        return seeder is not None and seeder.live and seeder.site != site
+
+    def _check_join(self, request: JoinRequest, model: Event) -> None:
+        settings = json_values(request.settings)
+        for name in sorted({*settings, *self._settings}):
+            theirs, ours = settings.get(name), self._settings.get(name)
+            if theirs != ours:
+                raise StoreRefusedError(
+                    f'site {request.site} has "{name}" {theirs!r} and the store {ours!r}, but both share all settings '
+                    "of the outer loop; start both with the same configuration.",
+                    409,
+                )
+        if request.site < 0 or request.ranks < 1:
+            raise StoreRefusedError(
+                f"site {request.site} joins with {request.ranks} ranks; count sites from 0, with at least one rank."
+            )
+        if len(request.group_of) not in (0, len(request.tensors)):
+            raise StoreRefusedError(
+                f"{len(request.group_of):,} groups are given for {len(request.tensors):,} tensors; give one for each, "
+                "or none."
+            )
+        if self._state.model is None:
+            try:
+                StoreState(self._settings, self._state.number).set_model(model)
+            except (ValueError, IndexError) as error:
+                raise StoreRefusedError(f"site {request.site} cannot join: {error}") from error
+        elif model != self._state.model:
+            known = self._state.model
+            name = next((name for name in ("tensors", "groups", "group_of") if model[name] != known[name]), "")
+            raise StoreRefusedError(
+                f"site {request.site} has other {name.replace('_', ' ')} than the sites before it, "
+                f"{_first_difference(model[name], known[name])}; start all sites with the same model and optimizer.",
+                409,
+            )
+
+    def _known(
+        self, life: Life, fragment: FragmentState, meta: PushMeta, rank: int, body_hash: str
+    ) -> PushState | None:
+        """Returns the state of a repeated push; None for a new one."""
+        key, own = meta.key, life.progress[fragment.index]
+        if key.seq in own.withdrawn:
+            raise StoreRefusedError(f"push {key} was withdrawn; push again as seq {own.next}.", 409)
+        push = fragment.pushes.get(key)
+        if push is not None:
+            if push.meta != meta:
+                raise StoreRefusedError(
+                    f"push {key} is described by rank {rank} otherwise than by rank {min(push.hashes)}, and all ranks "
+                    "send one description; push again from all ranks.",
+                    409,
+                )
+            stored, state = push.hashes.get(rank), PushState.COMPLETE if push.complete else PushState.PARTIAL
+        else:
+            stored = own.hashes[rank] if key.seq == own.merged else body_hash if key.seq < own.merged else None
+            state = PushState.MERGED
+        if stored is None:
+            return None
+        if stored != body_hash:
+            raise StoreRefusedError(
+                f"push {key} of rank {rank} has come before with another body, and a push does not change; push as seq "
+                f"{own.next}.",
+                409,
+            )
+        return state
+
+    def _check_seq(self, own: Progress, key: PushKey) -> None:
+        if key.seq != own.next:
+            raise StoreRefusedError(
+                f"push {key} has seq {key.seq}, but the next one of this life and fragment is {own.next}; push in "
+                "order.",
+                409,
+            )
+
+    def _check_push(self, life: Life, fragment: FragmentState, meta: PushMeta, share: PushShare) -> None:
+        """Refuses a new push with wrong numbers, or before the last one is merged."""
+        key, own, groups = meta.key, life.progress[fragment.index], len(fragment.tensors.sizes)
+        if key not in fragment.pushes:
+            self._check_seq(own, key)
+            under_way = next((str(other) for other in fragment.pushes if other.life == life.number), None)
+            if under_way is not None:
+                raise StoreRefusedError(
+                    f"push {key} has come while {under_way} is in no merge, and a site has one push under way for each "
+                    "fragment; wait for its merge.",
+                    409,
+                )
+            if not 0 <= meta.base <= fragment.version:
+                raise StoreRefusedError(
+                    f"push {key} is based on version {meta.base}, but fragment {fragment.index} has versions 0 to "
+                    f"{fragment.version}; base it on a pulled version."
+                )
+            if self._state.content is Content.SUMS and meta.base != fragment.version:
+                raise StoreRefusedError(
+                    f"push {key} is based on version {meta.base}, but version {fragment.version} was made without this "
+                    "site, and summed gradients need equal weights; start the site from a checkpoint of another site.",
+                    409,
+                )
+        numbers = {"tokens": meta.tokens, "loss weight": share.weight, "rows": meta.rows, "steps": meta.steps}
+        for name, value in numbers.items():
+            if not isfinite(value) or value < 0:
+                raise StoreRefusedError(f"push {key} has {value} {name}; give a finite number of at least 0.")
+        if len(meta.rates) not in (0, groups):
+            raise StoreRefusedError(
+                f"push {key} has {len(meta.rates)} learning rates for {groups} parameter groups; give one for each."
+            )
+
+    # ------------------------------------------------------------------ events
+
+    def _start(self, journal: Journal) -> None:
+        """Restores the state from the folder, with new leases, and makes merges that are due."""
+        recover(journal, self._state, self._settings)
+        start = {"kind": "start", "store": self._state.number, "keep": self._keep, "settings": self._settings}
+        journal.write({**start, "algorithm": DEFAULT_ALGORITHM, "versions": list(self.status().versions)})
+        self._state.restart(self._clock())
+        self._advance()
+
+    def _record(self, event: Event, name: str = "", body: Tensor | None = None) -> None:
+        """Writes an event, after its body, and applies it."""
+        own = torch.empty(0, dtype=torch.uint8) if body is None else body.detach().clone()
+        if self._journal is not None:
+            if body is not None:
+                self._journal.write_body(name, own)
+            self._journal.write(event)
+        self._received += own.numel()
+        self._state.now = self._clock()
+        self._state.apply(event, lambda _: own)
+        self._announce(event)
+
+    def _advance(self) -> None:
+        """Makes all merges that are due."""
+        self._state.now = self._clock()
+        for fragment in self._state.fragments.values():
+            while keys := self._state.rule.due(fragment.view(), self._state.members, self._state.now):
+                self._merge(fragment, keys)
+
+    def _merge(self, fragment: FragmentState, keys: tuple[PushKey, ...]) -> None:
+        arrived = [fragment.pushes[key].arrived for key in keys]
+        pushes = [{"life": key.life, "fragment": key.fragment, "seq": key.seq} for key in keys]
+        spread = max(arrived) - min(arrived)
+        event = self._state.merge({"kind": "merge", "fragment": fragment.index, "pushes": pushes, "spread": spread})
+        self._merges += 1
+        if self._journal is not None:
+            self._journal.write(event)
+            if self._merges % self._every == 0:
+                self._take_snapshot(self._journal)
+        else:
+            fragment.spent_bodies.clear()
+        self._announce(event)
+
+    def _take_snapshot(self, journal: Journal) -> None:
+        """Writes the state, and removes bodies that are in a version now."""
+        write_snapshot(journal.folder, self._state, journal.position)
+        for fragment in self._state.fragments.values():
+            if not self._keep:
+                journal.remove_bodies(fragment.spent_bodies)
+            fragment.spent_bodies.clear()
+
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        """Makes one request at a time; after a failed write, all are refused, since only the disk knows the state."""
+        with self._lock:
+            if self._failure:
+                raise StoreRefusedError(self._failure, 503)
+            try:
+                yield
+            except OSError as error:
+                self._failure = (
+                    f"the store cannot write {error.filename or (self._journal and self._journal.folder)} "
+                    f"({error.strerror or error}), and has all that it has acknowledged; free space or mend the disk, "
+                    "and start the store again."
+                )
+                raise StoreRefusedError(self._failure, 503) from error
+
+    def _announce(self, event: Event) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+
+def _check_size(body: Tensor, expected: int, subject: str) -> None:
+    if body.dtype != torch.uint8 or body.dim() != 1 or len(body) != expected:
+        raise StoreRefusedError(
+            f"{subject}: the body has {body.numel():,} elements of {str(body.dtype).removeprefix('torch.')}, but its "
+            f"registered pieces take {expected:,} bytes; send exactly these as uint8."
+        )
+
+
+def _first_difference(theirs: list[Any], ours: list[Any]) -> str:
+    at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
+    return f"at number {at} {named[0]} instead of {named[1]}"

@@ -1,0 +1,129 @@
+"""Command ``trine outer``: a store in which sites of the outer loop meet, and its state.
+
+trine outer CONFIG [KEY=VALUE ...]     serve a store, by the configuration of the training
+trine outer status URL                 print the state of a running store
+trine outer replay FOLDER              compute all versions again from a store's folder, and compare
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from engine.config import Config, load_config, load_raw
+from engine.config.config_file import OVERRIDES_HELP
+from engine.config.outer_section import OuterConfig, shared_settings
+from engine.errors import ConfigError, EngineError
+from engine.reporting.console import aligned
+
+PORT = 8140
+"""Default port of a store."""
+_NEEDED = ("outer", "optimizer", "gradient_clipping")
+_HEAD = ("site", "life", "clock", "rows")
+
+
+def add_outer_options(command: ArgumentParser) -> None:
+    """Adds the arguments of ``trine outer``."""
+    command.add_argument("config", metavar="CONFIG", help="configuration of the training; or: status")
+    command.add_argument("rest", nargs="*", metavar="KEY=VALUE", help=(
+        f"{OVERRIDES_HELP}; after status, the address of a store"
+    ))  # fmt: skip
+    command.add_argument("--host", default="127.0.0.1", help="address to serve (default 127.0.0.1: this host only)")
+    about = f"port to serve, 0 for a free one (default: that of outer.url, or {PORT})"
+    command.add_argument("--port", type=int, default=None, help=about)
+    about = "folder of the store (default: outer.folder, or outer-store)"
+    command.add_argument("--folder", type=Path, default=None, help=about)
+    about = "number of this store among the addresses in outer.url (default 0)"
+    command.add_argument("--number", type=int, default=0, metavar="N", help=about)
+
+
+def run_outer(options: Namespace) -> None:
+    """Serves a store or prints the state of one.
+
+    Raises:
+        EngineError: the configuration has no store, the address cannot be served, or the store does not answer.
+    """
+    if options.config != "status":
+        _serve(options)
+    elif len(options.rest) == 1:
+        _print_status(options.rest[0])
+    else:
+        raise EngineError(f"trine outer status has {len(options.rest)} arguments; give the address of a store.")
+
+
+def _serve(options: Namespace) -> None:
+    config = store_config(options.config, options.rest)
+    outer, number = config.outer, options.number
+    assert outer is not None
+    count = max(1, len(outer.urls))
+    if not 0 <= number < count:
+        raise ConfigError(f"--number {number} with {count} addresses in outer.url; give 0 to {count - 1}.")
+    from engine.outer.http import service
+    from engine.outer.http.open_link import read_token
+    from engine.outer.store.store import Store
+
+    token = read_token(outer)
+    service.check_host(options.host, token)
+    port = _port(outer.urls, number) if options.port is None else options.port
+    folder = options.folder or Path(outer.folder or "outer-store") / (f"store-{number}" if count > 1 else "")
+    listening = service.listen(options.host, port)
+    with listening:
+        settings = shared_settings(outer, config.optimizer, config.gradient_clipping)
+        store = Store(settings, folder, number=number)
+        place = f"store {number} of {count}" if count > 1 else "store"
+        address = service.address_of(listening)
+        line = f"{place} at {address}: {outer.rule}, period {outer.steps}, folder {folder}"
+        service.serve(store, token, listening, lambda: print(line, flush=True))
+    print(f"{place} at {address} has ended", flush=True)
+
+
+def store_config(source: str | Mapping[str, Any], overrides: list[str]) -> Config:
+    """Returns the configuration of a store: that of the training without the keys that a store does not need.
+
+    Raises:
+        ConfigError: a needed key has a mistake, or there is no section "outer" with a store.
+    """
+    raw = load_raw(source, overrides)
+    outer = raw.get("outer")
+    if not isinstance(outer, Mapping):
+        raise ConfigError(f'{source} has no section "outer" for the store; add {{"outer": {{...}}}}.')
+    if outer.get("rule") == "hogwild":
+        raise ConfigError(
+            f'{source} has outer.rule "hogwild", with weights in the shared memory of one host; start its sites '
+            "without a store."
+        )
+    own = {key: value for key, value in outer.items() if key != "site"}
+    own.setdefault("url", f"http://127.0.0.1:{PORT}")  # a site needs it, and the store prints it
+    needed = {key: raw[key] for key in _NEEDED if key in raw}
+    return load_config({**needed, "outer": own})
+
+
+def _port(urls: tuple[str, ...], number: int) -> int:
+    try:
+        return urlsplit(urls[number]).port or PORT
+    except ValueError:
+        raise ConfigError(f"outer.url {urls[number]} has no number as its port; give http://HOST:PORT.") from None
+
+
+def _print_status(url: str) -> None:
+    from engine.outer.http.line import HttpLink
+    from engine.outer.http.open_link import read_token
+
+    link = HttpLink([url if "://" in url else f"http://{url}"], token=read_token(OuterConfig()))
+    try:
+        status = link.status()
+    finally:
+        link.close()
+    versions = ", ".join("none" if version < 0 else str(version) for version in status.versions)
+    traffic = f"{_megabytes(status.received_bytes)} received, {_megabytes(status.sent_bytes)} sent"
+    print(f"versions {versions or 'none'}; {len(status.waiting)} pushes wait; {traffic}")
+    rows = [
+        (str(site), str(life), str(status.clocks.get(site, 0)), f"{status.rows.get(site, 0):,}")
+        for site, life in sorted(status.members.items())
+    ]
+    print("\n".join(aligned([_HEAD, *rows]) if rows else ["no site is here"]))
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

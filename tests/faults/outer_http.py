@@ -1,0 +1,82 @@
+"""Faults of the outer loop's transport: requests that come twice, late or damaged, and requests of strangers."""
+
+from tests.faults.fault import Fault
+
+HTTP = "engine/outer/http"
+TESTS = "tests/engine/outer/http"
+REFUSED = f"{TESTS}/test_refusals.py::test_a_refused_request_has_a_status_and_a_sentence_and_changes_nothing"
+
+OUTER_HTTP = (
+    Fault(
+        name="another-body-counts-as-repeated",
+        about="A push that repeats a number with another body gets the reply of the first one.",
+        file=f"{HTTP}/bodies.py",
+        old="if last is not None and last[:2] == (key, whole):",
+        new="if last is not None and last[0] == key:",
+        tests=(REFUSED,),
+    ),
+    Fault(
+        name="damaged-body-is-merged",
+        about="A body whose ranges fit but whose whole is damaged reaches the merge.",
+        file=f"{HTTP}/bodies.py",
+        old="        if digest(upload.data) != part.whole:\n",
+        new="        if len(upload.data) != part.total:\n",
+        tests=(REFUSED,),
+    ),
+    Fault(
+        name="doubled-range-counts-twice",
+        about="A range that the network doubles is added to its body twice.",
+        file=f"{HTTP}/bodies.py",
+        old="        if part.offset == upload.arrived:\n",
+        new="        if part.offset <= upload.arrived:\n",
+        tests=(f"{TESTS}/test_bodies.py::test_a_doubled_and_a_late_range_change_nothing",),
+    ),
+    Fault(
+        name="late-offer-moves-on",
+        about="A late double of a request for an offer ends the version that the ranks of the site pull.",
+        file=f"{HTTP}/server.py",
+        old="            if is_repeated or call.asked < asked.number:\n",
+        new="            if call.asked < asked.number:\n",
+        tests=(f"{TESTS}/test_link.py::test_a_late_double_of_an_offer_does_not_end_the_version_that_is_pulled",),
+    ),
+    Fault(
+        name="repeated-join-starts-two-lives",
+        about="A join whose reply is lost starts a second life, which ends the first one.",
+        file=f"{HTTP}/server.py",
+        old="        if joined is None or attempt != call.attempt:\n",
+        new="        if joined is None or attempt:\n",
+        tests=(f"{TESTS}/test_refusals.py::test_a_repeated_join_starts_one_life",),
+    ),
+    Fault(
+        name="no-token-is-a-token",
+        about="A request without a token is served.",
+        file=f"{HTTP}/server.py",
+        old="            if not hmac.compare_digest(given, self._token):\n",
+        new="            if given and not hmac.compare_digest(given, self._token):\n",
+        tests=(f"{TESTS}/test_refusals.py::test_without_the_token_nothing_is_read",),
+    ),
+    Fault(
+        name="full-disk-loses-the-body",
+        about="A body that the store cannot write because its disk is full has to be sent again, over a slow network.",
+        file=f"{HTTP}/server.py",
+        old="        except StoreRefusedError:\n            self._uploads.drop(key)\n",
+        new="        except (StoreRefusedError, OSError):\n            self._uploads.drop(key)\n",
+        tests=(f"{TESTS}/test_refusals.py::test_a_full_disk_is_one_sentence_and_the_push_follows_later",),
+    ),
+    Fault(
+        name="body-size-is-not-checked",
+        about="A body of any size is read into memory.",
+        file=f"{HTTP}/server.py",
+        old="        if part.total != size:\n",
+        new="        if part.total < size:\n",
+        tests=(REFUSED,),
+    ),
+    Fault(
+        name="private-networks-need-no-token",
+        about="A store without a token serves every host of a private network.",
+        file=f"{HTTP}/service.py",
+        old="        return ip_address(host).is_loopback\n",
+        new="        return ip_address(host).is_private\n",
+        tests=(f"{TESTS}/test_service.py::test_a_public_address_needs_a_token",),
+    ),
+)
