@@ -427,8 +427,8 @@ def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
     else:
         plan = find_tensor_plan(model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
     nothing = (
-        f"parallel.tensor {config.tp} shards nothing of this model: every tensor rank stores and computes all of it, so "
-        "give these ranks to parallel.data, or name layers in parallel.tensor_plan",
+        f"parallel.tensor {config.tp} shards nothing of this model: every tensor rank stores and computes all of it, "
+        "so give these ranks to parallel.data, or name layers in parallel.tensor_plan",
     )
     notes = plan.notes if plan.parameters else (*plan.notes, *nothing)
     return replace(plan, regather=parallel.sequence_parallel_regather, notes=notes)
