@@ -238,6 +238,16 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
         )
 
 
+def check_uneven(uneven: bool, parallel: ParallelConfig, problems: Problems) -> None:
+    """Adds a problem if data ranks with different numbers of microbatches would meet in every forward."""
+    if uneven and parallel.expert > 1:
+        problems.add(
+            "uneven_microbatches",
+            f"true with parallel.expert {parallel.expert}, which exchanges rows between data ranks in every forward; "
+            "leave uneven_microbatches or parallel.expert out.",
+        )
+
+
 def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Problems) -> None:
     """Adds a problem if ``monitor.profile`` is not a range of steps, or lacks a folder or a flight recorder."""
     if (given := monitor.profile) is None:

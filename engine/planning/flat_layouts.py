@@ -12,6 +12,7 @@ from math import prod
 import torch
 
 from engine.config import Config
+from engine.config.outer_section import site_optimizer
 from engine.optim.built_in import block_of_codes
 from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.model.name_patterns import is_inside
@@ -113,7 +114,7 @@ class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
             _items(self._table.held_by(holder), holder, self._precision, self._users, self._grid, formats.any),
             config.shards,
             config.zero_optimization.bucket_elements,
-            max(formats.alignment, block_of_codes(config.site_optimizer)),
+            max(formats.alignment, block_of_codes(site_optimizer(config.outer, config.optimizer))),
             self._grid.spread,
         )
 

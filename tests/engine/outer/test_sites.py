@@ -1,5 +1,6 @@
 """Sites of an outer loop against synchronous training, training alone, and the formulas of each rule."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 from threading import Event
@@ -164,7 +165,7 @@ class _Refusing:
     """Store that has no newer weights, until ``opened``."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self.opened = store, Event()
+        self._store, self.opened, self.pulled = store, Event(), Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -173,6 +174,13 @@ class _Refusing:
         """Returns the offers of the start, and later ones once opened."""
         found = self._store.offer(life, fragment)
         return found if found is None or found.version == 0 or self.opened.is_set() else None
+
+    def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
+        """Returns weights; marks the pull of newer ones."""
+        found = self._store.pull(life, rank, fragment, version)
+        if version:
+            self.pulled.set()
+        return found
 
 
 def test_a_quorum_site_trains_on_while_the_store_is_silent(sites: ThreadSites) -> None:
@@ -184,6 +192,9 @@ def test_a_quorum_site_trains_on_while_the_store_is_silent(sites: ThreadSites) -
     def before(site: int, step: int) -> None:
         if step == 7:
             links[site].opened.set()
+        if step == 8:
+            assert links[site].pulled.wait(30)
+            time.sleep(0.05)  # the thread of the pull ends
 
     form = {"rule": "quorum", "least": 1, "grace": 0.0, "period": 2}
     (run,) = sites.run(form, 1, 10, before=before, link=link)
