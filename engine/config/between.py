@@ -86,7 +86,7 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
 def check_tiles(
     given: ActivationCheckpointingConfig, parallel: ParallelConfig, compiled: bool, problems: Problems
 ) -> None:
-    """Adds a problem if modules cannot run in tiles of tokens."""
+    """Adds a problem if ``tile_tokens`` is set with tensor ranks or with blocks ``compiled`` by torch."""
     other = "compile true" if compiled else f"parallel.tensor {shown_value(parallel.tensor)}"
     why = "compiled blocks run as a whole" if compiled else "a tile would repeat the sums over tensor ranks"
     if given.tile_tokens is not None and (compiled or parallel.tensor != 1):

@@ -37,15 +37,16 @@ class Users:
     """Gather groups; None if parameters are not sharded."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """Returns the stages of pipeline rank ``pp`` that use a parameter; () if the rank has one stage."""
+        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``; () if the rank has one stage."""
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
             return ()
         return tuple(stage for stage in here if row.name in self.partition.stages[stage].parameters)
 
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
-        """Returns the (stage, gather group) pairs that need the full parameter on a rank; () without sharded
-        parameters.
+        """Returns the (stage, gather group) pairs for which pipeline rank ``pp`` gathers the parameter ``row``.
+
+        () if parameters are not sharded.
         """
         if self.gathers is None:
             return ()

@@ -21,7 +21,7 @@ from engine.parallel.tensor.global_tensor.index_runs import Runs
 
 
 class KeyAttention(NamedTuple):
-    """Attention of this rank's queries; ``causal`` or a mask of rows decides which keys a query sees."""
+    """Attention of this rank's queries over keys of all ranks; causal, or with the mask passed to ``attend_keys``."""
 
     queries: Runs
     """Positions of the queries."""
@@ -30,7 +30,11 @@ class KeyAttention(NamedTuple):
     scale: float
 
     def rules(self, number: int, rows: Tensor | None, unseeing: Tensor | None) -> Iterator[tuple[SeenBlock, BlockRule]]:
-        """Yields the blocks of seen keys in a parcel; ``rows``: mask [.., queries or 1, keys of all ranks or 1]."""
+        """Yields the blocks of queries and visible keys in parcel ``number``, each with its rule.
+
+        ``rows``: mask of this rank's queries, [.., queries or 1, keys of all ranks or 1]. ``unseeing``: queries from
+        which it hides all keys.
+        """
         keys = self.flow.parcels[number].keys
         if rows is not None and rows.shape[-1] != 1:
             rows = take(rows, (*(None,) * (rows.ndim - 1), keys))
@@ -39,9 +43,10 @@ class KeyAttention(NamedTuple):
 
 
 def attend_keys(q: Tensor, pairs: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
-    """Returns the output [.., G, Q, E] of queries [.., G, Q, D] over the ``pairs`` [.., H, K, D + E] of the ranks.
+    """Returns attention's output [.., G, Q, E] for this rank's queries [.., G, Q, D] over keys of all ranks.
 
-    A pair is a key and its value. Communicates over the axis of the flow; ``rows`` is a mask without a gradient.
+    pairs [.., H, K, D + E], each a key and its value, belong to this rank; ``attention.flow`` exchanges them over its
+    axis, again in backward. ``rows``: mask of this rank's queries, without a gradient.
     """
     if casts_for_autocast(q):
         dtype = torch.get_autocast_dtype(q.device.type)

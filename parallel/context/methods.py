@@ -43,7 +43,7 @@ _MEMORY_SHARE = 16
 
 
 class AttentionMethods:
-    """Method of each attention of a model, as configured or chosen, with what the banner says about it."""
+    """Configured or chosen method of each attention of a model, with counts for the banner."""
 
     def __init__(self, asked: Method | Literal["auto"] = "auto") -> None:
         self.asked = asked
@@ -57,7 +57,7 @@ class AttentionMethods:
         """Rows of a mask for the queries of this rank, one copy for all layers of a forward."""
 
     def clear(self) -> None:
-        """Drops what belongs to one forward."""
+        """Drops the masks of a forward and the keys that they show, at its end."""
         self.plans.clear()
         self.rows.clear()
 
@@ -79,7 +79,7 @@ class AttendingContext(GlobalTensorContext):
         self.attention = AttentionMethods(method)
 
     def clear(self) -> None:
-        """Drops what belongs to one forward: cached copies of entered tensors, and keys that masks show."""
+        """Drops cached copies of plain tensors and masks at the end of a forward."""
         super().clear()
         self.attention.clear()
 

@@ -44,7 +44,10 @@ class Carry(NamedTuple):
 
 
 def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
-    """Lets the functions that methods of ``model`` call run on the positions of each rank, where a trial permits it."""
+    """Patches methods of ``model``: scans that they call run on each rank's positions, if a trial proves this equal.
+
+    A scan is a function outside the model that can take and return a state; ranks relay the state.
+    """
     relayed: dict[Any, Any] = {}
     for module in model.modules():
         made = dict(_methods(type(module), relayed))

@@ -27,7 +27,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class RowwiseModule(NamedTuple):
-    """Module that is proven to treat positions one by one, in calls of these forms."""
+    """Module that is proven to treat positions one by one, for calls that satisfy one of ``forms``."""
 
     name: str
     forms: tuple[ProvenForm, ...]
@@ -152,8 +152,9 @@ class LocalCall(NamedTuple):
 
     @staticmethod
     def of(form: ProvenForm, context: GlobalTensorContext, args: Any, kwargs: Any) -> "LocalCall | None":
-        """Returns the call with the parts of its arguments; None if the arguments are of another form, or sharded
-        along other dims.
+        """Returns the call with this rank's positions of the arguments.
+
+        None if the arguments do not satisfy the conditions of ``form``, or are sharded along other dims.
         """
         leaves = form.call.match(args, kwargs)
         if leaves is None:
@@ -167,7 +168,10 @@ class LocalCall(NamedTuple):
         return LocalCall(form, context, parts, sizes, positions)
 
     def run(self, forward: Callable[..., Any], training: bool) -> Any:
-        """Returns the result of ``forward``, sharded along positions."""
+        """Runs ``forward`` on this rank's positions; returns its result as global tensors sharded along positions.
+
+        ``training``: the module is in training mode; random numbers then differ between ranks.
+        """
         if not (self.form.draws and training):
             out = self.form.call.call(forward, self.leaves)
         else:

@@ -7,12 +7,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from engine.parallel.context.rows.call_forms import SeenCall, SeenTensor, SequenceSize, flatten_leaves
 from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from engine.parallel.context import choose, cuts, key_flow, methods, recut, sight
-from engine.parallel.context.call_forms import SeenCall, SeenTensor, SequenceSize, flatten_leaves
 from engine.parallel.context.choose import Method
 from engine.parallel.context.cuts import zigzag
 from engine.parallel.context.sequences import ContextOfSequences
