@@ -122,6 +122,7 @@ FILES_IN_A_FOLDER = 16
 BROAD_HANDLERS = {
     ("engine/outer/exchange.py", "_work_on"): "the next poll, which raises it on all ranks",
     ("engine/outer/exchange.py", "_renew"): "the next request of the training, if it lasts",
+    ("engine/outer/exchange.py", "run"): "whoever reads the future",
     ("engine/outer/exchange.py", "close"): "nobody: the store may end before its sites",
     ("engine/outer/http/service.py", "run"): "whoever has opened the service, when it ends",
     ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",

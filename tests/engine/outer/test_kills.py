@@ -149,7 +149,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     assert offer is not None
     flat = store.pull(life, 0, 0, offer.version)
     store.close()
-    parts = flat.split([each.piece.elements for each in pieces])
+    parts = torch.split(flat, [each.piece.elements for each in pieces])
     return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
 
@@ -171,7 +171,7 @@ def useful_share(job: Job, seconds: float) -> float:
     useful = sum(
         line["ended"] - line["began"] - line["waited"] for site in range(SITES) for line in job.lines(site)[1:]
     )
-    return useful / (SITES * seconds)
+    return float(useful) / (SITES * seconds)
 
 
 def check_exactly_once(folder: Path) -> tuple[int, int]:
