@@ -59,8 +59,8 @@ OUTER_HTTP = (
         name="full-disk-loses-the-body",
         about="A body that the store cannot write because its disk is full has to be sent again, over a slow network.",
         file=f"{HTTP}/server.py",
-        old="        except StoreRefusedError:\n            self._uploads.drop(key)\n",
-        new="        except (StoreRefusedError, OSError):\n            self._uploads.drop(key)\n",
+        old="            if error.status != DISK_FULL:\n                self._uploads.drop(key)\n",
+        new="            self._uploads.drop(key)\n",
         tests=(f"{TESTS}/test_refusals.py::test_a_full_disk_is_one_sentence_and_the_push_follows_later",),
     ),
     Fault(
