@@ -139,7 +139,7 @@ def read_choices(text: str) -> tuple[TunedChoice, ...]:
 
 @cache
 def shipped_choices() -> tuple[TunedChoice, ...]:
-    """Returns the table of choices that ships with this package."""
+    """Returns the table of measured choices between Triton and torch that ships with this package (``tuned.json``)."""
     return read_choices((Path(__file__).resolve().parent / "tuned.json").read_text(encoding="utf-8"))
 
 

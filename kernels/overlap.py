@@ -97,8 +97,9 @@ class OverlapChoices:
         self, operation: Operation, rows: int, dtype: torch.dtype, *, columns: int | None = None,
         depth: int | None = None,
     ) -> bool:  # fmt: skip
-        """Returns True if a communicating kernel is the choice for some product of ``rows`` and these columns or
-        depth.
+        """Returns True if measurements favor a communicating kernel for a product of ``rows`` rows in ``dtype``.
+
+        ``columns``, ``depth``: sizes of the product; None: any measured size.
         """
         products = {
             ProductSizes(rows, row.columns, row.depth)
@@ -183,8 +184,8 @@ class ExpertRows:
         counts = self.counts
         if counts.dim() != 2 or counts.is_floating_point() or counts.shape[1] % len(counts) or counts.min() < 0:
             raise EngineError(
-                f"counts of rows are {counts.dtype} {tuple(counts.shape)}, but every rank has a number from 0 on for "
-                "each expert, and all ranks own equally many experts; pass integers [ranks, experts]."
+                f"counts of rows are {counts.dtype} {tuple(counts.shape)}, but all ranks own equally many experts and "
+                "send each a number of rows of at least 0; pass integers [ranks, experts of all ranks]."
             )
 
     @property

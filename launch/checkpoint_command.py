@@ -122,7 +122,9 @@ def _plain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{error.filename or path}: {error.strerror or error}; check the path, its permissions and free space."
+        ) from error
 
 
 def _verified(step: Path) -> str:

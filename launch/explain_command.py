@@ -69,11 +69,11 @@ def spelled(given: str, errors: Sequence[RaisedError]) -> list[str]:
 
 
 def share_of_words(error: RaisedError, given: str, asked: Sequence[str] | None = None) -> float:
-    """Returns the fraction of ``given``'s words that the error contains; 2 if ``given`` contains its constant text in
-    order.
+    """Returns how well an error of the engine matches the text ``given``: a fraction of words, or 2 for certain.
 
-    For a text of at least ``PASTED`` words it is the share of the error's constant words found in order. ``asked``:
-    words to compare.
+    2: ``given`` contains the error's constant text in order. Otherwise the fraction of ``given``'s words that the error
+    contains; for at least ``PASTED`` words also the fraction of the error's constant words found in order, if larger.
+    ``asked``: words to compare; None: all words of ``given``.
     """
     said = " ".join(given.split())
     if constant(error) >= 12 and re.search(".*?".join(map(re.escape, pieces(error.text))), said, flags=re.DOTALL):

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 
 class DataParts(NamedTuple):
-    """The data axis in three digits and the context axis in two, slowest first, and the digits of each part of them.
+    """Sizes of the data axis as three digits and of the context axis as two, slowest first.
 
-    Shard groups and groups of experts are runs of neighbours, one kind inside the other:
+    A shard group or a group of experts is a run of neighbouring ranks, so it consists of the fastest digits:
 
         dp = 8, shard_size = 4, experts = 2     outer 2 x middle 2 x inner 2
         dp_shard    middle, inner               dp_replicate    outer

@@ -248,7 +248,7 @@ def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
 
 
 def leave(flat: FlatBucket) -> None:
-    """Ends the sharing of storage among full parameters of a closed engine, without copies."""
+    """Separates the storages of full parameters when the engine closes; their memory stays in place, without copies."""
     for parameter in flat.parameters if not flat.sharded else ():
         vars(parameter).pop("__reduce_ex__", None)
         lay_apart(parameter, flat.apart)

@@ -94,8 +94,9 @@ def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: Forward
 
 
 def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPatches) -> None:
-    """Marks parameters, so that ``refuse_parts`` raises after the engine has closed, if this rank has only shards or a
-    stage.
+    """Marks the parameters of a model of which this rank has a part, so that ``refuse_parts`` raises after ``close``.
+
+    ``cut``: some parameter is sharded; otherwise this rank has a part only of a model with several stages.
     """
     if not cut and config.pp == 1:
         return

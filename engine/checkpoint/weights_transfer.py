@@ -162,8 +162,8 @@ def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
     """Loads weights and persistent buffers on all ranks from the full ``state`` dict of rank 0. Collective.
 
     Raises:
-        CheckpointError: a key is unknown or missing, or a tensor has the wrong shape or is not floating-point; on all
-            ranks, before a weight is changed.
+        CheckpointError: under ``strict`` a key is unknown or missing; or a tensor has the wrong shape or is not
+            floating-point. On all ranks, before a weight is changed.
     """
     told = from_first(lambda: json.dumps(_described(run, state)).encode(), run.comm, run.device)
     kinds, keys = {}, {}

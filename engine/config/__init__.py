@@ -22,6 +22,7 @@ from engine.config.between import (
     check_recomputation,
     check_reruns,
     check_tiles,
+    check_uneven,
     check_zero,
 )
 from engine.config.config_file import overridden, read_config_file, remarks
@@ -37,10 +38,9 @@ from engine.config.optim_sections import (
     MatchedOptimizerConfig,
     OptimizerConfig,
     SchedulerConfig,
-    SgdParams,
 )
 from engine.config.outer_section import OuterConfig, check_outer
-from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting, stored
+from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
     GPU_BUCKET,
@@ -200,14 +200,6 @@ class Config:
     """One line for each DeepSpeed key that is accepted without effect."""
     written: frozenset[str] = field(default=frozenset(), compare=False)
     """Keys that the file or dict contains, such as "optimizer.type", without defaults."""
-
-    @cached_property
-    def site_optimizer(self) -> OptimizerConfig | None:
-        """Optimizer of this process: without state if a store updates the weights, otherwise ``optimizer``."""
-        if self.outer is None or self.optimizer is None or self.outer.content != "gradients":
-            return self.optimizer
-        rate = self.optimizer.params["lr"]
-        return replace(self.optimizer, type="SGD", params=stored(SgdParams(lr=rate)), before=())
 
     @cached_property
     def micro(self) -> int:
@@ -385,16 +377,10 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)
-    delayed = config.zero_optimization.offload_optimizer.delayed_update
-    check_outer(config.outer, config.optimizer, delayed, problems)
+    check_outer(config.outer, config.optimizer, config.zero_optimization.offload_optimizer.delayed_update, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
-    if config.uneven_microbatches and config.parallel.expert > 1:
-        problems.add(
-            "uneven_microbatches",
-            f"true with parallel.expert {config.parallel.expert}, which exchanges rows between data ranks in every "
-            "forward; leave uneven_microbatches or parallel.expert out.",
-        )
+    check_uneven(config.uneven_microbatches, config.parallel, problems)
     if not config.managed_gradient_accumulation and config.parallel.pipeline not in (1, "auto"):
         problems.add(
             "managed_gradient_accumulation",

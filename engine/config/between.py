@@ -86,7 +86,7 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
 def check_tiles(
     given: ActivationCheckpointingConfig, parallel: ParallelConfig, compiled: bool, problems: Problems
 ) -> None:
-    """Adds a problem if modules cannot run in tiles of tokens."""
+    """Adds a problem if ``tile_tokens`` is set with tensor ranks or with blocks ``compiled`` by torch."""
     other = "compile true" if compiled else f"parallel.tensor {shown_value(parallel.tensor)}"
     why = "compiled blocks run as a whole" if compiled else "a tile would repeat the sums over tensor ranks"
     if given.tile_tokens is not None and (compiled or parallel.tensor != 1):
@@ -235,6 +235,16 @@ def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
             "true with ema, which would read weights during their update; leave delayed_update or ema out.",
+        )
+
+
+def check_uneven(uneven: bool, parallel: ParallelConfig, problems: Problems) -> None:
+    """Adds a problem if data ranks with different numbers of microbatches would meet in every forward."""
+    if uneven and parallel.expert > 1:
+        problems.add(
+            "uneven_microbatches",
+            f"true with parallel.expert {parallel.expert}, which exchanges rows between data ranks in every forward; "
+            "leave uneven_microbatches or parallel.expert out.",
         )
 
 

@@ -1,7 +1,7 @@
 """Section "outer": sites that train apart and meet in a store, by a rule."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -145,6 +145,13 @@ class OuterConfig:
         if self.content == "gradients" and training is not None:
             return StoreOptimizerConfig(type=training.type, params=training.params)  # type: ignore[arg-type]
         return OUTER_DEFAULTS["average" if self.rule == "average" else "diloco"]
+
+
+def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) -> OptimizerConfig | None:
+    """Returns the optimizer of a process: without state if a store updates the weights, otherwise ``training``."""
+    if outer is None or training is None or outer.content != "gradients":
+        return training
+    return replace(training, type="SGD", params=stored(SgdParams(lr=training.params["lr"])), before=())
 
 
 def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clipping: float) -> dict[str, Any]:

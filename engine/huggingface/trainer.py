@@ -96,7 +96,7 @@ class WholeSteps:
 
     @property
     def scales(self) -> bool:
-        """True if the engine must call :meth:`loss`, because the model's loss is not used unchanged."""
+        """True if :meth:`loss` must replace the model's loss: a loss function of the user, or another divisor."""
         return self._own_loss is not None or self._counts or bool(self._summed)
 
     def microbatch(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:

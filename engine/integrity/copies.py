@@ -198,7 +198,7 @@ class Writes:
         self._seen = [(each.tensor, _versions(each)) for each in held]
 
     def since(self, held: Sequence[StateTensor]) -> list[bool] | None:
-        """Returns True for each tensor that was written since; None if the list of tensors has changed."""
+        """Returns True for each tensor written since this record was made; None if the list of tensors has changed."""
         if len(held) != len(self._seen):
             return None
         return [

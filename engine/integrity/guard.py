@@ -93,7 +93,10 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ around an update
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Compares the state that the update will read with its digests, without communication or synchronization."""
+        """Launches the comparison of weights and optimizer state with their digests; returns the step's own error.
+
+        Communicates and synchronizes nothing; ``findings`` reads the result.
+        """
         self._at_rest.compare()
         return step.problem
 

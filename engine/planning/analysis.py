@@ -19,7 +19,7 @@ from engine.parallel.activation_checkpointing.blocks import recomputed_blocks, s
 from engine.parallel.activation_checkpointing.tiles import TilePlan, plan_tiles
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.context.recurrence.followed import ContextPlan
-from engine.parallel.context.rowwise import RowwiseModule, running_rowwise
+from engine.parallel.context.rows.rowwise import RowwiseModule, running_rowwise
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
@@ -224,7 +224,7 @@ def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanE
         return
     if config.pp == 1 and isinstance(problem, UncutPathError):
         raise PlanError(
-            f"{problem.what}, and the gradients of layers that tensor ranks share through views, or under "
+            f"{problem.what}, and the gradients of layers that tensor ranks shard through views, or under "
             "sequence_parallel, need a trace of the forward; move that code into a block, leave sequence_parallel "
             "out, or write a parallel.tensor_plan without view."
         ) from problem
@@ -427,8 +427,8 @@ def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
     else:
         plan = find_tensor_plan(model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
     nothing = (
-        f"parallel.tensor {config.tp} shares nothing of this model: every tensor rank holds and computes all of it, so "
-        "give these ranks to parallel.data, or name layers in parallel.tensor_plan",
+        f"parallel.tensor {config.tp} shards nothing of this model: every tensor rank stores and computes all of it, "
+        "so give these ranks to parallel.data, or name layers in parallel.tensor_plan",
     )
     notes = plan.notes if plan.parameters else (*plan.notes, *nothing)
     return replace(plan, regather=parallel.sequence_parallel_regather, notes=notes)

@@ -70,7 +70,7 @@ class ExpertPlan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The different numbers of experts of its layers."""
+        """Distinct numbers of experts of a layer."""
         return tuple(dict.fromkeys(each.experts for each in self.shared))
 
     @property
@@ -86,8 +86,7 @@ class ExpertPlan:
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Parameters that have a part of the gradient on each tensor rank: ranks divide the rows or the width of
-        experts. Those that ranks cut have entries in the tensor plan."""
+        """Parameters with a partial gradient on each tensor rank, since ranks divide rows or the width of experts."""
         common = (f"{each.name}.{own}" for each in self.routed for own in each.common)
         return (*(name for each in self.routed for name in each.parameters), *common)
 
@@ -160,7 +159,7 @@ def _numbered(routers: tuple[RouterChoice, ...], blocks: tuple[str, ...]) -> Rep
 
 
 def around_experts(config: Config, model: nn.Module, shared: ExpertPlan | None) -> tuple[str, ...]:
-    """Returns the names of modules whose experts are shared, counted or replayed, which read the rows of all ranks."""
+    """Returns the names of modules that handle the rows of all ranks: their experts are shared, counted or replayed."""
     replay = find_replay_plan(model, config)
     counted = find_experts(model) if config.monitor.expert_load or config.router_bias_update_rate else ()
     return (*(shared.blocks if shared else ()), *(replay.modules if replay else ()), *(each.name for each in counted))

@@ -12,6 +12,7 @@ from math import prod
 import torch
 
 from engine.config import Config
+from engine.config.outer_section import site_optimizer
 from engine.optim.built_in import block_of_codes
 from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.model.name_patterns import is_inside
@@ -36,15 +37,16 @@ class Users:
     """Gather groups; None if parameters are not sharded."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
-        """Returns the stages of pipeline rank ``pp`` that use a parameter; () if the rank has one stage."""
+        """Returns the stages of pipeline rank ``pp`` that use the parameter ``row``; () if the rank has one stage."""
         here = self.stages_of_rank[pp]
         if self.partition is None or len(here) == 1:
             return ()
         return tuple(stage for stage in here if row.name in self.partition.stages[stage].parameters)
 
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
-        """Returns the (stage, gather group) pairs that need the full parameter on a rank; () without sharded
-        parameters.
+        """Returns the (stage, gather group) pairs for which pipeline rank ``pp`` gathers the parameter ``row``.
+
+        () if parameters are not sharded.
         """
         if self.gathers is None:
             return ()
@@ -112,7 +114,7 @@ class FlatLayouts(Mapping[ShardHolder, FlatLayout]):
             _items(self._table.held_by(holder), holder, self._precision, self._users, self._grid, formats.any),
             config.shards,
             config.zero_optimization.bucket_elements,
-            max(formats.alignment, block_of_codes(config.site_optimizer)),
+            max(formats.alignment, block_of_codes(site_optimizer(config.outer, config.optimizer))),
             self._grid.spread,
         )
 

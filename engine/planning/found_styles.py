@@ -51,7 +51,10 @@ class FoundStyles:
     notes: tuple[str, ...]
 
     def plan(self, model: nn.Module, tp: int, sequence: bool = False) -> TensorPlan:
-        """Returns the tensor plan of ``model`` with these styles for ``tp`` ranks."""
+        """Returns the tensor plan of ``model`` with these styles for ``tp`` ranks.
+
+        ``sequence``: sequence parallelism.
+        """
         read = match_styles(model, self.patterns)
         plan = cut_model(model, read, tp, "found by zero patterns, proven", sequence)
         return replace(plan, patterns=self.patterns, reasons=self.reasons, notes=self.notes)

@@ -22,7 +22,7 @@ from engine.zero.wire_formats import WireFormats
 def possible_ratios(layouts: Iterable[FlatLayout]) -> tuple[float, ...]:
     """Returns, ascending, the offload ratios at which one more bucket of some layout moves to the host.
 
-    Any ratio in between acts as the next of them.
+    A ratio between two of them has the effect of the upper one.
     """
     found = {0.0, 1.0}
     for layout in layouts:
@@ -46,7 +46,7 @@ def smallest_ratio(layouts: Iterable[FlatLayout], fits: Callable[[float], bool])
 
 
 def with_ratio(config: Config, ratio: float) -> Config:
-    """Returns ``config`` with this number as ``offload_optimizer.ratio``."""
+    """Returns ``config`` with ``zero_optimization.offload_optimizer.ratio`` set to ``ratio``."""
     zero = config.zero_optimization
     return replace(
         config, zero_optimization=replace(zero, offload_optimizer=replace(zero.offload_optimizer, ratio=ratio))
@@ -54,8 +54,9 @@ def with_ratio(config: Config, ratio: float) -> Config:
 
 
 def refuse_limit(limit: float, rank: int, state: Mapping[str, int]) -> PlanError:
-    """Returns the error if even a full offload exceeds ``limit``; ``state``: remaining device bytes of ``rank`` by
-    kind.
+    """Returns the error for a memory limit (GiB) that ``rank`` exceeds even with all optimizer state on the host.
+
+    ``state``: remaining device bytes of ``rank`` by kind.
     """
     kinds = ", ".join(f"{kind} {count / 2**30:.3g}" for kind, count in state.items() if count)
     return PlanError(

@@ -35,8 +35,9 @@ class IsolatedRunError(Exception):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Converts every exception inside this context to :class:`IsolatedRunError`, because a copied module may raise
-    anything.
+    """Converts an exception of a copied module inside this context to :class:`IsolatedRunError`.
+
+    Errors of the engine's own code and requests for a whole weight pass through.
     """
     try:
         yield

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engine.config import Config
+from engine.config.outer_section import site_optimizer
 from engine.errors import ScheduleError
 from engine.kernels.codecs.weight_format import WeightFormat
 from engine.kernels.optim.matrix_rule import MatrixRule
@@ -20,7 +21,7 @@ from engine.parallel.activation_checkpointing.tiles import TilePlan
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
 from engine.parallel.context.recurrence.followed import ContextPlan
-from engine.parallel.context.rowwise import RowwiseModule
+from engine.parallel.context.rows.rowwise import RowwiseModule
 from engine.parallel.experts.router_bias import RouterBias
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.kernel_injection.inject import Replacement
@@ -369,7 +370,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         groups=groups,
         precision=precision,
         schedule=schedule,
-        moments=None if request.own_optimizer else kept_state(config.site_optimizer, groups),
+        moments=None if request.own_optimizer else kept_state(site_optimizer(config.outer, config.optimizer), groups),
         notes=_notes(config, request, precision, schedule, analysis, quantized),
         tensor=analysis.tensor,
         trace=analysis.trace,

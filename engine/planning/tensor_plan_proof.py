@@ -131,9 +131,9 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
 def wrong_outside_blocks(
     plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
 ) -> tuple[str, ...]:
-    """Returns the layers outside blocks whose styles cause the ``failure`` of the forward, or else all of them.
+    """Returns the layers outside blocks without which the plan's forward succeeds; all of them if no removal helps.
 
-    Layers of one parallel region are tried together.
+    Layers of one parallel region are removed together. ``failure(plan)`` runs the forward and returns its error.
     """
     styles, blocks = match_styles(model, plan.patterns), find_units(model).blocks
     outside = [name for name in styles if not any(is_inside(name, block) for block in blocks)]

@@ -92,7 +92,7 @@ class SearchedProgram:
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True, whole: _Names = ()) -> FoundStyles:
         """Returns tensor-parallel styles of layers for ``tp`` tensor ranks.
 
-        ``low_rank``: large matrices are low-rank random products. ``whole``: modules that may stay unsharded.
+        ``sequence``: sequence parallelism. ``low_rank``: draws large matrices of low rank. ``whole``: may stay uncut.
 
         Raises:
             PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
@@ -106,7 +106,7 @@ class SearchedProgram:
             for unit in found.units:
                 search.take(unit)
         patterns = as_patterns(model, search.styles)
-        notes = [f"tensor ranks share blocks, as one path calls them, and nothing beside: {found.choice}"]
+        notes = [f"tensor ranks shard blocks alone, as one path of the forward calls them: {found.choice}"]
         notes = [*found.notes, *(notes if found.choice else ())]
         return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 

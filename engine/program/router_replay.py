@@ -119,7 +119,7 @@ class RouterReplay:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Lets routers choose in the forwards inside, which are traced."""
+        """Opens a trace, in which routers choose themselves and nothing is recorded."""
         before, self._traces = self._traces, True
         try:
             yield
@@ -131,7 +131,7 @@ class RouterReplay:
         self._now, self._waiting = self._entry(batch), []
 
     def end_backward(self) -> None:
-        """Forgets forwards that waited for a backward."""
+        """Drops the record of forwards that waited for a backward."""
         self._waiting = []
 
     def again(self) -> Callable[[], AbstractContextManager[None]]:

@@ -59,7 +59,7 @@ class Console(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Ends the use by one engine; the last one removes the handler and restores the log level."""
+        """Releases the handler for one engine; the last one removes it and restores the log level."""
         self.engines -= 1
         if not self.engines:
             logger.removeFilter(self._is_wanted)

@@ -61,9 +61,7 @@ class MicrobatchRunner:
         return microbatch >= len(self._microbatches)
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
-        """Returns the stage's plan and the traced tensors of a microbatch: the shapes that the stage receives and
-        sends.
-        """
+        """Returns the stage's plan and the microbatch's traced tensors, with the shapes of received and sent ones."""
         if self._runtime.pipeline is None or self._lacks(microbatch):
             return _ALONE
         traced = self._trace(microbatch)
@@ -147,7 +145,7 @@ class MicrobatchRunner:
         self._runtime.weights(self._which(stage, microbatch, "weight"), deferred)
 
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Returns a context in which deferred weight gradients are computed while tensor-parallel collectives run."""
+        """Returns a context that computes the deferred weight gradients of this microbatch during waits for tp."""
         runtime = self._runtime
         return runtime.axis.filling_waits(self._deferred[stage, microbatch].ahead, runtime.program.device)
 

@@ -95,10 +95,10 @@ class StepPart:
         return nullcontext()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Begins the backward of a microbatch, in which blocks may run again."""
+        """Runs before the backward of a microbatch, in which blocks may be recomputed."""
 
     def end_backward(self) -> None:
-        """Ends a backward."""
+        """Runs after a backward."""
 
     def rerun(self) -> Rerun | None:
         """Returns a comparison if the step that begins shall run twice; None if it runs once."""

@@ -75,7 +75,7 @@ class DelayedUpdates(StepPart):
 
 
 class MomentsOnDisk(StepPart):
-    """Step part for optimizer moments on disk; a disk may fail."""
+    """Step part that refuses saves after a disk has lost optimizer moments, and closes their files at the end."""
 
     order = PartOrder.DISK
 
@@ -169,10 +169,10 @@ class BalancedRouters(StepPart):
 
 
 class ReplayedRouters(StepPart):
-    """Gives routers the choices of a batch.
+    """Step part that passes recorded choices of experts from the batch to the routers.
 
     Args:
-        replay: the entries of the batch, which forwards read.
+        replay: recorded choices of the running microbatches.
     """
 
     order = PartOrder.REPLAY
@@ -181,20 +181,20 @@ class ReplayedRouters(StepPart):
         self.replay = replay
 
     def taken(self, microbatches: Sequence[Batch]) -> None:
-        """Checks the entries of the microbatches."""
+        """Raises if the recorded choices of a microbatch do not fit the model."""
         for microbatch in microbatches:
             self.replay.check(microbatch)
 
     def begin_step(self) -> None:
-        """Forgets forwards without a backward."""
+        """Drops the choices of forwards that had no backward."""
         self.replay.end_backward()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Brings back the entry of the microbatch."""
+        """Selects the choices of the microbatch, for blocks that its backward recomputes."""
         self.replay.begin_backward(microbatch)
 
     def end_backward(self) -> None:
-        """Forgets forwards that have had their backward."""
+        """Drops the choices of the microbatches after a backward."""
         self.replay.end_backward()
 
 

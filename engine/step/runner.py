@@ -64,8 +64,9 @@ class Remarks:
         self._batches_told = False
 
     def look(self, microbatches: Sequence[Batch]) -> None:
-        """Checks modes and batch of a step before its first forward; ``microbatches``: the batch, or its first
-        microbatch.
+        """Logs a warning if the model trains in eval mode, or if several steps in a row have the same batch.
+
+        ``microbatches``: the batch of the step, or its first microbatch. Reads hashes of the batch, not in every step.
         """
         if not self._speaks:
             return
@@ -249,8 +250,9 @@ class StepRunner:
 
     @torch.no_grad()
     def accompany(self, batch: Batch) -> bool:
-        """Joins one ``predict`` of other data ranks, with rows of ``batch`` as input; returns False if no rank has rows
-        left.
+        """Takes part in the collectives of one ``predict`` of other data ranks, and discards the output.
+
+        ``batch``: any rows, as input. Returns False if no rank has rows left.
         """
         step = self.begin()
         count = self._most_forwards(0, step)

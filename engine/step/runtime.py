@@ -151,18 +151,21 @@ class RankRuntime:
 
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
-        """Opens a forward that adds its counts, such as tokens of each expert, to ``into``."""
+        """Opens a forward that adds counts, such as tokens of each expert, to ``into``; None outside training steps."""
         with ExitStack() as stack:
             for part in self.parts.having(StepPart.forward):
                 stack.enter_context(part.forward(into))
             yield
 
     def uncounted(self) -> Tensor | None:
-        """Returns zeros for the counts of a new step; None if nothing is counted."""
+        """Returns zeros to which :meth:`counting` adds in a new step; None if nothing is counted."""
         return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
-        """Returns ``run()``, a forward of ``given``; under a tensor plan, checks that it uses parameters as planned."""
+        """Returns ``run()``, a forward of the inputs ``given``, and checks the tensor plan at its first use.
+
+        The check raises if the forward uses a parameter otherwise than planned.
+        """
         first_use = self.first_use
         return first_use.watch(given, run) if first_use is not None and first_use.needed else run()
 
@@ -180,7 +183,7 @@ class RankRuntime:
                     part.end_backward()
 
     def begin_backward(self, microbatch: Batch) -> None:
-        """Begins the backward of a microbatch, whose blocks may run again."""
+        """Prepares the step parts for the backward of a microbatch, whose blocks may be recomputed."""
         for part in self.parts.having(StepPart.begin_backward):
             part.begin_backward(microbatch)
 
@@ -256,7 +259,7 @@ class RankRuntime:
             leave(flat)
 
     def weights_written(self) -> None:
-        """Drops gathered copies of parameters after a load or the user has written shards. Collective."""
+        """Drops gathered copies of parameters after a load or the user has written to shards. Collective."""
         if self.gatherer is not None:
             self.gatherer.forget()
 
@@ -305,9 +308,7 @@ class RankRuntime:
             yield
 
     def own(self, tree: Any) -> Any:
-        """Returns ``tree`` with copies of all tensors that are views of gathered parameters, so that they outlive the
-        forward.
-        """
+        """Copies each tensor of ``tree`` that is a view of a gathered parameter, so that it stays valid once freed."""
         return tree if self.gatherer is None else pytree.tree_map_only(Tensor, self.gatherer.own, tree)
 
     @contextmanager

@@ -101,7 +101,7 @@ class StepState:
     """Callback after a NaN loss: traces again, and raises if the forward has changed. Collective."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:
-        """Adds loss, weight and tokens of one microbatch."""
+        """Adds loss, weight and tokens of one microbatch, and counts it."""
         self.add(loss)
         self.see(microbatch)
         self.microbatches += 1
@@ -116,7 +116,7 @@ class StepState:
             self.metrics = [old + new for old, new in zip(before, more, strict=True)]
 
     def see(self, microbatch: Batch) -> None:
-        """Adds the number of tokens of a microbatch."""
+        """Adds the number of tokens of a microbatch, or of rows if it has no token ids."""
         self.tokens += count_tokens(microbatch)
         self.text = is_text(microbatch)
 
@@ -176,10 +176,10 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     def pack(
         step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool, unused: int = 0, metrics: int = 0
     ) -> Tensor:
-        """Returns this rank's summands as one fp64 tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts] on the
-        device.
+        """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
-        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does.
+        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does. ``stop``: this
+        rank asks to end the run. ``unused``: number of its trained parameters that this step does not update.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,

@@ -145,7 +145,7 @@ _DESCRIBED_FROM = (9, 0)
 
 
 def tiles_for(itemsize: int, tf32: bool, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """Returns the candidate tiles for elements of ``itemsize`` bytes."""
+    """Returns the candidate tiles for elements of ``itemsize`` bytes; ``tf32``: precision of fp32 products."""
     if itemsize == 4:
         return (TF32 if tf32 else EXACT,)
     return HOPPER if capability >= _DESCRIBED_FROM else AMPERE

@@ -33,7 +33,10 @@ def load_tile(
     source, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr, TRANSPOSED: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Loads [BR, BC] of the contiguous ``source`` [rows, columns]; TRANSPOSED returns the tile as [BC, BR]."""
+    """Loads the tile [BR, BC] at (row, column) of the contiguous ``source`` [rows, columns].
+
+    TRANSPOSED returns it as [BC, BR]. DESCRIBED: ``source`` is a tensor descriptor, and not a pointer.
+    """
     if DESCRIBED:
         values = source.load([row, column])
         if TRANSPOSED:

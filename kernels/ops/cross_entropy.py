@@ -28,7 +28,7 @@ from engine.kernels.dispatch import Kernels, fused_operator
 
 
 class Question(NamedTuple):
-    """Statistics that a loss needs in addition to ``log_sum``: the target's logit, a weighted sum."""
+    """Request for statistics in addition to ``log_sum``: the target's logit, a weighted sum of logits."""
 
     target: Tensor | None = None
     """Target columns in the full vocabulary, [N] int64, equal on all ranks."""
@@ -82,7 +82,7 @@ class Slopes(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Interface of all-reduces between the ranks with a vocabulary's columns."""
+    """Interface of all-reduces between ranks that shard the vocabulary's columns."""
 
     def largest(self, values: Tensor) -> None:
         """Replaces ``values`` by their maximum over the ranks, in place."""
@@ -98,7 +98,7 @@ def fits_softmax_kernels(logits: Tensor) -> bool:
 
 
 def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
-    """Computes the softmax statistics of the local columns in one pass over the logits."""
+    """Computes the softmax statistics of the local columns in one pass over the logits, in Triton or in PyTorch."""
     if not triton or not fits_softmax_kernels(logits_NW):
         return statistics_reference(logits_NW, question)
     target, weight, even, start = question

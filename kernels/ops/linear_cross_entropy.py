@@ -89,7 +89,10 @@ class LinearTerms(NamedTuple):
 
 
 def chunk_tokens(tokens: int, width: int, columns: int) -> int:
-    """Returns the number of tokens in a chunk, a power of two of at least the two sizes in the module's docstring."""
+    """Returns the number of tokens in a chunk: a power of two, at least ``tokens * width / columns`` and ``width / 2``.
+
+    At the first size the chunk's logits have as many elements as all hidden states.
+    """
     wanted = max(-(-tokens * width // max(columns, 1)), width // 2, LEAST_CHUNK)
     return 1 << (wanted - 1).bit_length()
 

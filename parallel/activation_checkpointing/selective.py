@@ -115,11 +115,13 @@ class SavedActivations:
         return output
 
     def saved(self) -> None:
-        """Notes that autograd has saved a tensor: the recomputation runs at least up to this operator."""
+        """Records that autograd has saved a tensor, so the recomputation runs at least up to the latest operator."""
         self._latest.clear()
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """Ends the forward: drops outputs that the recomputation does not reach, and copies tensors that share memory
+        """Completes the record at the end of a forward.
+
+        Drops results of operators that the recomputation does not reach, and copies saved tensors that share memory
         with ``outputs``.
         """
         for entries in self._latest:

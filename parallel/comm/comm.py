@@ -293,7 +293,9 @@ class Comm:
         except PeerEndedError as error:
             raise EngineError(f"{error}; look for the first traceback of the job.") from error
         except RuntimeError as error:
-            raise EngineError(f"{error}: that rank has ended, hangs, or makes other calls.") from error
+            raise EngineError(
+                f"{error}: that rank has ended, hangs, or makes other calls; look for the first traceback of the job."
+            ) from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Creates the process group of :meth:`all_to_all` among these data ranks. Every rank calls this, in the same

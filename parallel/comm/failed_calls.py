@@ -103,7 +103,7 @@ class FailedCalls:
         return EngineError(self._verdict) if self._verdict and _REMEDY in self._verdict else None
 
     def close(self) -> None:
-        """Ends without a vote. A second call does nothing."""
+        """Cancels the exit of this process that follows a failed call; a second call does nothing."""
         self._exits.set()
         atexit.unregister(self._exits.set)
 

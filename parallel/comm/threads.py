@@ -408,7 +408,7 @@ class ThreadBackend(Backend):
         return finish
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
-        """All-gathers ``data`` over the ranks of ``gather_parameters``."""
+        """All-gathers ``data`` over groups of ``within`` neighbouring data ranks."""
         line = self._grid.shard_line
         first = self._grid.index(line) // within * within
         group = ("agreement", tuple(self._grid.peers(line)[first : first + within]))

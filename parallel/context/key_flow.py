@@ -25,7 +25,7 @@ KEYS, KEY_GRADIENTS = "keys", "key gradients"
 
 
 class Parcel(NamedTuple):
-    """Keys and values that arrive together; ``boxes`` None: those of this rank."""
+    """Keys and values that a rank receives together; ``boxes`` None: this rank's own."""
 
     keys: Runs
     """Positions of the keys."""
@@ -35,13 +35,16 @@ class Parcel(NamedTuple):
 
 
 class KeyFlow(NamedTuple):
-    """Parcels of one attention, in the order of their arrival."""
+    """Order in which a rank receives the keys and values of one attention, parcel by parcel."""
 
     parcels: tuple[Parcel, ...]
     axis: TensorAxis
 
     def bring(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields the number and the tensor [.., K, D + E] of each parcel; the next one travels meanwhile."""
+        """Yields each parcel's number and its keys joined with values [.., K, D + E].
+
+        ``local``: keys and values of this rank. The next parcel is in flight while the caller computes.
+        """
         coming = self._start(0, local)
         for number in range(len(self.parcels)):
             made, wait = coming
@@ -68,7 +71,10 @@ class KeyFlow(NamedTuple):
         return made, place
 
     def take_home(self, number: int, grad: Tensor) -> tuple[Tensor, Wait]:
-        """Sends the gradient of a parcel to the owners; returns this rank's sum, and a function that waits for it."""
+        """Sends the gradient of parcel ``number`` to the ranks that own its keys.
+
+        Returns the summed gradient of this rank's keys in that parcel, and a function that waits for it.
+        """
         parcel = self.parcels[number]
         if parcel.boxes is None:
             return grad, _nothing
@@ -79,7 +85,7 @@ class KeyFlow(NamedTuple):
         return made, pending.wait
 
     def expect_backward(self, local: Tensor, made: Tensor) -> None:
-        """Reports the collectives of the backward of ``made`` to the listener of a dry axis."""
+        """Reports the collectives of ``made``'s backward to the listener of a dry axis (see ``TensorAxis``)."""
         for parcel in self.parcels if self.axis.dry else ():
             if parcel.boxes is None:
                 continue
@@ -98,12 +104,12 @@ def _nothing() -> None:
 
 
 def own_keys(length: int, axis: TensorAxis) -> KeyFlow:
-    """Returns the flow of keys that are all on this rank."""
+    """Returns the flow without communication: each rank uses its own keys, of all ``length`` positions."""
     return KeyFlow((Parcel(one_run(0, length)),), axis)
 
 
 def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow:
-    """Returns the flow of all keys [.., S, D + E], sharded along S as ``have``, to every rank."""
+    """Returns the flow that gathers all keys on every rank; ``have``: sharding of keys and values [.., S, D + E]."""
     boxes = boxes_of(shape, have, (None,) * len(have), axis.index, axis.size)
     index = have[-2]
     even = index if index is not None and index.even else None
@@ -111,7 +117,7 @@ def gathered_keys(shape: Sequence[int], have: Sets, axis: TensorAxis) -> KeyFlow
 
 
 def needed_flow(shape: Sequence[int], have: Sets, wanted: Index, axis: TensorAxis) -> KeyFlow:
-    """Returns the flow of the keys ``wanted`` by each rank."""
+    """Returns the flow that sends each rank the keys ``wanted.ranks[r]`` in one exchange."""
     boxes = boxes_of(shape, have, replaced(have, len(have) - 2, wanted), axis.index, axis.size)
     return KeyFlow((Parcel(wanted.runs[axis.index], boxes),), axis)
 

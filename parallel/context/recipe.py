@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from engine.parallel.context.sequences import SequenceEntry
-from engine.parallel.model.operand_casts import QuietMode
+from engine.parallel.model.operand_casts import QuietMode, is_watched
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.rules.attention import attention_arguments
 from engine.parallel.trace.torch_function import METADATA
@@ -57,9 +55,9 @@ _INDEXED = Tensor.__getitem__
 
 
 class TensorRecipe(Tensor):
-    """Tensor that is computed where it is read.
+    """Tensor without memory that computes its elements when code reads them, such as a long mask.
 
-    ``part(wanted)`` returns the part for indices of each dim; ``made``: the whole tensor, once something has read it.
+    ``part(wanted)`` computes the elements at indices of each dim; ``made``: the whole tensor, once code has read it.
     """
 
     part: Callable[[Sequence[Part]], Tensor]
@@ -74,11 +72,11 @@ class TensorRecipe(Tensor):
         return recipe
 
     def box(self, wanted: Sequence[Part]) -> Tensor:
-        """Returns the part of the tensor for indices of each dim."""
+        """Returns the elements at indices of each dim, from the whole tensor if it exists."""
         return _box(self.made, wanted) if self.made is not None else self.part(wanted)
 
     def whole(self) -> Tensor:
-        """Returns the whole tensor."""
+        """Computes the whole tensor at the first call and returns it."""
         if self.made is None:
             self.made = self.part((None,) * self.ndim)
         return self.made
@@ -119,7 +117,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
-    """Returns the result of ``func`` as a recipe; None if it has to be computed."""
+    """Returns a recipe for the result of ``func``; None if ``func`` must be computed now."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_tensor) if isinstance(leaf, Tensor)]
     if not tensors or any(type(leaf) not in (Tensor, TensorRecipe) or leaf.requires_grad for leaf in tensors):
         return None
@@ -287,7 +285,7 @@ def _seen(recipe: TensorRecipe, lines: slice) -> slice:
 
 
 class RecipeMode(QuietMode):
-    """Mode of a forward in which large functions of short tensors become recipes."""
+    """Function mode that returns a :class:`TensorRecipe` for a large elementwise result of small tensors."""
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BY_ELEMENT and (made := recipe_of(func, args, kwargs or {})) is not None:
@@ -297,16 +295,11 @@ class RecipeMode(QuietMode):
 
 @contextmanager
 def masks_by_recipe(batch: Iterable[Tensor]) -> Iterator[None]:
-    """Context of a forward whose masks are recipes, if the batch is long and nothing else watches the forward."""
+    """Opens a forward in which masks become recipes, if the batch is long and no other function mode is active."""
     given = [tensor for tensor in batch if tensor.ndim > 1]
     plain = all(type(tensor) is Tensor and not tensor.is_meta for tensor in given)
-    if plain and any(tensor.shape[1] >= _LONG for tensor in given) and not _is_watched():
+    if plain and any(tensor.shape[1] >= _LONG for tensor in given) and not is_watched():
         with RecipeMode():
             yield
     else:
         yield
-
-
-def _is_watched() -> bool:
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(not isinstance(mode, QuietMode | SequenceEntry) for mode in modes)

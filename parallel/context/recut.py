@@ -28,7 +28,7 @@ Places = tuple[Runs | None, ...]
 
 
 class Boxes(NamedTuple):
-    """Elements that a rank sends to each rank and receives from each one; those of its own are copied."""
+    """Slices of a resharding: elements that a rank sends to and receives from each rank; its own are copied."""
 
     gives: tuple[Places, ...]
     """Box of the local tensor that each rank wants."""
@@ -43,12 +43,12 @@ class Boxes(NamedTuple):
 
     @property
     def back(self) -> "Boxes":
-        """The same boxes, from the result to the local tensor."""
+        """Boxes of the reverse resharding, from the result to the local tensor."""
         return Boxes(self.gets, self.gives, self.get_sizes, self.give_sizes, self.made, self.given)
 
 
 def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int) -> Boxes:
-    """Returns the boxes of ``rank`` on the way of a tensor of ``shape`` from ``have`` to ``want``. Pure arithmetic.
+    """Returns the boxes with which ``rank`` reshards a tensor of ``shape`` from ``have`` to ``want``; sends nothing.
 
     Raises:
         NoRuleError: several ranks store an element of ``have``.
@@ -66,7 +66,7 @@ def boxes_of(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int
 
 
 def sent_elements(shape: Sequence[int], have: Sets, want: Sets, rank: int, ranks: int) -> int:
-    """Returns the number of elements that ``rank`` sends to other ranks."""
+    """Returns the number of elements that ``rank`` sends to other ranks when it reshards ``have`` to ``want``."""
     found = boxes_of(shape, have, want, rank, ranks)
     return sum(math.prod(size) for other, size in enumerate(found.give_sizes) if other != rank)
 
@@ -103,7 +103,7 @@ def _common(a: Runs | None, b: Runs | None) -> Runs | None:
 
 
 def take(x: Tensor, box: Places) -> Tensor:
-    """Returns the box of ``x``: a view if its places are neighbours."""
+    """Returns the elements of ``x`` in ``box``: a view if the places of each dim are neighbours."""
     for dim, runs in enumerate(box):
         if runs is None:
             continue
@@ -116,7 +116,7 @@ def take(x: Tensor, box: Places) -> Tensor:
 
 
 def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
-    """Writes ``piece`` to the box of ``into``, or adds it."""
+    """Writes ``piece`` to the places ``box`` of ``into``; with ``add``, adds it."""
     split = next((dim for dim, runs in enumerate(box) if runs is not None), None)
     if split is None:
         _ = into.add_(piece) if add else into.copy_(piece)
@@ -135,9 +135,9 @@ def put(into: Tensor, box: Places, piece: Tensor, add: bool = False) -> None:
 
 
 def start_send(x: Tensor, boxes: Boxes, axis: TensorAxis, label: str, add: bool = False) -> tuple[Tensor, Wait]:
-    """Sends the boxes of ``x``; returns the result, and a function that waits until it is complete.
+    """Starts a resharding of ``x`` over ``axis``; returns the new shard, and a function that waits for its completion.
 
-    ``add``: an element may come from several ranks, and its values are summed; otherwise from one.
+    ``add``: sums the values of an element that several ranks send; otherwise one rank sends it.
     """
     own, others = axis.index, [rank for rank in range(axis.size) if rank != axis.index]
     made = (x.new_zeros if add else x.new_empty)(boxes.made)
@@ -159,7 +159,7 @@ def start_send(x: Tensor, boxes: Boxes, axis: TensorAxis, label: str, add: bool 
 
 
 def recut(x: GlobalTensor, sets: Sets, label: str) -> GlobalTensor:
-    """Returns ``x`` sharded as ``sets``, where several ranks may store an element. Communicates over the axis of ``x``.
+    """Reshards ``x`` to ``sets``, in which several ranks may store an element. Communicates over the axis of ``x``.
 
     Raises:
         NoRuleError: several ranks store an element of ``x``.
@@ -176,7 +176,7 @@ def recut(x: GlobalTensor, sets: Sets, label: str) -> GlobalTensor:
 
 
 def expect_back(boxes: Boxes, axis: TensorAxis, label: str, made: Tensor, times: int = 1) -> None:
-    """Reports the way back of the boxes to the listener of a dry axis; the backward of ``made`` sends them."""
+    """Reports the exchange that ``made``'s backward makes to the listener of a dry axis (see ``TensorAxis``)."""
     if axis.dry:
         sizes = enumerate(boxes.get_sizes)
         back = times * sum(math.prod(size) for rank, size in sizes if rank != axis.index)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs the rule of ``expand``, and notes that one dim of one element has grown."""
+    """Runs the rule of ``expand``; records the tensor before it if one dim of size one has grown."""
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1 and given.full[grown[0]] == 1:
         Unrepeated.note(made, given, grown[0])
@@ -23,7 +23,7 @@ def noted_expand(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs the rule of ``repeat_interleave``, and notes the tensor before it."""
+    """Runs the rule of ``repeat_interleave``, and records the tensor before it."""
     made, given, grown = _run(context, func, args, options)
     if len(grown) == 1:
         Unrepeated.note(made, given, grown[0])
@@ -31,7 +31,7 @@ def noted_repeat(context: "GlobalTensorContext", func: Function, *args: Any, **o
 
 
 def noted_reshape(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """Runs the rule of ``reshape``, and notes that it joins a repeated dim with the heads before it."""
+    """Runs the rule of ``reshape``; if it joins a repeated dim with the heads, records the heads before the repeat."""
     made, given, _ = _run(context, func, args, options)
     note = given.unrepeated if type(given) is GlobalTensor and type(made) is GlobalTensor else None
     if note is not None and note.dim and note.source.full[note.dim] == 1 and note.valid(given):
@@ -51,6 +51,6 @@ def _run(context: "GlobalTensorContext", func: Function, args: Any, options: Any
 
 
 def before_repeat(x: GlobalTensor) -> GlobalTensor:
-    """Returns keys or values [.., heads, S, D] before their heads were repeated; ``x`` if they were not."""
+    """Returns keys or values [.., heads, S, D] as they were before a repeat of heads; ``x`` if there was none."""
     note = x.unrepeated
     return note.source if note is not None and note.dim == x.ndim - 3 and note.valid(x) else x

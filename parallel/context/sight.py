@@ -63,9 +63,10 @@ def all_keys(queries: Runs, keys: Runs) -> Iterator[SeenBlock]:
 
 
 def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) -> Index | None:
-    """Returns the keys that some query of each rank sees, equal on all ranks; None: unknown before the mask's values.
+    """Returns the keys that some query of each rank sees, equal on all ranks; None if the mask has no values yet.
 
-    ``mask``: plain [.., queries or 1, keys or 1], bool or added to scores; its values are read on the host.
+    ``causal``: queries see keys up to their own position. ``mask``: plain [.., queries or 1, keys or 1], bool or added
+    to scores; the host waits for its values.
     """
     if causal:
         ends = (int(runs[-1, 1]) if len(runs) else 0 for runs in queries.runs)
@@ -80,12 +81,12 @@ def needed_keys(queries: Index, keys: int, causal: bool, mask: Tensor | None) ->
 
 
 def hidden_below(dtype: torch.dtype) -> float:
-    """Returns the number up to which an added mask hides a key: models add the lowest number of a dtype."""
+    """Returns the largest mask value that hides a key: half of the dtype's lowest number, which models add."""
     return torch.finfo(dtype).min / 2
 
 
 def unseeing_queries(rows: Tensor) -> Tensor | None:
-    """Returns True [.., Q, 1] for each query from which an added mask [.., Q, K] hides all keys; None: a bool mask."""
+    """Returns True [.., Q, 1] where an added mask [.., Q, K] hides all keys of a query; None for a bool mask."""
     return None if rows.dtype is torch.bool else (rows <= hidden_below(rows.dtype)).all(-1, keepdim=True)
 
 

@@ -51,12 +51,12 @@ class Arrival:
         self._coming: tuple[Tensor, Pending] | None = None
 
     def expect(self, rows: Tensor, pending: Pending) -> None:
-        """Notes the rows that are on their way."""
+        """Stores the tensor that an exchange in flight fills with rows, and the handle of the exchange."""
         self._coming = rows, pending
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Waits for the rows and adds them, once."""
+        """Waits for the rows and adds them to ``sums``; a second call does nothing."""
         coming, self._coming = self._coming, None
         if coming is not None:
             rows, pending = coming
@@ -65,7 +65,10 @@ class Arrival:
             self.sums.data.zero_().index_add_(0, self.token, rows)
 
     def send_back(self, grad: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Pending]:
-        """Starts the exchange of the gradients of all rows; returns ``grad``, the rows that come, and the exchange."""
+        """Starts the exchange that sends each row's gradient to the rank of its expert.
+
+        Returns ``grad``, the tensor for received gradients, and the exchange's handle.
+        """
         rows = grad.new_empty(sum(self._route.gets), *grad.shape[1:])
         route, given = self._route, grad.index_select(0, token)
         pending = self._comm.exchange(rows, given, route.gets, route.gives, AXIS, COMBINE)
@@ -73,12 +76,11 @@ class Arrival:
 
 
 class Awaited(Tensor):
-    """Tensor with the shape of the sums or of a view of them. A function that reads its content gets a plain tensor.
+    """Result of experts that waits for rows in flight at its first use, and then acts as a plain tensor.
 
-    It has no memory, so code that reads memory by itself, such as an extension in C++, fails instead of reading early.
-
-    Functions of torch are replaced above autograd, with a node of the first use. Code that passes by them, such as
-    an ``autograd.Function``, reaches the operators below autograd, which wait as well.
+    It has the shape of the sums, or of a view of them, and no memory: code that reads memory by itself, such as an
+    extension in C++, raises instead of reading too early. Torch functions wait above autograd, in one node for the
+    first use. Code that bypasses them, such as an ``autograd.Function``, waits in the operators below autograd.
     """
 
     _arrival: Arrival
@@ -92,7 +94,7 @@ class Awaited(Tensor):
 
     @staticmethod
     def of(own: Tensor, arrival: Arrival) -> "Awaited":
-        """Returns a tensor that stands for ``own``, which has the memory of the sums of ``arrival``."""
+        """Returns a tensor that waits at its first use, then acts as ``own``, which has the memory of the sums."""
         made: Awaited = Tensor._make_wrapper_subclass(
             Awaited,
             own.size(),
@@ -107,7 +109,7 @@ class Awaited(Tensor):
         return made
 
     def plain(self) -> Tensor:
-        """Waits for the rows; returns the tensor that functions of torch get in place of this one."""
+        """Waits for the rows; returns the sums, or the view of them, as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             node = self.grad_fn
         if node is self._node and self._plain is not None:
@@ -227,9 +229,9 @@ class _Combine(torch.autograd.Function):
 
 
 class WaitingBlock:
-    """Forward of a block that contains a module of experts, whose results the block's own code awaits.
+    """Forward of a block with a module of experts, in which other layers compute while the experts' rows are in flight.
 
-    No awaited tensor leaves the block, and no exchange is on its way at its end.
+    All exchanges are complete at the end of the block, and its outputs are plain tensors.
     """
 
     def __init__(self, own: Callable[..., Any], comm: Comm) -> None:
@@ -239,7 +241,7 @@ class WaitingBlock:
 
     @property
     def is_running(self) -> bool:
-        """The block's own code runs, and is not compiled: compiled code takes no tensors that are awaited."""
+        """True while the block's forward runs uncompiled; compiled code accepts no awaited tensors."""
         return self._started is not None and not _is_compiled()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,9 +256,9 @@ class WaitingBlock:
         return out
 
     def combine(self, made: Tensor, route: Round, token: Tensor, count: int, ties: Sequence[Tensor]) -> Tensor:
-        """Sends the results ``made`` back, and returns their sums [``count``, ..] by token, awaited at their first use.
+        """Sends the results ``made`` back to the ranks of their tokens; returns a tensor that waits at its first use.
 
-        One node of autograd for the exchange. ``token``: of each row that comes back. ``ties``: as in
+        It has the sums of each token's rows, [``count``, ..]. ``token``: token of each received row. ``ties``: as in
         :func:`~engine.parallel.experts.dispatch.exchange`.
         """
         assert self._started is not None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Rows(NamedTuple):
-    """Rows of a call, and their experts."""
+    """Rows of a call in a common form: each row with the numbers and weights of its experts."""
 
     x: Tensor
     """Rows of the stream [T, H]."""
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Arguments of a call, and the way from its result to results of rows."""
+    """Arguments of a call for given rows, and the function that brings its result into the order of the rows."""
 
     arguments: Mapping[str, Any]
     """Arguments by name."""
@@ -38,7 +38,7 @@ class Written(NamedTuple):
 
 
 class ExpertCall(Protocol):
-    """Form of the calls of a module of experts."""
+    """Signature of a module of experts: converts its arguments to :class:`Rows` and back."""
 
     slots: ClassVar[int]
     """Experts of a row in a trial."""
@@ -51,11 +51,14 @@ class ExpertCall(Protocol):
         ...
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Returns the rows of a call of ``experts`` experts; None if the arguments are of another form."""
+        """Converts the arguments ``given`` of a module of ``experts`` experts to rows; None if they do not fit."""
         ...
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Returns a call for the rows of a module with ``experts`` experts; ``given``: arguments of the caller."""
+        """Returns arguments that call a module of ``experts`` experts with ``rows``.
+
+        ``given``: arguments of the original call, for the types of counts.
+        """
         ...
 
 
@@ -77,7 +80,7 @@ class RoutedCall:
         return self.rows, self.numbers, self.weights
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Returns the rows of a call; None if the arguments are of another form."""
+        """Converts the arguments to rows; None if they do not fit this signature."""
         found: list[Any] = [given.get(name) for name in self.names]
         dims = [each.dim() for each in found if isinstance(each, Tensor)]
         if dims != [3 if self.batched else 2, 2, 2]:
@@ -86,7 +89,7 @@ class RoutedCall:
         return Rows(x, numbers, weights) if numbers.shape == weights.shape and len(x) == len(numbers) else None
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Returns a call for the rows."""
+        """Returns arguments that call the module with ``rows``."""
         x = rows.x[None] if self.batched else rows.x
         back = _first if self.batched else _same
         return Written(dict(zip(self.names, (x, *rows[1:]), strict=True)), back)
@@ -109,7 +112,7 @@ class CountedCall:
         return self.rows, self.counts
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Returns the rows of a call; None if the arguments are of another form."""
+        """Converts the arguments to rows; None if they do not fit this signature."""
         x, counts = given.get(self.rows), given.get(self.counts)
         if not isinstance(x, Tensor) or x.dim() != 2 or not isinstance(counts, Tensor | list | tuple):
             return None
@@ -119,7 +122,7 @@ class CountedCall:
         return _one_expert_each(x, torch.arange(experts, device=x.device).repeat_interleave(counted))
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Returns a call for the rows, with counts of the type that the caller gives."""
+        """Returns arguments that call the module with ``rows`` sorted by expert; counts have the type in ``given``."""
         numbers = rows.numbers[:, 0]
         order = numbers.argsort(stable=True)
         counts: Any = torch.bincount(numbers, minlength=experts)
@@ -131,7 +134,7 @@ class CountedCall:
 
 @dataclass(frozen=True, slots=True)
 class MajorCall:
-    """Call with equally many rows of each expert, all rows of one expert before those of the next."""
+    """Call with equally many rows for each expert, sorted by expert."""
 
     rows: str
     flat: bool
@@ -145,7 +148,7 @@ class MajorCall:
         return (self.rows,)
 
     def read(self, given: Mapping[str, Any], experts: int) -> Rows | None:
-        """Returns the rows of a call; None if the arguments are of another form."""
+        """Converts the arguments to rows; None if they do not fit this signature."""
         x = given.get(self.rows)
         if not isinstance(x, Tensor) or x.dim() != (2 if self.flat else 3) or x.shape[0] % experts:
             return None
@@ -155,7 +158,7 @@ class MajorCall:
         return _one_expert_each(flat, torch.arange(experts, device=x.device).repeat_interleave(len(flat) // experts))
 
     def write(self, rows: Rows, experts: int, given: Mapping[str, Any]) -> Written:
-        """Returns a call for the rows, with rows of zeros where an expert has fewer than another."""
+        """Returns arguments that call the module with ``rows``, padded with zeros to equally many for each expert."""
         numbers, width = rows.numbers[:, 0], rows.x.shape[-1]
         counts = torch.bincount(numbers, minlength=experts)
         most = max(1, int(counts.max()))
@@ -182,7 +185,7 @@ def _one_expert_each(x: Tensor, numbers: Tensor) -> Rows:
 
 
 def possible_calls(module: nn.Module) -> Iterator[ExpertCall]:
-    """Yields the forms of call that the signature of a forward allows, the most frequent one first."""
+    """Yields the calls that the signature of ``module.forward`` allows, the most frequent kind first."""
     try:
         given = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):

@@ -18,7 +18,7 @@ DISPATCH, COMBINE, ROUTING = "dispatch", "combine", "routing"
 
 
 class Round(NamedTuple):
-    """Rows that this rank exchanges at once."""
+    """One exchange of rows: the rows that this rank sends, and the numbers sent and received."""
 
     gives: tuple[int, ...]
     """Number of rows to each rank."""
@@ -29,7 +29,9 @@ class Round(NamedTuple):
 
 
 class Dispatch:
-    """Pairs (token, rank) of the tokens of this rank and of the ranks that have experts of them.
+    """Routing of this rank's tokens: one pair (token, rank) for each rank that has an expert of the token.
+
+    All-gathers the numbers of rows between ranks over "ep", label "routing".
 
     Args:
         numbers: experts of each token [T, k]; -1: none.
@@ -56,7 +58,7 @@ class Dispatch:
         """Number of each expert among those of the pair's rank; -1: the expert is on another rank."""
 
     def asked(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns row and place of each expert in the received ``numbers`` [n, k] of a round."""
+        """Returns row and slot of each entry of received ``numbers`` [n, k] that names an expert of this rank."""
         here = numbers >= 0
         row, slot = (here.nonzero_static(size=self._gets_experts) if self._is_one_round else here.nonzero()).unbind(1)
         return row, slot
@@ -135,7 +137,7 @@ class _Exchange(torch.autograd.Function):
 def swap_rows(
     tensors: Sequence[Tensor], gives: Sequence[int], gets: Sequence[int], comm: Comm, label: str
 ) -> tuple[Tensor, ...]:
-    """Exchanges the rows of each tensor without a gradient; all messages are on their way together.
+    """Exchanges rows as :func:`exchange` does, without gradients; the tensors' exchanges are in flight together.
 
     A schedule may compute a piece of another microbatch in the meantime (``TensorAxis.filling_waits``).
     """

@@ -23,22 +23,22 @@ class ExpertPacking:
     """Row i of all experts precedes row i + 1; otherwise all rows of one expert precede those of the next."""
 
     def shape(self, shape: Sequence[int], experts: int) -> tuple[int, ...]:
-        """Returns the shape of a parameter like one of ``shape`` that stacks ``experts`` experts."""
+        """Returns ``shape`` with the dim of the experts resized for ``experts`` experts."""
         return (*shape[: self.dim], experts * self.rows, *shape[self.dim + 1 :])
 
     def apart(self, stack: Tensor, experts: int) -> Tensor:
-        """Returns a view [experts, ..] of a stack."""
+        """Returns a view [experts, ..] of the parameter ``stack``."""
         sizes = (self.rows, experts) if self.alternate else (experts, self.rows)
         split = stack.view(*stack.shape[: self.dim], *sizes, *stack.shape[self.dim + 1 :])
         return split.movedim(self.dim + self.alternate, 0)
 
     def chosen(self, stack: Tensor, experts: int, own: Sequence[int]) -> Tensor:
-        """Returns the stack of the experts ``own`` [first, .., last] alone."""
+        """Returns the elements of ``stack`` that belong to the neighbouring experts ``own``."""
         apart = self.apart(stack, experts)[own[0] : own[-1] + 1]
         return apart.movedim(0, self.dim + self.alternate).flatten(self.dim, self.dim + 1)
 
     def ranges(self, bounds: Sequence[int]) -> tuple[Range, ...]:
-        """Returns the ranges along the dim; rank r has the experts ``bounds[r]`` to ``bounds[r + 1]``."""
+        """Returns the sharding along the dim; rank r has the experts from ``bounds[r]`` up to ``bounds[r + 1]``."""
         experts, ranks = bounds[-1], range(len(bounds) - 1)
         if self.alternate:
             starts = range(0, self.rows * experts, experts)
@@ -67,7 +67,7 @@ class RoutedExperts:
     along their width; None: tensor ranks hold whole experts and divide the rows."""
 
     def named(self, name: str) -> "RoutedExperts":
-        """Returns the same for another module of the same kind."""
+        """Returns a copy for the module ``name`` of the same kind."""
         return replace(self, name=name)
 
     @property
@@ -78,7 +78,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Parameters of a module that may be stacks of experts."""
+    """Reading of a module's parameters as stacks of experts, which a proof accepts or refuses."""
 
     experts: int
     own: Mapping[str, ExpertPacking]
@@ -117,22 +117,25 @@ class ListedExperts:
         return len(self.names)
 
     def named(self, block: str, names: tuple[str, ...]) -> "ListedExperts":
-        """Returns the same for another block of the same kind."""
+        """Returns a copy for another ``block`` of the same kind, with experts ``names``."""
         return replace(self, block=block, names=names)
 
 
 def owner_cut(rows: int, rank: int) -> tuple[Range, ...]:
-    """Returns the division of a parameter with ``rows`` along its first dim that ``rank`` holds alone."""
+    """Returns the sharding of a parameter with ``rows`` along its first dim that ``rank`` alone stores."""
     return (Range(0, rows, (rank,)),)
 
 
 def list_members(members: nn.Module) -> dict[str, nn.Module]:
-    """Returns the members of a list that have parameters, by their names in it: not the dropout of a class of lists."""
+    """Returns the members of a module list that have parameters, by their names in it; a dropout has none."""
     return {name: each for name, each in members.named_children() if any(True for _ in each.parameters())}
 
 
 def alike_lists(model: nn.Module) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yields (block, name of the list in it, names of its members) of lists of equal modules with parameters."""
+    """Yields (block, name of the list in it, names of its members) for each list of equal modules with parameters.
+
+    Members are equal in class and shapes and share no parameter.
+    """
     for name, block in model.named_modules():
         for child, given in block.named_children():
             members = list_members(given)
@@ -179,7 +182,7 @@ def stacks_differ(module: nn.Module) -> bool:
 
 
 def possible_stacks(module: nn.Module) -> Iterator[Stack]:
-    """Yields the ways to take the parameters of a module for stacks of experts, the most frequent one first.
+    """Yields possible readings of a module's parameters as stacks of experts, the most frequent kind first.
 
     Matrices [experts, rows, width], with vectors for each expert or for all; or [experts * rows, width], with a number
     of experts that the module has as an attribute.
@@ -201,9 +204,9 @@ def possible_stacks(module: nn.Module) -> Iterator[Stack]:
 
 
 def adapted_stacks(found: RoutedExperts, adapter: nn.Module) -> Iterator[Stack]:
-    """Yields the ways to take the parameters of adapters round ``found`` for stacks of experts, PEFT's way first.
+    """Yields possible readings of the parameters of adapters on ``found`` as stacks of experts, PEFT's packing first.
 
-    Adapters of several parameters stack experts in one way. A parameter that is not cut belongs to all experts.
+    Parameters with equal names in several adapters share a packing. A parameter without one belongs to all experts.
     """
     *adapters, (inside, base) = adapter_chain(adapter)
     theirs = {id(each) for each in base.parameters()}
@@ -250,14 +253,16 @@ def _counting_attributes(module: nn.Module, experts: int) -> list[str]:
 
 
 def set_counts(module: nn.Module, names: Sequence[str], experts: int) -> None:
-    """Sets the attributes of a module, and of modules inside, that are the number of its experts."""
+    """Sets the attributes ``names`` of a module, such as ``mlp.num_experts``, to ``experts``."""
     for name in names:
         owner, _, attribute = name.rpartition(".")
         object.__setattr__(module.get_submodule(owner), attribute, experts)
 
 
 def possible_counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
-    """Yields sets of attributes that may count the experts of a module, the largest first; others are equal by chance.
+    """Yields sets of integer attributes equal to ``experts`` that may count them, the largest set first.
+
+    Attributes outside the set are taken as equal by chance.
 
     A module with more than three such attributes has only the largest set.
     """

@@ -33,16 +33,16 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 
 class Pass(Enum):
-    """Pass of a block's forward."""
+    """Phase of a block's forward, which runs twice: it collects the rows of experts, then returns their results."""
 
     OUTSIDE = auto()
-    """No pass runs: experts are called by other code, which is refused."""
+    """No pass runs: calls of experts by other code raise."""
     ASK = auto()
-    """Experts note their rows and answer zeros."""
+    """First run: experts store their rows and return zeros."""
     ANSWER = auto()
-    """Experts give the answers of their rows."""
+    """Second run: experts return the results of the stored rows."""
     TRACE = auto()
-    """Only shapes are wanted: experts compute."""
+    """Trace of shapes: experts compute their own rows."""
 
 
 @dataclass(eq=False)

@@ -54,12 +54,15 @@ class Unproven:
     reason: str
 
     def named(self, name: str) -> "Unproven":
-        """Returns the same for another module of the same kind."""
+        """Returns a copy for the module ``name`` of the same kind."""
         return replace(self, name=name)
 
 
 def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
-    """Tries each way to call ``module``, which stacks experts, and returns the first that is proven."""
+    """Tests a module that stacks experts: tries all readings of its parameters and arguments with a small twin.
+
+    Returns the first reading that passes, or the reason for which ranks cannot share the experts.
+    """
     if any(True for _ in module.buffers()):
         return Unproven(name, "it has buffers, which are not shared among ranks")
     if not _can_copy(module):
@@ -83,9 +86,10 @@ def prove_routed(name: str, module: nn.Module) -> RoutedExperts | Unproven:
 
 
 def prove_adapted(name: str, adapter: nn.Module, ranks: int) -> RoutedExperts | Unproven:
-    """Proves the module that ``adapter`` adapts, and returns the first way to divide both that is proven.
+    """Tests a module of experts with adapters: first the module alone, then all readings of the adapters' parameters.
 
-    Each parameter of the adapter must have an effect, since one that is inactive may stack experts in any way.
+    Returns the first reading of both that passes, or the reason. Each parameter of the adapter must have an effect,
+    because an inactive one would pass with any reading.
     """
     base = adapter_chain(adapter)[-1][1]
     found = prove_routed(name, base)
@@ -113,7 +117,7 @@ _UNKNOWN = (
 
 
 class Trial:
-    """Calls of a twin with random content."""
+    """Test of a module's twin with random rows: each rule of experts that ranks can share."""
 
     def __init__(
         self, twin: nn.Module, stack: Stack, call: ExpertCall, width: int, experts: int, least: int = 1
@@ -130,7 +134,7 @@ class Trial:
 
     @torch.no_grad()
     def failure(self) -> str | None:
-        """Returns the rule that does not hold; None if all hold."""
+        """Returns the first rule that the twin breaks, in words; None if it keeps all."""
         thin = any(map(is_expanded, self._twin.parameters()))
         with ThinProducts() if thin else nullcontext():  # type: ignore[no-untyped-call]
             return self._failure_in(False) or self._failure_in(True)
@@ -188,7 +192,7 @@ class Trial:
 
     @torch.no_grad()
     def without_effect(self) -> str | None:
-        """Returns a parameter that changes no result; None if there is none."""
+        """Returns the name of a parameter that affects no result; None if all do."""
         names, rows = dict(self._twin.named_parameters()), (self._rows, self._numbers, self._weights)
         for name in names:
             whole = self._call(self._without(range(self._experts), (name,)), *rows)

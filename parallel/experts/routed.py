@@ -90,7 +90,7 @@ class SharedExperts:
         """Returns the module's output for the rows of this rank; exchanges rows over the axis "ep".
 
         Raises:
-            EngineError: the arguments are of another form than those of the proof.
+            EngineError: the arguments do not fit the signature that was proven.
         """
         if isinstance(self._module, ExpertsLayer):
             summed: Tensor = self._module.tensor_summed(self._all_rows, args, kwargs)

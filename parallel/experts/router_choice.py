@@ -30,7 +30,7 @@ _SHAPES = ((2, 5), (10,))
 
 @dataclass(frozen=True, slots=True)
 class RouterChoice:
-    """Call by which a router chooses experts."""
+    """Location of the call (topk, argmax or max) by which a router chooses experts."""
 
     router: str
     """Name of the module with the call in its forward."""
@@ -42,7 +42,7 @@ class RouterChoice:
     """Number of experts of a row."""
 
     def inside(self, block: str) -> "RouterChoice":
-        """Returns the same for the router inside ``block``."""
+        """Returns a copy with ``block`` as prefix of the router's name."""
         return replace(self, router=".".join(filter(None, (block, self.router))))
 
 
@@ -81,11 +81,11 @@ class _Choices(TorchFunctionMode):
 
 
 class OtherChoice(_Choices):
-    """Mode of one forward of a router, in which its call returns ``given`` where it has numbers of experts.
+    """Function mode of one forward of a router that replaces the chosen experts by ``given``.
 
     Args:
-        given: numbers of experts of all rows [T, k]; a row with -1 is left to the router. None: all rows are.
-        seen: called with the numbers of all rows [.., k].
+        given: numbers of experts of all rows [T, k]; the router chooses for a row with -1. None: it chooses for all.
+        seen: function that receives the numbers of all rows [.., k].
     """
 
     def __init__(self, choice: RouterChoice, given: Tensor | None, seen: Callable[[Tensor], object] | None) -> None:
@@ -93,7 +93,7 @@ class OtherChoice(_Choices):
         self._choice, self._given, self._seen, self._calls = choice, given, seen, 0
 
     def met(self, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns the scores at the given numbers, and these."""
+        """Returns the scores of the given experts, and their numbers; None leaves the router's choice."""
         self._calls += 1
         inside = own.local if isinstance(own, GlobalTensor) else own
         if self._calls != self._choice.place + 1 or is_without_content(inside):

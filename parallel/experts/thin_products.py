@@ -11,9 +11,9 @@ _ATEN = torch.ops.aten
 
 
 class ThinProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which products take expanded matrices as they are.
+    """Dispatch mode that computes products with expanded matrices without a copy in full size.
 
-    Kernels copy such a matrix before a product, and those of grouped products refuse it.
+    Torch's kernels copy such a matrix, and the kernels of grouped products refuse it.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -28,7 +28,7 @@ MOST_UNCUT = 3
 
 @dataclass(frozen=True, slots=True)
 class WidthCut:
-    """Use of the parameters of a module whose experts tensor ranks cut along their width."""
+    """Parameters without a cut in a module of experts that tensor ranks cut along their width."""
 
     whole: tuple[str, ...]
     """Names in the module of parameters without a cut; each tensor rank has a part of their gradient."""
@@ -43,9 +43,10 @@ def prove_width(
     changes: tuple[AttributeChange, ...],
     tp: int,
 ) -> WidthCut | str:
-    """Tries the ``cuts`` of the parameters of ``module``, by name in it; returns the proven cut, or the reason.
+    """Tests whether tensor ranks can compute the experts with ``cuts`` of their parameters (names in ``module``).
 
-    ``changes``: numbers of the module that a tensor rank computes with.
+    Returns the use of all other parameters, or the reason for a refusal. ``changes``: attributes with another value
+    on a tensor rank, such as a width.
     """
     if len(adapter_chain(module)) > 1:
         return "they have adapters"

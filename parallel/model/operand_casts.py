@@ -41,8 +41,9 @@ class OperandCasts(QuietMode):
 
     @contextmanager
     def forward(self, whole: bool) -> Iterator[None]:
-        """Casts operands of a forward inside the context; ``whole``: this forward runs the whole model, and disables
-        later casts if it needs none.
+        """Casts operands of a forward inside the context.
+
+        ``whole``: the forward runs the whole model; if it casts nothing, later forwards run without this mode.
         """
         kind = torch.is_grad_enabled()
         if not self._needed.get(kind, True):

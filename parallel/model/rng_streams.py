@@ -297,8 +297,10 @@ class HostDraws:
 
     @contextmanager
     def forward(self, seed: int, step: tuple[int, ...], training: bool, known: bool | None) -> Iterator[None]:
-        """Seeds a forward inside the context; ``known``: True if a trace has seen random numbers drawn, None without a
-        trace.
+        """Seeds the host's generators for a forward inside the context, if the model draws from them.
+
+        ``training``: mode of the model, which may draw in one mode only. ``known``: True if a trace has seen draws;
+        None without a trace: forwards are watched for draws.
         """
         self.end_backward()
         self._drawn = self._drawn or known is True

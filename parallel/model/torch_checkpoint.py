@@ -30,7 +30,7 @@ class Regions(Protocol):
 
 @contextmanager
 def open_checkpoints(recompute: bool) -> Iterator[None]:
-    """Runs reentrant checkpoints inside the context as non-reentrant ones, or without recomputation.
+    """Runs reentrant checkpoints inside the context as non-reentrant ones; ``recompute`` False: without recomputation.
 
     The reentrant kind hides inner calls from autograd: a value sent from inside the region would have no graph, and
     a received value would lose its graph.

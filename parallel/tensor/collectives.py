@@ -56,8 +56,8 @@ def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[
 def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[Pending], None]) -> Tensor:
     """Returns :func:`copy_to` of ``x`` with the sum of the gradient overlapped with backward.
 
-    The gradient is passed on at once; ``started`` gets the pending all-reduce, which must be waited for before the
-    gradient is read.
+    Backward returns the gradient at once and passes the pending all-reduce to ``started``; code that reads the gradient
+    must wait for it. ``owned``: the all-reduce may overwrite the incoming gradient.
     """
     copied: Tensor = _copy(x, axis, owned, started)
     axis.expect("all_reduce", COLUMN_INPUTS, x, copied)

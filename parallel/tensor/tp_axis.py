@@ -114,7 +114,7 @@ class TensorAxis:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Makes the axis dry inside the context."""
+        """Sets ``dry`` inside the context, so that collectives send nothing and are reported to ``listener``."""
         before, self.dry = self.dry, True
         try:
             yield

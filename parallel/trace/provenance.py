@@ -155,7 +155,7 @@ class TensorProvenance:
         return number
 
     def hook(self, tensor: Tensor) -> None:
-        """Notes that the user's code has put a gradient hook on ``tensor``, if it is a traced value."""
+        """Marks the traced value ``tensor`` as one with a gradient hook of the user; ignores other tensors."""
         number = self.number.get(id(tensor))
         if number is not None:
             self.values[number] = replace(self.values[number], hooked=True)

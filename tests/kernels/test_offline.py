@@ -1,10 +1,11 @@
 """Every kernel compiles for GPUs that are not here: no spills, within its budget, matrix products on tensor cores.
 
 ``budgets.json`` has what each kernel took when it was last accepted; ``pytest tests/kernels/test_offline.py
---write-budgets`` accepts what it takes now. It also has a digest of all that decides that. Where the digest is still
-the same nothing is compiled, but in CI (``CI=1``) and ``-m long`` everything is.
+--write-budgets`` accepts what it takes now. It also has a digest of all that decides that: code, without comments and
+docstrings. Where the digest is still the same nothing is compiled, but in CI (``CI=1``) and ``-m long`` everything is.
 """
 
+import ast
 import json
 import os
 import subprocess
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT, generate_tokens
 from typing import Any
 
 import pytest
@@ -24,13 +27,28 @@ ARCHITECTURES = {80: 163_840, 90: 232_448, 100: 232_448}
 """Compute capability -> bytes of shared memory that a block can have."""
 
 
+def code_of(source: str) -> str:
+    """The lines of a module that are compiled: no comments, no docstrings, no blank lines."""
+    lines = source.splitlines()
+    for token in generate_tokens(StringIO(source).readline):
+        if token.type == COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for row in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                lines[row - 1] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+@cache
 def digest() -> str:
     """Of the kernels, of how they are compiled here, and of Triton."""
     root = Path(__file__).parents[2]
     files = [*sorted((root / "kernels" / "gpu").rglob("*.py")), Path(__file__).with_name("offline.py")]
     found = sha256(version("triton").encode())
     for file in files:
-        found.update(file.read_bytes())
+        found.update(code_of(file.read_text(encoding="utf-8")).encode())
     return found.hexdigest()
 
 
@@ -123,6 +141,31 @@ CHECKS = [
     (adds_by_the_switch, 90),
     (adds_by_the_switch, 100),
 ]
+
+
+KERNEL = '''"""Module."""
+
+@triton.jit
+def kernel(x, N: tl.constexpr):
+    """Adds one."""
+    # a comment
+    tl.store(x, tl.load(x) + 1)  # another
+'''
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "compiles"),
+    [
+        ("Adds one.", "Adds 1 to a number.", False),
+        ("# another", "# a third", False),
+        ("    # a comment\n", "\n", False),
+        ("+ 1", "+ 2", True),
+        ("N: tl.constexpr", "N", True),
+    ],
+)
+def test_comments_and_docstrings_of_a_kernel_compile_nothing(before: str, after: str, compiles: bool) -> None:
+    changed = KERNEL.replace(before, after)
+    assert changed != KERNEL and (code_of(changed) != code_of(KERNEL)) == compiles
 
 
 @pytest.mark.parametrize(("check", "arch"), CHECKS)

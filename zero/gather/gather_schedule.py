@@ -89,7 +89,8 @@ class Gathers:
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
     """Returns the gather order of a rank with these pipeline ``stages``.
 
-    ``fed``: stages after trained parameters; their backward reaches their first position.
+    ``fed``: stages that receive values which depend on trained parameters, so that their backward gathers everything.
+    The backward of other stages ends at their first trained parameter.
     """
     buckets = (*layout.buckets, *layout.frozen)
     called = {turn for bucket in buckets for turn in bucket.gathers if turn != EVERYWHERE}

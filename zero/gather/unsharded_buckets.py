@@ -211,7 +211,8 @@ class UnshardedBuckets:
     def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
         """Requests buckets outside the gather order, after a check that all data ranks request the same ones.
 
-        The check is one all-gather of 8 bytes per rank, label "gather check", without missing buckets none.
+        The check is one all-gather of 8 bytes per rank, label "gather check"; none if all buckets are gathered already.
+        ``exact``: gathers without quantization.
 
         Raises:
             EngineError: data ranks request different buckets.

@@ -152,7 +152,7 @@ class BlockFile:
             self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
-        """Reads the whole file."""
+        """Reads the whole file; ``checked``: raises if a block differs from the bytes last written."""
         for number, block in self._blocks(into):
             self._read_block(number, block, checked)
 
@@ -182,8 +182,8 @@ class BlockFile:
             self._transfer(self._calls.read, block, start)
             if checked and xxhash.xxh3_64_intdigest(block) != self._hashes[number]:
                 raise EngineError(
-                    f"optimizer state on disk: bytes {start} to {start + len(block)} of {self.path} are not what was "
-                    "written there last, so no update is made of them; check the disk and resume from the last "
+                    f"optimizer state on disk: bytes {start} to {start + len(block)} of {self.path} differ from the "
+                    "bytes last written there, so no update uses them; check the disk and resume from the last "
                     "checkpoint."
                 )
 

@@ -100,9 +100,9 @@ class OffloadedStates:
             torch.autograd.graph.increment_version(held)
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
-        """Copies these kinds of state to host memory and frees the device memory. All host memory is allocated first,
-        so that a failure moves nothing.
+        """Copies these kinds of state to host memory and frees the device memory.
 
+        All host memory is allocated first, so that a failure moves nothing. ``pinned``: page-locked memory.
         ``blocking``: device memory is free when the call returns; False: copies may still run.
 
         Raises:

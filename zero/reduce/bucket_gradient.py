@@ -17,18 +17,19 @@ from engine.kernels.dispatch import OpenSum
 
 
 class ProductSums(Protocol):
-    """Interface of a reducer's gradient sums for the products of a backward."""
+    """Interface through which matrix products of a backward add weight gradients to a reducer's buckets."""
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
-        """Returns the sum to which a product of the running backward may add; None: the backward must return a
-        gradient.
+        """Returns the sum to which a product may add the gradient of parameter ``name``.
+
+        None: the backward must return the gradient. ``node``: the node of autograd that accumulates the parameter.
         """
 
     def added(self, name: str) -> None:
-        """Records that a product has added to the sum of ``name``."""
+        """Records that a product has added to the gradient sum of parameter ``name``."""
 
     def complete(self, name: str) -> None:
-        """Records that the running backward adds no more to the sum of ``name``."""
+        """Records that the running backward adds nothing more to the gradient sum of parameter ``name``."""
 
 
 class BucketGradient:

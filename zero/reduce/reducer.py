@@ -79,9 +79,7 @@ class GradientHooks:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Takes the gradients of one backward inside the context; an earlier ``grad`` of the user is restored
-        afterwards.
-        """
+        """Opens one backward, whose gradients are added to the buckets; restores the user's ``grad`` at the end."""
         with torch._C.DisableTorchFunctionSubclass():  # freed parameters would run code of their class
             for name, parameter in self._parameters.items():
                 check_own_hooks(name, parameter, 1)

@@ -52,6 +52,9 @@ class ReplicaSum:
 def summed_over_replicas(
     inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
 ) -> tuple[Pending, ReplicaSum]:
-    """Returns (handle of both hops, second hop); the handle's wait starts an unstarted second hop."""
+    """Prepares the sum of a shard over shard groups after ``inside``, the reduction within its group.
+
+    Returns a handle that waits for both, and the :class:`ReplicaSum`, which a caller may start earlier by ``cross``.
+    """
     across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across

@@ -36,7 +36,10 @@ def foreign_folder(files: Files, folder: Path) -> Path | None:
 
 
 def open_checkpoint(files: Files, folder: Path, optimizer: bool = True) -> OpenCheckpoint:
-    """Opens a checkpoint of this engine, or another engine's that ``foreign_folder`` has returned."""
+    """Opens a checkpoint of this engine, or another engine's that ``foreign_folder`` has returned.
+
+    ``optimizer``: also reads the other engine's optimizer state.
+    """
     return StepReader(files, folder) if is_step(files, folder) else open_foreign(files, folder, optimizer)
 
 

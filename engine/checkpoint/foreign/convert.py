@@ -48,7 +48,9 @@ def convert(folder: Path, out: Path, weights_only: bool = False) -> Path:
     try:
         return _write(files, open_foreign(files, found, optimizer=not weights_only), target, weights_only)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or out}: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{error.filename or out}: {error.strerror or error}; check the path, its permissions and free space."
+        ) from error
 
 
 def _write(files: Files, source: ForeignStep, out: Path, weights_only: bool) -> Path:

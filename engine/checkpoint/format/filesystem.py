@@ -99,8 +99,8 @@ class Files:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise CheckpointError(
-                    f"{root / name} is a link, or its path contains one, which a checkpoint may not; copy the file "
-                    "itself there."
+                    f"{root / name} is a link, or its path contains one, but checkpoints are read without links; put a "
+                    "copy of the file or folder in place of the link."
                 ) from error
             raise
         finally:

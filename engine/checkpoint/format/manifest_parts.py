@@ -53,7 +53,7 @@ ReadPart = Callable[[str, int], bytes | bytearray]
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Run of equal pieces in files with evenly spaced numbers."""
+    """Index entry for many equal pieces of a tensor, stored in files with evenly spaced numbers."""
 
     run: PieceRun
     key: str

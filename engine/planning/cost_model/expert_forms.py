@@ -74,7 +74,7 @@ class SharedExpertWork:
     """Experts are modules of a list; False: they are stacked in the parameters of one module."""
 
     def cost(self, layout: TrainingLayout, cut: bool) -> FormCost:
-        """Returns the cost of a form of experts."""
+        """Returns the cost of experts that tensor ranks ``cut`` along their width, or else store whole."""
         t, e, chosen = layout.tp, layout.ep, self.work.chosen
         tokens = layout.microbatches * self.tokens * self.layers / layout.cp
         rows, apart = tokens * self.width * self.itemsize, (t - 1) / t

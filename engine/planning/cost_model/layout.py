@@ -120,8 +120,9 @@ class StageShare:
 
 
 def slowest(work: Workload, pp: int, block: float, head: float, balanced: bool = True) -> StageShare:
-    """Returns the part of the model on the slowest pipeline rank; ``block``, ``head``: seconds of a block and of the
-    head.
+    """Returns the part of the model on the slowest pipeline rank; ``block``, ``head``: their seconds.
+
+    ``balanced``: stages balance seconds; False: all ranks have equally many blocks, and the last one the head as well.
     """
     outer = work.outer_parameters
     if pp == 1:

@@ -163,7 +163,7 @@ class Roofline:
         )
 
     def product(self, product: Product, fp8: bool = False) -> float:
-        """Returns the forward seconds of a matrix product."""
+        """Returns the forward seconds of a matrix product in bf16, or with ``fp8`` operands."""
         gpu, tp = self._gpu, self._layout.tp if product.cut != "none" else 1
         width = product.narrow(tp)
         reached = width / (width + gpu.reached.product_half)

@@ -35,7 +35,7 @@ class ContextPlan:
 
 
 def follow_sequences(model: nn.Module, plan: ContextPlan, patches: ForwardPatches) -> None:
-    """Puts onto ``model`` that scans pass their state between ranks, and that modules of ``plan`` get full inputs."""
+    """Patches ``model``: scans pass their state from rank to rank, and modules in ``plan.gathered`` get full inputs."""
     relay_scans(model, patches)
     for one in plan.gathered:
         module = model.get_submodule(one.module)

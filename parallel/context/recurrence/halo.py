@@ -37,9 +37,10 @@ _Rows = Callable[[], Indices]
 
 
 def index_of_length(context: "GlobalTensorContext", have: Index, size: int, key: Hashable, near: _Rows) -> Index:
-    """Returns the sharding of ``size`` rows: that of ``have``, of a sequence of this length, or of their sources.
+    """Returns the sharding of a result of ``size`` rows, computed from rows sharded as ``have``.
 
-    ``near``: source of each row, named by ``key``; used if no sequence of the batch has the length.
+    It is ``have`` if the size is equal, otherwise that of the batch's sequence of this length. If there is none, each
+    row is on the rank of its source row; ``near`` returns the sources, and ``key`` names them in the cache.
     """
     if size == have.size:
         return have
@@ -99,7 +100,7 @@ def pad_positions(
 
 
 def roll_positions(context: "GlobalTensorContext", func: Function, input: Any, shifts: Any, dims: Any = None) -> Any:
-    """Runs ``roll`` along one sharded dim."""
+    """Runs ``roll``; along a sharded dim, each row is sent to the rank of its new position."""
     shift, dim = (one[0] if isinstance(one, tuple | list) and len(one) == 1 else one for one in (shifts, dims))
     if not isinstance(shift, int) or not isinstance(dim, int):
         return reductions.roll(context, func, input, shifts, dims)
@@ -111,7 +112,7 @@ def roll_positions(context: "GlobalTensorContext", func: Function, input: Any, s
 
 
 def flip_positions(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """Runs ``flip``; along a sharded dim, each row moves to the rank of its new position."""
+    """Runs ``flip``; along a sharded dim, each row is sent to the rank of its new position."""
     given = dims if dims is not None else sizes[0] if len(sizes) == 1 else sizes
     x = input
     for dim in reductions.dims_of(input, given):
@@ -130,7 +131,7 @@ def convolve_positions(
     *options: Any,
     **named: Any,
 ) -> Any:
-    """Runs ``F.conv1d`` on [.., C, S] with S sharded: each run of outputs gets the rows of its window.
+    """Runs ``F.conv1d`` on [.., C, S] with S sharded: ranks exchange the rows that their windows read.
 
     Raises:
         NoRuleError: the stride is not one, or another dim is sharded.
@@ -187,7 +188,11 @@ def _windows(held: Runs, reach: int, before: int, length: int) -> Indices:
 
 
 def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any = -1, **kwargs: Any) -> Any:
-    """Runs ``cumsum`` and ``cumprod`` along the sharded dim: each run locally, then with the totals before it."""
+    """Runs ``cumsum`` and ``cumprod`` along the sharded dim.
+
+    Each run of neighbouring rows is computed locally; the totals of all runs are all-gathered, and those before a run
+    are added or multiplied.
+    """
     dim = positive_dim(dim, input.ndim)
     if type(input) is not GlobalTensor or input.sets[dim] is None:
         return reductions.along(context, func, input, dim, **kwargs)
@@ -225,7 +230,7 @@ def scanned(context: "GlobalTensorContext", func: Function, input: Any, dim: Any
 
 
 def with_aligned_rows(rule: "TensorRule") -> "TensorRule":
-    """Returns ``rule``, which runs once more on operands with equal sharding where it refuses different ones."""
+    """Returns a rule that tries ``rule``, and after a refusal reshards the operands equally and tries once more."""
 
     def run(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
         try:

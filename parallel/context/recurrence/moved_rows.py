@@ -110,9 +110,9 @@ def _runs(places: Indices) -> list[tuple[int, int]]:
 def moved_local(
     x: GlobalTensor, dim: int, key: Hashable, wanted: Callable[[], Sequence[Indices]], fill: float = 0.0
 ) -> Tensor:
-    """Returns the rows ``wanted()[r]`` of ``x`` along ``dim`` on rank r as a local tensor.
+    """Exchanges rows of ``x`` along ``dim``: returns on rank r the rows ``wanted()[r]`` as a local tensor.
 
-    ``key``: name of these rows among those of ``x``. ``fill``: the value of the rows -1.
+    ``key`` names the exchange in the cache, so that ``wanted`` is called once. ``fill``: value of the rows -1.
 
     Raises:
         NoRuleError: another dim is sharded too, also over tensor ranks.

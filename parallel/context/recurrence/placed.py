@@ -9,18 +9,17 @@ Plain Python loops over positions so run unchanged: every rank runs the loop, an
 without an operation's tensors learns the shapes from meta tensors. Other uses send the tensor to all ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from engine.parallel.context.recurrence.relay import RECURRENT_STATE, Relay
+from engine.parallel.context.rows.rowwise_proof import apart
 from engine.parallel.tensor.collectives import ROW_OUTPUTS
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, LocalOnlyError, follow_grad
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
@@ -43,7 +42,7 @@ _CONTENT = frozenset((
 
 
 class SequenceState(Protocol):
-    """Context of global tensors that are sharded along positions, as rules read it."""
+    """Interface of a context of tensors sharded along positions, as rules of single positions use it."""
 
     relay: Relay
     placed: Mapping[Any, Any]
@@ -51,11 +50,11 @@ class SequenceState(Protocol):
     written: Any
 
     def next_age(self) -> int:
-        """Returns the number of the next slice that one rank has."""
+        """Counts slices such as ``x[:, t]`` that are on one rank; returns the number of the next one."""
 
 
 class PlacedTensor(GlobalTensor):
-    """Tensor that rank ``rank`` of the axis has; ``local`` is a meta tensor on the others."""
+    """Tensor stored on rank ``rank`` of the axis alone; ``local`` is a meta tensor on all other ranks."""
 
     rank: int
     age: int
@@ -77,7 +76,10 @@ class PlacedTensor(GlobalTensor):
         device: torch.device,
         carried: bool = False,
     ) -> "PlacedTensor":
-        """Returns ``local`` as the tensor of rank and age ``home``."""
+        """Wraps ``local`` as a tensor stored on one rank.
+
+        ``home``: its rank and age. ``carried``: see the attribute.
+        """
         x: PlacedTensor = Tensor._make_wrapper_subclass(
             PlacedTensor,
             local.shape,
@@ -106,7 +108,7 @@ class PlacedTensor(GlobalTensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Device of the tensor on its rank."""
+        """Device of the tensor on the rank that stores it."""
         return self.own_device
 
     @property
@@ -116,11 +118,11 @@ class PlacedTensor(GlobalTensor):
 
     @property
     def here(self) -> bool:
-        """True on the rank of the tensor."""
+        """True if this rank stores the tensor."""
         return self.views.axis.index == self.rank
 
     def on(self, rank: int) -> "PlacedTensor":
-        """Returns the tensor on ``rank``: sent there if it is on another one, at most once between two writes."""
+        """Returns the tensor as stored on ``rank``; sends it unless ``rank`` has a copy newer than the last write."""
         if rank == self.rank:
             return self
         relay = state_of(self).relay
@@ -134,7 +136,7 @@ class PlacedTensor(GlobalTensor):
         return done
 
     def everywhere(self, reason: str) -> Tensor:
-        """Returns the tensor on all ranks as a plain one; records ``reason``."""
+        """Broadcasts the tensor; returns it as a plain tensor. Counts a gather for ``reason``, which notes show."""
         context = self.views
         context.note_gather(reason)
         ranks = tuple(range(context.axis.size))
@@ -161,7 +163,7 @@ register_pytree_node(PlacedTensor, _flatten, _unflatten)
 
 
 def state_of(x: GlobalTensor) -> SequenceState:
-    """Returns the context of ``x``, which is sharded along positions."""
+    """Returns the context of ``x``, a tensor sharded along positions, typed as :class:`SequenceState`."""
     return cast(SequenceState, x.views)
 
 
@@ -192,7 +194,7 @@ def slice_on_rank(x: GlobalTensor, dim: int, start: int, stop: int) -> PlacedTen
 
 
 def home_of(context: "GlobalTensorContext", index: Index, start: int, stop: int) -> tuple[int, int]:
-    """Returns the rank with rows ``start`` to ``stop``, and the place of the first one in its shard.
+    """Returns the rank that stores rows ``start`` to ``stop``, and the place of the first one in its shard.
 
     Raises:
         NoRuleError: the rows are on several ranks, or several ranks have them.
@@ -226,9 +228,10 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def run_on_one_rank(context: "GlobalTensorContext", func: Function, args: Any, kwargs: Any) -> Any:
-    """Runs ``func`` on the rank of its newest slice; tensors of other ranks move there.
+    """Runs ``func`` on the rank of its newest slice; arguments stored on other ranks are sent there.
 
-    A function that reads content on the host, writes into a plain tensor, or needs a sharded one, runs on all ranks.
+    A function that reads values on the host, writes into a plain tensor, or reads a sharded one, runs on all ranks
+    after a broadcast.
     """
     name = function_name(func)
     leaves = _leaves((args, kwargs))
@@ -295,7 +298,7 @@ def _on_meta(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def with_gradient(local: Tensor, graded: bool) -> Tensor:
-    """Returns ``local``, which requires a gradient if ``graded``, so that all ranks agree on it."""
+    """Returns ``local``, or if ``graded`` a leaf that requires a gradient, so that all ranks have equal flags."""
     if not graded or local.requires_grad or not (local.is_floating_point() or local.is_complex()):
         return local
     with torch._C.DisableTorchFunction():
@@ -309,22 +312,13 @@ def _graded(leaf: Any) -> bool:
 def _twin(value: Any) -> Any:
     if type(value) is PlacedTensor and value.local.is_meta:
         return value.local
+    if isinstance(value, torch.device):
+        return torch.device("meta")
     return _shape_only(value) if isinstance(value, Tensor) else value
 
 
-@contextmanager
-def apart() -> Iterator[None]:
-    """Runs a trial that is made once, inside the context, so that no trace or recomputation of the forward sees it."""
-
-    def same(saved: Tensor) -> Tensor:
-        return saved
-
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), saved_tensors_hooks(same, same):
-        yield
-
-
 def _check_meta(func: Function, args: Any, kwargs: Any) -> bool:
-    copies = _mapped(lambda one: _shape_only(one).detach() if isinstance(one, Tensor) else one, (args, kwargs))
+    copies = _mapped(lambda one: _twin(one).detach() if isinstance(one, Tensor) else _twin(one), (args, kwargs))
     try:
         with apart(), torch.no_grad():
             func(*copies[0], **copies[1])

@@ -36,17 +36,17 @@ _USES_ALONE = 2
 
 
 class WrittenTensors:
-    """Global tensors without an operand, such as ``zeros_like``, and the token of the last write into each."""
+    """Records of writes by position into results of ``zeros_like`` and similar functions."""
 
     def __init__(self) -> None:
         self.blank: Any = WeakIdKeyDictionary()
-        """Function that makes the full tensor, and the version of the shard, of tensors without a write yet."""
+        """By tensor without a write: the function that makes it in full, and its shard's version."""
         self.tied: Any = WeakIdKeyDictionary()
-        """Token of the last message before the last write."""
+        """By tensor: the relay's token before the last write."""
 
 
 def select_position(context: "GlobalTensorContext", func: Function, input: Any, dim: int, index: int) -> Any:
-    """Runs ``select``; a position stays on its rank."""
+    """Runs ``select``; a selected position stays on the rank that stores it."""
     dim = positive_dim(dim, input.ndim)
     if input.sets[dim] is not None:
         place = positive_dim(int(index), input.full[dim])
@@ -56,7 +56,7 @@ def select_position(context: "GlobalTensorContext", func: Function, input: Any, 
 
 
 def get_positions(context: "GlobalTensorContext", func: Function, input: Any, index: Any) -> Any:
-    """Indexes; a single position stays on its rank."""
+    """Runs ``x[index]``; a single position stays on the rank that stores it."""
     found = _position(input, index)
     if found is None:
         return slicing.getitem(context, func, input, index)
@@ -228,7 +228,7 @@ def _tie(target: GlobalTensor, graded: bool) -> None:
 
 
 def stack_placed(context: "GlobalTensorContext", func: Function, tensors: Any, dim: int = 0) -> Any:
-    """Runs ``stack`` of tensors on single ranks: many of several ranks become a tensor that is sharded as they are."""
+    """Runs ``stack`` of tensors on single ranks; many tensors of several ranks become one sharded along the new dim."""
     dim = positive_dim(dim, tensors[0].ndim + 1)
     return _joined(context, func, list(tensors), dim, [1] * len(tensors))
 

@@ -18,7 +18,7 @@ RECURRENT_STATE = "state"
 
 
 class Relay:
-    """Messages of one forward between the ranks of ``axis``."""
+    """Sender of tensors between ranks of ``axis`` in one forward; gradients return in the reversed order."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
@@ -28,13 +28,13 @@ class Relay:
         """Number of writes in place into tensors on one rank; a copy of such a tensor is valid until the next one."""
 
     def clear(self) -> None:
-        """Drops the token at the end of a forward."""
+        """Drops the token at the end of a forward, so that the next one starts a new order of messages."""
         self.token = None
 
     def send(self, local: Tensor, source: int, targets: tuple[int, ...], label: str, device: torch.device) -> Tensor:
-        """Returns ``local`` of rank ``source`` on the ranks ``targets``; other ranks get a tensor of no elements.
+        """Sends ``local`` from rank ``source`` to ``targets`` and returns it there; other ranks get no elements.
 
-        ``local`` has one shape, dtype and ``requires_grad`` on all ranks; it is read on ``source`` only.
+        All ranks call it, with equal shape, dtype and ``requires_grad``; only ``source`` reads the values.
         """
         axis = self._axis
         size = local.numel() * local.element_size()
@@ -54,9 +54,9 @@ class Relay:
         return made
 
     def tie(self, local: Tensor, graded: bool, in_place: bool = False) -> Tensor:
-        """Returns ``local``, the backward of which reaches all messages so far.
+        """Returns ``local`` with a graph that contains all messages so far, so that every rank runs their backwards.
 
-        ``graded``: the result has a gradient on every rank. ``in_place``: it stays the same tensor.
+        ``graded``: every rank needs a graph, also without a message. ``in_place``: returns the same tensor.
         """
         if not torch.is_grad_enabled() or not (graded or self.token is not None):
             return local

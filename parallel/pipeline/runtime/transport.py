@@ -134,7 +134,7 @@ class CommTransport:
         """Sends past a neighbouring stage."""
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Sends to the rank of the target stage, over axis pp."""
+        """Sends ``tensor`` to the rank of the target stage, over axis pp; encoded in fewer bits unless ``exact``."""
         link = self._link(message)
         if link.source == link.target:
             return self._own.send(message, tensor)
@@ -151,7 +151,7 @@ class CommTransport:
         return None
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """Posts the receive into a reused buffer."""
+        """Posts the receive into a reused buffer; ``exact`` equals the sender's."""
         link = self._link(message)
         if link.source == link.target:
             return self._own.receive(message, shape, dtype)

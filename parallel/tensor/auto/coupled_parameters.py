@@ -92,7 +92,10 @@ class NeededRows:
         return self._seen[row, tp]
 
     def gradients(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
-        """Returns the gradients of parameters that ``out`` depends on; ``again``: retain the graph."""
+        """Returns the gradients of parameters that ``out`` depends on, one for each factor of a low-rank weight.
+
+        ``again``: retain the graph.
+        """
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
         grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
         found: dict[str, tuple[Tensor, ...]] = {}
@@ -443,7 +446,7 @@ def _elements(product: MatmulRecord) -> object:
 
 
 def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
-    """Returns the float tensors among the ``used`` leaves of an output; a global tensor is one leaf."""
+    """Returns the float tensors of a module's output; ``used``: numbers of the leaves to return, None for all."""
     leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, GlobalTensor))
     read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
     return [leaf for leaf in read if isinstance(leaf, Tensor | GlobalTensor) and leaf.is_floating_point()]

@@ -76,9 +76,10 @@ class GlobalTensorContext:
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
-        """Returns ``enter(passed)``, made from ``given`` and cached by ``key`` until backward calls ``passed``.
+        """Returns a copy of a plain tensor, made by ``enter(passed)`` at the first use and shared by later ones.
 
-        The key contains the id of ``given``, which stays valid because the context keeps ``given`` alive.
+        ``key`` contains the id of ``given``, which the context keeps alive. ``enter`` returns a copy of ``given`` with
+        a backward that calls ``passed``, which drops the cached copy.
         """
         hit = self._entered.get(key)
         if hit is not None and hit[0] is given:
@@ -112,7 +113,7 @@ class GlobalTensorContext:
         return self._found.get(key)
 
     def note_gather(self, name: str) -> None:
-        """Counts a gather by the function ``name``."""
+        """Counts a gather for the torch function ``name``, which has no suitable rule; the plan's notes show it."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
 
     @contextmanager

@@ -172,7 +172,7 @@ class GlobalTensor(WrapperTensor):
 
 
 class Unrepeated(NamedTuple):
-    """Tensor of which the elements of ``dim`` were repeated, each one several times in place."""
+    """Record of a tensor before its elements along ``dim`` were repeated, each one several times in a row."""
 
     source: GlobalTensor
     dim: int
@@ -182,7 +182,7 @@ class Unrepeated(NamedTuple):
 
     @classmethod
     def note(cls, repeated: GlobalTensor, source: GlobalTensor, dim: int) -> None:
-        """Notes on ``repeated`` that it is ``source`` with repeated elements of ``dim``."""
+        """Records on ``repeated`` that it has the elements of ``source``, each repeated in a row along ``dim``."""
         repeated.unrepeated = cls(source, dim, repeated.local, _version(repeated.local))
 
     def valid(self, repeated: GlobalTensor) -> bool:
@@ -213,9 +213,10 @@ def has_views(args: Any, kwargs: Any) -> bool:
 
 
 def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["GlobalTensorContext", Any, Any]:
-    """Returns the context over "cp" among global tensors over "tp" and "cp", and the arguments as its global tensors.
+    """Prepares a call with global tensors of both axes: wraps those over "tp" as global tensors over "cp".
 
-    Arguments over "tp" are equal on all context ranks, as plain tensors are. Without one over "cp" nothing changes.
+    Returns the context over "cp" and the arguments; without a global tensor over "cp", ``context`` and the arguments
+    unchanged. A global tensor over "tp" is equal on all context ranks, as a plain tensor is.
     """
     outer = next((x.views for x in global_tensors_in(args, kwargs) if x.views.axis.name == "cp"), None)
     if outer is None:
@@ -231,12 +232,12 @@ def outermost(context: "GlobalTensorContext", args: Any, kwargs: Any) -> tuple["
 def show_parameter(
     parameter: nn.Parameter, full: tuple[int, ...], sets: Sets, context: "GlobalTensorContext"
 ) -> GlobalTensor:
-    """Returns a sharded parameter as a new global tensor, for code that expects the full shape."""
+    """Wraps a sharded parameter as a new global tensor, so that code of the model reads the full shape."""
     return GlobalTensor(parameter, full, sets, context)
 
 
 def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
-    """Returns the result of an elementwise operation on ``x``, with the shard ``local``."""
+    """Wraps ``local`` as a global tensor with the shape and sharding of ``x``."""
     if local is x.local:
         return x
     made = GlobalTensor(local, x.full, x.sets, x.views)

@@ -40,7 +40,10 @@ def run_length(runs: Runs) -> int:
 
 
 def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns borders, ascending, and the sum of the ``weights`` of the sets with the indices after each border."""
+    """Returns (borders, sums): all ends of runs, ascending, and the summed ``weights`` of the sets after each one.
+
+    Every index from one border up to the next is in the same sets.
+    """
     points = np.concatenate([side for runs in sets for side in (runs[:, 0], runs[:, 1])])
     steps = np.concatenate(
         [np.full(len(runs), sign * w) for runs, w in zip(sets, weights, strict=True) for sign in (1, -1)]
@@ -52,7 +55,7 @@ def depth(sets: list[Runs], weights: list[int]) -> tuple[NDArray[np.int64], NDAr
 
 
 def meet(a: Runs, b: Runs) -> Runs:
-    """Returns the indices of both sets."""
+    """Returns the intersection of two sets of indices."""
     if len(a) == 1 or len(b) == 1:  # the usual case, without a sort
         one, other = (a, b) if len(a) == 1 else (b, a)
         cut = np.clip(other, one[0, 0], one[0, 1])
@@ -65,7 +68,7 @@ def meet(a: Runs, b: Runs) -> Runs:
 
 
 def join_runs(runs: Runs) -> Runs:
-    """Returns sorted runs with those joined that touch each other."""
+    """Joins neighbouring sorted runs, such as [0, 4) and [4, 6), into one."""
     if len(runs) < 2:
         return runs
     apart = runs[1:, 0] != runs[:-1, 1]
@@ -73,8 +76,10 @@ def join_runs(runs: Runs) -> Runs:
 
 
 def places_in(held: Runs, wanted: Runs) -> Runs | None:
-    """Returns the runs of places, within the indices of ``held``, of ``wanted``; None if some index is not in
-    ``held``."""
+    """Returns the places of the indices ``wanted`` in a tensor that stores the indices ``held`` in ascending order.
+
+    None if some index is not in ``held``.
+    """
     if not len(wanted):
         return wanted
     if not len(held):

@@ -203,7 +203,9 @@ def _meet(masks: Iterable[int]) -> int:
 
 
 def positions(have: Index | None, want: Index | None, rank: int) -> Runs | None:
-    """Returns the places of ``want``'s indices within ``have``'s, on rank ``rank``; None if both are the same.
+    """Returns the places, in the shard of ``rank`` with sharding ``have``, of the indices that it has under ``want``.
+
+    None if both shardings are equal.
 
     Raises:
         NoRuleError: some index of ``want`` is not on the rank.

@@ -65,12 +65,12 @@ def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
 
 
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
-    """Returns this rank's shard of an operand, sharded as the last dims of ``sets``."""
+    """Slices an operand to the shard that a result sharded as ``sets`` needs; dims are aligned as in a broadcast."""
     return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
 
 def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
-    """Returns this rank's shard of an operand, its first dims sharded as ``wanted``."""
+    """Slices an operand, plain or global, to this rank's shard with the first dims sharded as ``wanted``."""
     if type(tensor) is not GlobalTensor:
         return cut_operand_as(context, tensor, wanted)
     local = tensor.local
@@ -81,7 +81,10 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 
 
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
-    """Returns this rank's shard of a plain tensor, its first dims sharded as ``wanted``."""
+    """Slices a plain tensor to this rank's shard with the first dims sharded as ``wanted``.
+
+    If the ranks' gradients are partial, they are summed: at the end of the step for a parameter, otherwise in backward.
+    """
     if plain.requires_grad and context.plain is PlainGradient.EQUAL:
         # the gradient is complete only after a sum or a gather: once a step, or here
         if isinstance(plain, nn.Parameter) and plain not in context.equal and context.sums_once(plain):
@@ -120,7 +123,7 @@ def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | 
 
 
 def on_device(context: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
-    """Returns indices as a tensor on ``device``, cached under ``key``."""
+    """Returns the indices ``places`` as a tensor on ``device``, cached under ``key``."""
     return context.find(key, lambda: torch.as_tensor(places, device=device))
 
 

@@ -129,7 +129,7 @@ def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
 
 
 def stream_dim(x: GlobalTensor) -> int | None:
-    """Returns the sharded dim, if it is the only one and in equal blocks in rank order; otherwise None."""
+    """Returns the only sharded dim of ``x``, if ranks have equal blocks in rank order; otherwise None."""
     cut = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None
@@ -138,9 +138,9 @@ def stream_dim(x: GlobalTensor) -> int | None:
 def add_rows(
     context: "GlobalTensorContext", local: Tensor, folded: tuple[int, ...] | None = None, label: str = ROW_OUTPUTS
 ) -> GlobalTensor | Tensor:
-    """Sums a product's partial results over the ranks; under ``context.sequence`` the sum is sharded along the rows.
+    """Sums a product's partial results over the ranks: an all-reduce, or with ``context.sequence`` a reduce-scatter.
 
-    ``folded``: the dims that were flattened into the first of two dims.
+    The reduce-scatter shards the rows [.., S] along S. ``folded``: dims that were flattened into the first of two.
 
     Raises:
         SequenceError: the number of ranks does not divide the rows.
@@ -175,7 +175,7 @@ def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ..
 
 
 def in_order(context: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
-    """Returns the concatenated shards of all ranks with the indices of ``dim`` in ascending order."""
+    """Sorts the shards of all ranks, ``joined`` along ``dim``, by their indices in ``index``."""
     if index.blocks:
         return joined
     return joined.index_select(dim, on_device(context, ("order", index, joined.device), index.order, joined.device))

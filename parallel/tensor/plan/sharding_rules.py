@@ -48,6 +48,8 @@ def cut_model(
 ) -> TensorPlan:
     """Makes the plan of ``styles`` (by first name of each module) for ``tp`` tensor ranks.
 
+    ``source``: origin of the styles, for the report. ``sequence``: sequence parallelism.
+
     Raises:
         PlanError: a style does not suit its module, or the model does not fit ``tp``.
     """
@@ -386,7 +388,7 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
     """Returns the plan for ``tp`` tensor ranks from names, shapes and attributes; communicates nothing.
 
     ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
-    ``plan.styles`` defines the language.
+    ``plan.styles`` defines the language. ``sequence``: sequence parallelism.
 
     Raises:
         ConfigError: the file contains no such mapping.

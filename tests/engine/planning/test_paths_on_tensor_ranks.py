@@ -134,14 +134,14 @@ def test_a_packed_sequence_is_refused_by_what_it_reads() -> None:
 
 
 def test_a_search_on_one_path_shares_blocks_alone_and_says_it() -> None:
-    (said,) = [note for note in notes(config("auto"), EarlyExit) if note.startswith("tensor ranks share blocks")]
+    (said,) = [note for note in notes(config("auto"), EarlyExit) if note.startswith("tensor ranks shard blocks")]
     assert "reads the content of a tensor on the host (__float__) between units" in said and "pipeline" not in said
 
 
 def test_a_plan_that_cuts_nothing_is_said_once() -> None:
-    (said,) = [note for note in notes(config({"*": "replicate"})) if "shares nothing" in note]
-    assert said.startswith("parallel.tensor 2 shares nothing of this model")
-    assert not [note for note in notes(config(PLAN)) if "shares nothing" in note]
+    (said,) = [note for note in notes(config({"*": "replicate"})) if "shards nothing" in note]
+    assert said.startswith("parallel.tensor 2 shards nothing of this model")
+    assert not [note for note in notes(config(PLAN)) if "shards nothing" in note]
 
 
 class TwoHeads(Decoder):

@@ -115,7 +115,7 @@ def test_the_same_plan_in_every_process() -> None:
 
 def test_a_model_that_cannot_be_followed_is_searched_on_one_path_and_its_line_is_said() -> None:
     (note,) = found("glue that reads content").notes
-    assert note.startswith("tensor ranks share blocks, as one path calls them, and nothing beside: ")
+    assert note.startswith("tensor ranks shard blocks alone, as one path of the forward calls them: ")
     assert re.search(r"architectures.py:\d+ reads the content of a tensor on the host", note)
     assert "GRU" in REFUSED and list(found("GRU").patterns) == ["embed", "head"]
 

@@ -80,7 +80,7 @@ def test_a_block_of_an_older_write_is_refused(tmp_path: Path) -> None:
         eng.train_batch(batch(eng, 1))
         with file.open("r+b") as stream:
             stream.write(older)
-        with pytest.raises(EngineError, match="are not what was written there last, so no update is made of them"):
+        with pytest.raises(EngineError, match="differ from the bytes last written there, so no update uses them"):
             eng.train_batch(batch(eng, 2))
         for call in (lambda: eng.train_batch(batch(eng, 3)), lambda: eng.save_checkpoint(str(tmp_path / "saved"))):
             with pytest.raises(
@@ -105,7 +105,7 @@ def test_each_block_is_checked(tmp_path: Path) -> None:
         with (tmp_path / "file").open("r+b") as stream:
             stream.seek(place)
             stream.write(bytes([data[place] ^ 1]))
-        with pytest.raises(EngineError, match=f"bytes {place // BLOCK * BLOCK} to .* are not what was written"):
+        with pytest.raises(EngineError, match=f"bytes {place // BLOCK * BLOCK} to .* differ from the bytes last"):
             file.read(memoryview(into))
         file.read(memoryview(into), checked=False)
         file.write(data.data)

@@ -68,7 +68,7 @@ class CountedPart:
         return kept
 
     def square(self, values_n: Tensor) -> Tensor:
-        """Returns the sum of squares, fp64 0-dim, of the elements that this rank adds."""
+        """Returns the sum of squares, fp64 0-dim, of the ``counted`` elements, which no other rank adds."""
         found = values_n.new_zeros((), dtype=torch.float64)
         for part in (slice(None),) if self.counted is None else self.counted:
             found += torch.linalg.vector_norm(values_n[part], dtype=torch.float64).square()

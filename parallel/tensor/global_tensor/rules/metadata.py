@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``func`` on the shard, for properties that the full tensor shares: dtype, device."""
+    """Runs ``func`` on the shard, for properties that shard and full tensor have in common: dtype, device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
@@ -30,7 +30,7 @@ def size_of(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
 
 
 def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
-    """Returns the strides of the full tensor, which is gathered for this."""
+    """Returns the strides of a contiguous tensor of the full shape; nothing is gathered."""
     steps = [1]
     for size in reversed(input.full[1:]):
         steps.insert(0, steps[0] * max(size, 1))
@@ -51,7 +51,7 @@ def part_of(context: "GlobalTensorContext", func: Function, input: Any, *args: A
 
 
 def tell_part(context: "GlobalTensorContext", func: Function, input: Any, *args: Any) -> Any:
-    """Applies ``retain_grad`` and ``requires_grad_`` to the shard."""
+    """Runs ``retain_grad`` or ``requires_grad_`` on the shard and updates the global tensor's flag."""
     func(input.local, *args)
     follow_grad(input)
     return input if func.__name__.endswith("_") else None

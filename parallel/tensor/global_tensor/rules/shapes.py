@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
-    """Returns a global tensor with the elements of ``x`` in another shape; ``local``: its shard."""
+    """Returns the result of a view or copy of ``x``: the global tensor with shard ``local``, in another shape.
+
+    ``copied``: the shard does not share memory with that of ``x``.
+    """
     made = GlobalTensor(local, full, sets, x.views)
     made.copied = x.copied or copied
     return made

@@ -8,7 +8,7 @@ anything else               no positions: equal for all
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,36 +28,45 @@ class SeenTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SeenCall:
-    """Arguments of a call: shapes in place of tensors."""
+    """Recorded arguments of a module call, with shapes in place of tensors."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
 
 class LeafForm(NamedTuple):
-    """Form of one argument: a tensor of ``dims`` dims with positions along ``dim``, or an equal ``value``."""
+    """Condition for one argument: a tensor of ``dims`` dims with positions along ``dim``, or else this ``value``."""
 
     dims: int | None
     dim: int | None = None
     value: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CallForm:
-    """Tree of the arguments of a call, and the form of each leaf."""
+    """Condition for the arguments of a call: their nesting, and a form for each leaf."""
 
     spec: pytree.TreeSpec
     leaves: tuple[LeafForm, ...]
 
     def match(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Returns the leaves of a call of this form; None for a call of another form."""
-        leaves, spec = flatten_leaves((args, kwargs))
-        if spec != self.spec:
-            return None
-        return leaves if all(map(_fits, leaves, self.leaves)) else None
+        """Returns the arguments as a flat list of leaves; None if they do not satisfy the conditions."""
+        if self.positional:  # a tree costs a hundred calls
+            leaves, same = args, not kwargs and len(args) == len(self.leaves)
+        else:
+            leaves, spec = flatten_leaves((args, kwargs))
+            same = spec == self.spec
+        return list(leaves) if same and all(map(_fits, leaves, self.leaves)) else None
+
+    @cached_property
+    def positional(self) -> bool:
+        """True if the arguments are leaves without names."""
+        return bool(self.spec == flatten_leaves(((None,) * len(self.leaves), {}))[1])
 
     def call(self, function: Callable[..., Any], leaves: Iterable[Any]) -> Any:
-        """Calls ``function`` with these leaves."""
+        """Calls ``function`` with arguments nested as in :meth:`match`; ``leaves``: their flat list."""
+        if self.positional:
+            return function(*leaves)
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
         return function(*args, **kwargs)
 
@@ -69,7 +78,7 @@ def _fits(given: Any, form: LeafForm) -> bool:
 
 
 def flatten_leaves(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the leaves of ``tree``, among them all tensors, and its structure."""
+    """Flattens ``tree`` to its leaves and its structure; a tensor of any subclass is a leaf."""
     return pytree.tree_flatten(tree, is_leaf=lambda leaf: isinstance(leaf, Tensor))
 
 
@@ -77,7 +86,7 @@ class CallRecorder:
     """Recorder of the calls of all modules of a model.
 
     Attributes:
-        calls: by module name, the calls that differ.
+        calls: distinct calls by module name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,7 +95,7 @@ class CallRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records the forwards inside the context."""
+        """Records the arguments of all module calls inside the context, by forward pre-hooks."""
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 handle = module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
@@ -110,13 +119,13 @@ class SequenceSize(NamedTuple):
     length: int
 
     def dim_of(self, shape: Sequence[int]) -> int | None:
-        """Returns the dim of a tensor that has positions; None if none has."""
+        """Returns the dim along which a tensor of ``shape`` has positions; None if it has none."""
         if len(shape) > 1 and shape[0] in (self.rows, 1) and shape[1] == self.length:
             return 1
         return 0 if len(shape) > 0 and shape[0] == self.rows * self.length else None
 
     def form_of(self, call: SeenCall) -> CallForm | None:
-        """Returns the form of a call; None if no floating argument has positions."""
+        """Returns the conditions that calls like ``call`` satisfy; None if no floating argument has positions."""
         forms = [
             LeafForm(len(leaf.shape), self.dim_of(leaf.shape))
             if isinstance(leaf, SeenTensor)
@@ -131,7 +140,7 @@ class SequenceSize(NamedTuple):
 
 
 def sequences_of(batch: Iterable[Tensor], calls: Iterable[Sequence[SeenCall]]) -> tuple["SequenceSize", ...]:
-    """Returns the sequences of a model: of the batch, and of [B, S, H] in calls with the rows of the batch."""
+    """Returns the sizes of all sequences: of batch tensors, and of arguments [B, S, H] with the batch's rows."""
     given = [tuple(tensor.shape) for tensor in batch if tensor.ndim]
     rows = {shape[0] for shape in given}
     found = {shape[:2] for shape in given if len(shape) > 1}
