@@ -169,9 +169,18 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 
 
 def check_outer(
-    outer: OuterConfig | None, training: OptimizerConfig | None, delayed_update: bool, problems: Problems
+    outer: OuterConfig | None,
+    training: OptimizerConfig | None,
+    clipping: float,
+    delayed_update: bool,
+    problems: Problems,
 ) -> None:
-    """Adds problems of settings that exclude each other or have no effect; ``delayed_update``: of an offload."""
+    """Adds problems of settings that exclude each other or have no effect.
+
+    Args:
+        clipping: norm to which gradients are clipped; 0: none.
+        delayed_update: of an offload.
+    """
     if outer is None:
         return
     if delayed_update:
@@ -183,6 +192,12 @@ def check_outer(
         problems.add(
             "optimizer",
             f"a list with rule {outer.rule}, whose store has one optimizer; name it in outer.optimizer, or give one.",
+        )
+    if outer.content == "gradients" and clipping and len(outer.urls) > 1:
+        problems.add(
+            "gradient_clipping",
+            f"{clipping:g} with rule {outer.rule} and {len(outer.urls)} stores, each of which has the norm of its own "
+            "gradients only; give one address in outer.url, or leave gradient_clipping out.",
         )
     if outer.rule == "hogwild":
         _check_hogwild(outer, problems)

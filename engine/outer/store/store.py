@@ -17,7 +17,6 @@ from torch import Tensor
 from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM
 from engine.errors import first_line
 from engine.outer.messages import (
-    DISK_FULL,
     Content,
     JoinReply,
     JoinRequest,
@@ -38,6 +37,8 @@ from engine.outer.store.recovery import recover
 from engine.outer.store.snapshot import write_snapshot
 from engine.outer.store.state import FragmentState, StoreState, push_name, seed_name
 
+_DISK_FULL = 507
+"""Status of a refusal because the store cannot write; the same request succeeds later."""
 _MEND_SECONDS = 1.0
 """Seconds between a failed write and the next try."""
 Listener = Callable[[Event], None]
@@ -475,12 +476,12 @@ class Store:
                     "on."
                 )
                 self._mends_at = self._clock() + _MEND_SECONDS
-                raise StoreRefusedError(self._failure, DISK_FULL) from error
+                raise StoreRefusedError(self._failure, _DISK_FULL) from error
 
     def _mend(self, journal: Journal) -> None:
         """Restores the state from the folder after a failed write."""
         if self._clock() < self._mends_at:
-            raise StoreRefusedError(self._failure, DISK_FULL)
+            raise StoreRefusedError(self._failure, _DISK_FULL)
         journal.close()
         self._state = StoreState(self._settings, self._state.number)
         self._journal = Journal(journal.folder)
