@@ -15,7 +15,7 @@ from torch.nn import functional
 from engine.errors import EngineError
 from engine.kernels.ops.embedding import look_up_rows
 from engine.kernels.ops.linear import linear as fused_linear
-from engine.parallel.context.choose import Method
+from engine.parallel.context.choose import ASSUMED, AttentionRates, Method
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.context.methods import AttendingContext, context_attention
 from engine.parallel.context.recurrence.halo import HALO_RULES, POSITIONS
@@ -63,9 +63,10 @@ class ContextOfSequences(AttendingContext):
     plain = PlainGradient.PARTIAL
 
     def __init__(
-        self, axis: TensorAxis, method: Method | Literal["auto"] = "auto", unit: int = 1, in_blocks: bool = False
-    ) -> None:
-        super().__init__(axis, CONTEXT_RULES, method)
+        self, axis: TensorAxis, method: Method | Literal["auto"] = "auto", unit: int = 1, in_blocks: bool = False,
+        rates: AttentionRates = ASSUMED,
+    ) -> None:  # fmt: skip
+        super().__init__(axis, CONTEXT_RULES, method, rates)
         self.unit = unit
         """Divisor of the number of positions of each rank: tensor ranks shard them under sequence parallelism."""
         self.shard = contiguous if in_blocks else zigzag
