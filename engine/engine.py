@@ -194,7 +194,8 @@ class Engine(TrainingLoop, NamedState):
 
         Args:
             batch: tensor, tuple, list or mapping of tensors with micro x accumulation rows, or an iterator of
-                microbatches, from which exactly ``accumulation`` items are pulled.
+                microbatches, from which exactly ``accumulation`` items are pulled. With ``uneven_microbatches``, a list
+                of this data rank's microbatches, of any number.
 
         Communicates activations and their gradients over pp, activations over tp, gradients and parameters over dp, a
         digest of the batch over the replica and eight scalars over the world.

@@ -203,6 +203,8 @@ class EngineParts:
             self.checkpoints.built(self.built, self.update, entries)
             for part in self.built.parts.having(StepPart.restarted):
                 part.restarted(self.update.made)
+            if outer is not None:  # so that eng.outer.rows is known before the first batch
+                outer.begin_step()
 
     @property
     def runtime(self) -> RankRuntime:

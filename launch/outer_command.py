@@ -1,12 +1,13 @@
-"""Command ``trine outer``: a store in which sites of the outer loop meet, and its state.
+"""Command ``trine outer``: a store in which sites of the outer loop meet, its state, and its replay.
 
 trine outer CONFIG [KEY=VALUE ...]     serve a store, by the configuration of the training
 trine outer status URL                 print the state of a running store
-trine outer replay FOLDER              compute all versions again from a store's folder, and compare
+trine outer replay FOLDER              compute all merges again from a store's folder, and compare the bits
 """
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,9 +26,9 @@ _HEAD = ("site", "life", "clock", "rows")
 
 def add_outer_options(command: ArgumentParser) -> None:
     """Adds the arguments of ``trine outer``."""
-    command.add_argument("config", metavar="CONFIG", help="configuration of the training; or: status")
+    command.add_argument("config", metavar="CONFIG", help="configuration of the training; or: status, replay")
     command.add_argument("rest", nargs="*", metavar="KEY=VALUE", help=(
-        f"{OVERRIDES_HELP}; after status, the address of a store"
+        f"{OVERRIDES_HELP}; after status, the address of a store; after replay, its folder"
     ))  # fmt: skip
     command.add_argument("--host", default="127.0.0.1", help="address to serve (default 127.0.0.1: this host only)")
     about = f"port to serve, 0 for a free one (default: that of outer.url, or {PORT})"
@@ -35,21 +36,24 @@ def add_outer_options(command: ArgumentParser) -> None:
     about = "folder of the store (default: outer.folder, or outer-store)"
     command.add_argument("--folder", type=Path, default=None, help=about)
     about = "number of this store among the addresses in outer.url (default 0)"
+    command.add_argument("--keep", action="store_true", help="retain all pushed bodies, which a replay needs")
     command.add_argument("--number", type=int, default=0, metavar="N", help=about)
 
 
 def run_outer(options: Namespace) -> None:
-    """Serves a store or prints the state of one.
+    """Serves a store, prints the state of one, or replays one.
 
     Raises:
         EngineError: the configuration has no store, the address cannot be served, or the store does not answer.
     """
-    if options.config != "status":
+    others = {"status": (_print_status, "the address of a store"), "replay": (_replay, "the folder of a store")}
+    if options.config not in others:
         _serve(options)
-    elif len(options.rest) == 1:
-        _print_status(options.rest[0])
-    else:
-        raise EngineError(f"trine outer status has {len(options.rest)} arguments; give the address of a store.")
+        return
+    run, argument = others[options.config]
+    if len(options.rest) != 1:
+        raise EngineError(f"trine outer {options.config} has {len(options.rest)} arguments; give {argument}.")
+    run(options.rest[0])
 
 
 def _serve(options: Namespace) -> None:
@@ -70,11 +74,12 @@ def _serve(options: Namespace) -> None:
     listening = service.listen(options.host, port)
     with listening:
         settings = shared_settings(outer, config.optimizer, config.gradient_clipping)
-        store = Store(settings, folder, number=number)
+        stored = {"keep": options.keep, "number": number, "snapshot_every": outer.snapshot_every}
+        open_store = partial(Store, settings, folder, **stored)
         place = f"store {number} of {count}" if count > 1 else "store"
         address = service.address_of(listening)
         line = f"{place} at {address}: {outer.rule}, period {outer.steps}, folder {folder}"
-        service.serve(store, token, listening, lambda: print(line, flush=True))
+        service.serve(open_store, token, listening, lambda: print(line, flush=True))
     print(f"{place} at {address} has ended", flush=True)
 
 
@@ -123,6 +128,15 @@ def _print_status(url: str) -> None:
         for site, life in sorted(status.members.items())
     ]
     print("\n".join(aligned([_HEAD, *rows]) if rows else ["no site is here"]))
+
+
+def _replay(folder: str) -> None:
+    from engine.outer.store.replay import replay
+
+    found = replay(folder)
+    if found.difference is not None:
+        raise EngineError(f"{found.merges:,} merges have the same bits, and the next one has not: {found.difference}.")
+    print(f"{found.merges:,} merges have the same bits; versions {', '.join(map(str, found.versions))}")
 
 
 def _megabytes(size: int) -> str:

@@ -122,6 +122,7 @@ FILES_IN_A_FOLDER = 16
 BROAD_HANDLERS = {
     ("engine/outer/exchange.py", "_work_on"): "the next poll, which raises it on all ranks",
     ("engine/outer/exchange.py", "_renew"): "the next request of the training, if it lasts",
+    ("engine/outer/exchange.py", "run"): "whoever reads the future",
     ("engine/outer/exchange.py", "close"): "nobody: the store may end before its sites",
     ("engine/outer/http/service.py", "run"): "whoever has opened the service, when it ends",
     ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",
@@ -138,7 +139,7 @@ BROAD_HANDLERS = {
     ): "the block runs again, with the weights whole that its code has read",
     ("engine/planning/tensor_plan_search.py", "_try_length"): "a note of the plan",
     ("parallel/tensor/auto/search.py", "reference_inside"): "the group is tried in the whole block",
-    ("parallel/context/rowwise_proof.py", "_tried"): "a module that raises in a trial runs on global tensors",
+    ("parallel/context/rows/rowwise_proof.py", "_tried"): "a module that raises in a trial runs on global tensors",
     ("parallel/experts/proof.py", "_can_copy"): "the reason why experts are not shared",
     ("parallel/experts/proof.py", "_call"): "the reason why the experts of a module are not shared",
     ("parallel/experts/proof.py", "_run"): "the reason why the experts of a list are not shared",

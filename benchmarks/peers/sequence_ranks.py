@@ -58,7 +58,11 @@ class TorchContext(Plain):
 
 
 class Ulysses:
-    """DeepSpeed's ``UlyssesSPAttentionHF`` with ``deepspeed.initialize`` and contiguous parts of each sequence."""
+    """DeepSpeed's ``UlyssesSPAttentionHF`` with ``deepspeed.initialize`` and contiguous parts of each sequence.
+
+    DeepSpeed averages gradients over data ranks and sums them over sequence ranks, so each rank's loss is divided by
+    the sequence ranks. With the mean of its positions, gradients are ``ranks`` times those of one process.
+    """
 
     def __init__(self, mode: Mode, workload: Workload) -> None:
         announce(mode)
@@ -86,7 +90,7 @@ class Ulysses:
                 whole.chunk(self._mode.ranks, 1)[self._rank].contiguous() for whole in _tokens_labels_positions(part)
             )
             mean = mean_loss(self._engine(tokens, position_ids=positions), labels)
-            self._engine.backward(mean)
+            self._engine.backward(mean / self._mode.ranks)
             self._engine.step()
             loss += mean.item() / self._mode.accumulation
         return loss

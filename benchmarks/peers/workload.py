@@ -83,6 +83,8 @@ class Mode:
     """Model of the mode, if not the workload's."""
     method: str | None = None
     """Trine's method of attention over context ranks; None: the default."""
+    note: str = ""
+    """Difference of the way that the peer is called, for readers of the table."""
 
     @property
     def virtual_stages(self) -> int:

@@ -10,6 +10,8 @@ from benchmarks.peers.workload import Kind, Mode, Workload
 from benchmarks.training.comparison import Effort, measure
 
 COLUMNS = ("CPU ms a step", "beside", "sent MB", "calls", "state MB", "step MB", "loss")
+NOTE = "note"
+"""Last column, of tables with a mode that has a note."""
 TOLERANCE = 1e-5
 """Maximum loss difference in nats between equal models."""
 TRIED: tuple[Kind, ...] = ("context_parallel", "deepspeed")
@@ -36,7 +38,7 @@ def cells(table: Table, rounds: Rounds) -> Cells:
         texts = [f"{1e3 * row.cpu_seconds:.1f}", "" if row.mode == base else beside, megabytes[0], str(size.calls)]
         texts += [*megabytes[1:], f"{row.loss:.6f}" if row.loss and "rows" not in table.modes[0].kind else ""]
         made |= {(row.mode, column): text for column, text in zip(COLUMNS, texts, strict=True)}
-    return made
+    return made | {(mode.name, NOTE): mode.note for mode in table.modes if mode.note}
 
 
 def startable(table: Table) -> tuple[Table, Cells]:
@@ -72,7 +74,7 @@ def report(name: str, tables: Iterable[Table], effort: Effort, write_figures: bo
         found |= {**cells(left, rounds), **refused}
         equal &= equal_losses(left, rounds)
     for row in dict.fromkeys(row for row, _ in found):
-        print(f"{row:32}", "  ".join(found.get((row, column), "") for column in COLUMNS))
+        print(f"{row:32}", "  ".join(found.get((row, column), "") for column in (*COLUMNS, NOTE)).rstrip())
     print(f"losses of equal models within {TOLERANCE:.0e} -> {'pass' if equal else 'FAIL'}")
     if write_figures:
         record_cells(name, "ranks", found)

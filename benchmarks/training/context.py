@@ -26,6 +26,7 @@ LENGTHS = (512, 2048)
 METHODS = ("auto", *get_args(Method))
 """Methods of Trine's attention over context ranks (``parallel.context.method``): each is a row of a table."""
 MEASURED = ("auto", "gather", "heads", "ring")
+SUMMED = "loss divided by the ranks, since DeepSpeed sums gradients over them"
 EPSILON = 1e-5
 """Eps of AdamW, large enough that rounding in near-zero gradients does not change losses."""
 
@@ -46,7 +47,7 @@ def contenders(ranks: int, length: int, methods: Sequence[str] = MEASURED) -> tu
     context = Mode(f"{at}, Trine cp{ranks}", "trine", ranks, accumulation=ranks, axis="context")
     own = [replace(context, name=f"{context.name} {method}", method=method) for method in methods]
     torch = replace(context, name=f"{at}, torch context_parallel, {ranks} ranks", kind="context_parallel")
-    ulysses = replace(context, name=f"{at}, DeepSpeed Ulysses, {ranks} ranks", kind="deepspeed")
+    ulysses = replace(context, name=f"{at}, DeepSpeed Ulysses, {ranks} ranks", kind="deepspeed", note=SUMMED)
     return (data, *own, torch, ulysses)
 
 

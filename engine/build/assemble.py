@@ -45,7 +45,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
 from engine.parallel.context.recurrence.followed import follow_sequences
-from engine.parallel.context.rowwise import run_rowwise
+from engine.parallel.context.rows.rowwise import run_rowwise
 from engine.parallel.experts.listed import share_listed
 from engine.parallel.experts.routed import share_experts
 from engine.parallel.grid import Grid, ShardHolder

@@ -10,7 +10,8 @@ world, label "outer", tells the others which version has come and counts the ran
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any, TypeVar
@@ -23,8 +24,8 @@ from engine.outer.messages import Offer, PushMeta, PushShare, StoreLink, StoreRe
 from engine.parallel.comm.comm import Comm
 
 Result = TypeVar("Result")
-_WORKERS = 2
-"""Threads of a rank: a push and a pull may run at once."""
+_PATIENCE = 5.0
+"""Seconds that the end of an engine waits for its last pushes."""
 _ROUND = 5.0
 """Seconds that rank 0 waits for an offer while the others wait in an all-reduce, well below a collective's timeout."""
 _PAUSE = 0.002
@@ -75,7 +76,7 @@ class StoreExchange:
     def __init__(self, link: StoreLink, life: int, comm: Comm, device: torch.device, lease: float) -> None:
         self._link, self.life, self._comm, self._device = link, life, comm, device
         self._rank = comm.grid.rank
-        self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="trine-outer")
+        self._pushes = set[Future[Any]]()
         self._ended = Event()
         self.waited = 0.0
         """Seconds in which this rank has waited for the store, in total."""
@@ -84,7 +85,8 @@ class StoreExchange:
 
     def push(self, flight: PushFlight, share: PushShare, body: Tensor) -> None:
         """Starts to send this rank's body of a push."""
-        flight.pushed = self._pool.submit(self._link.push, flight.meta, self._rank, share, body)
+        flight.pushed = _begin(self._link.push, flight.meta, self._rank, share, body)
+        self._pushes = {push for push in self._pushes if not push.done()} | {flight.pushed}
 
     def poll(self, flights: Sequence[PushFlight]) -> list[PushFlight]:
         """Returns the flights whose merge every rank has pulled; starts pulls of new offers. One all-reduce over the
@@ -109,7 +111,7 @@ class StoreExchange:
             if flight.offer is None and row[1] > 0:
                 flight.offer = _offer(row[1:])
                 number, version = flight.meta.key.fragment, flight.offer.version
-                flight.body = self._pool.submit(self._link.pull, self.life, self._rank, number, version)
+                flight.body = _begin(self._link.pull, self.life, self._rank, number, version)
         return [flight for row, flight in zip(found, flights, strict=False) if row[0] == self._comm.grid.world_size]
 
     def wait(self, flight: PushFlight) -> PushFlight:
@@ -133,7 +135,8 @@ class StoreExchange:
     def close(self, leave: bool) -> None:
         """Ends the threads; with ``leave``, tells the store that this site does not come back soon."""
         self._ended.set()
-        self._pool.shutdown(wait=leave, cancel_futures=not leave)
+        if leave:
+            wait_for(self._pushes, _PATIENCE)
         if leave and self._rank == 0:
             try:
                 self._link.leave(self.life)
@@ -168,7 +171,7 @@ class StoreExchange:
         if flight.pushed is None or not flight.pushed.done():
             return None
         if flight.asked is None:
-            flight.asked = self._pool.submit(self._link.offer, self.life, flight.meta.key.fragment)
+            flight.asked = _begin(self._link.offer, self.life, flight.meta.key.fragment)
         if not flight.asked.done():
             return None
         offer, flight.asked = flight.asked.result(), None
@@ -189,7 +192,7 @@ class StoreExchange:
         pause, end = _PAUSE, time.monotonic() + _ROUND
         while time.monotonic() < end:
             if flight.asked is None:
-                flight.asked = self._pool.submit(self._link.offer, self.life, flight.meta.key.fragment)
+                flight.asked = _begin(self._link.offer, self.life, flight.meta.key.fragment)
             offer = flight.asked.result()
             if offer is not None and flight.ends_with(offer):
                 return
@@ -203,6 +206,20 @@ class StoreExchange:
                 self._link.renew(self.life)
             except Exception:  # a request of the training raises what lasts
                 continue
+
+
+def _begin(call: Callable[..., Result], *given: Any) -> "Future[Result]":
+    """Calls a function in a thread that does not outlive the process: a push waits for its store, however long."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*given))
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="trine-outer", daemon=True).start()
+    return future
 
 
 def _numbers(offer: Offer) -> list[float]:

@@ -70,6 +70,8 @@ class LocalPieces:
     fragments: tuple[Fragment, ...]
     """Fragments, one for each store among which their tensors are divided; messages number them in this order."""
     pieces: tuple[LocalPiece, ...]
+    flats: tuple[FlatBucket, ...]
+    """Buckets of trained parameters."""
 
     @property
     def layout(self) -> RankLayout:
@@ -88,8 +90,11 @@ class LocalPieces:
         yield from zip(own, torch.split(body, sizes) if sizes else (), strict=True)
 
     def buckets(self, fragment: int) -> list[FlatBucket]:
-        """Returns the buckets with elements of a fragment."""
-        return list({each.flat.bucket.index: each.flat for each in self.of(fragment)}.values())
+        """Returns the buckets with tensors of a fragment; the same on all data ranks, also if this one owns none of
+        their elements.
+        """
+        names = set(self.fragments[fragment].names)
+        return [flat for flat in self.flats if any(slot.name in names for slot in flat.bucket.slots)]
 
 
 def find_pieces(
@@ -108,4 +113,4 @@ def find_pieces(
                 pulled = Piece(local_region(row, holder), start - slot.start, stop - slot.start)
                 pushed = ownership.stored(row, coord)
                 found[row.name] = LocalPiece(row.name, fragment_of[row.name], flat, slice(start, stop), pulled, pushed)
-    return LocalPieces(made, tuple(found[row.name] for row in rows if row.name in found))
+    return LocalPieces(made, tuple(found[row.name] for row in rows if row.name in found), tuple(buckets))

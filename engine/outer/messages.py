@@ -173,6 +173,10 @@ class StoreStatus:
     sent_bytes: int = 0
 
 
+DISK_FULL = 507
+"""Status of a refusal because the store cannot write; the same request succeeds later."""
+
+
 class StoreRefusedError(Exception):
     """Refusal of a request by a store; its state is unchanged.
 
@@ -205,7 +209,7 @@ class StoreLink(Protocol):
         """Stores one rank's encoded body, uint8 [bytes]; on return it survives a crash of the store."""
 
     def withdraw(self, key: PushKey) -> None:
-        """Withdraws a push of a step that has failed on one of the site's ranks."""
+        """Withdraws a push of a step that has failed on one of the site's ranks; its ``seq`` is not used again."""
 
     def offer(self, life: int, fragment: int) -> Offer | None:
         """Returns the newest version that this life may take over, and retains it for ``pull``; None before the

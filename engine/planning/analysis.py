@@ -19,7 +19,7 @@ from engine.parallel.activation_checkpointing.blocks import recomputed_blocks, s
 from engine.parallel.activation_checkpointing.tiles import TilePlan, plan_tiles
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.context.recurrence.followed import ContextPlan
-from engine.parallel.context.rowwise import RowwiseModule, running_rowwise
+from engine.parallel.context.rows.rowwise import RowwiseModule, running_rowwise
 from engine.parallel.kernel_injection.inject import Replacement
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake

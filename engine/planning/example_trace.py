@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import PlanError
-from engine.parallel.context.call_forms import CallRecorder
 from engine.parallel.context.recurrence.followed import ContextPlan, follow_sequences, with_refusal
 from engine.parallel.context.recurrence.relay import RECURRENT_STATE
-from engine.parallel.context.rowwise import RowwiseModule, find_rowwise
+from engine.parallel.context.rows.call_forms import CallRecorder
+from engine.parallel.context.rows.rowwise import RowwiseModule, find_rowwise
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.placeholders import placeholder
 from engine.parallel.pipeline.partition.partition import Split, units_for_split

@@ -21,7 +21,7 @@ from engine.parallel.activation_checkpointing.tiles import TilePlan
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
 from engine.parallel.context.recurrence.followed import ContextPlan
-from engine.parallel.context.rowwise import RowwiseModule
+from engine.parallel.context.rows.rowwise import RowwiseModule
 from engine.parallel.experts.router_bias import RouterBias
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.kernel_injection.inject import Replacement

@@ -44,7 +44,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         measured: cases in which fused communication kernels were measured to be faster on this device.
     """
     config, rank = plan.config, plan.rank(0)
-    clip = config.gradient_clipping
+    clip, weight = config.gradient_clipping, "as its rows" if config.uneven_microbatches else "1"
     lines = {
         "grid": f"{plan.grid(0)}, on {device}",
         "model": _model_line(plan),
@@ -65,7 +65,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         "optimizer": _optimizer_line(plan),
         "clipping": f"one norm over the grid, clipped at {clip:g}" if clip else "off, the norm is reported",
         **_outer_line(config),
-        "loss": "sum / weight over all microbatches and data ranks; a 0-dim loss weighs 1",
+        "loss": f"sum / weight over all microbatches and data ranks; a 0-dim loss weighs {weight}",
         "seed": str(config.seed),
         **_integrity_lines(config.integrity),
         **_checkpoint_lines(config.checkpoint),

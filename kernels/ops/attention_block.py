@@ -8,11 +8,12 @@ block gives its part of the gradients (Liu et al. 2023, Ring Attention; Dao et a
     efficient    GPU, a mask, or fp32                 aten._scaled_dot_product_efficient_attention
     reference    other cases, in tiles of queries     plain torch; half types compute in fp32
 
+A run on shapes stores what these kernels store: half types represent a GPU, and other types the CPU.
+
 Shape suffixes: queries [.., G heads, Q, D], keys [.., H heads, K, D], values [.., H, K, E]; G is a multiple of H.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from engine.kernels.device import attends_in_blocks, is_host
 _HALF = (torch.bfloat16, torch.float16)
 _TILE = 1 << 22
 """Number of scores that the reference computes at a time."""
+_ON_SHAPES = 3
+"""Number of tiles that a run on shapes computes: names keep the scores of a tile until the next one has its own."""
 
 
 class BlockRule(NamedTuple):
@@ -94,20 +97,30 @@ def _aten() -> Any:
     return torch.ops.aten
 
 
+def _on_shapes(q: Tensor) -> bool:
+    return q.is_meta or isinstance(q, FakeTensor)
+
+
+def _on_gpu(q: Tensor) -> bool:
+    """Returns True if kernels of a GPU compute the block; on shapes, half types represent one."""
+    return attends_in_blocks(q.device) or (_on_shapes(q) and q.dtype in _HALF)
+
+
 def _flash(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> bool:
     fits = q.ndim == 4 and q.dtype in _HALF and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
-    return fits and rule.mask is None and attends_in_blocks(q.device)
+    return fits and rule.mask is None and _on_gpu(q)
 
 
 def _flash_of_cpu(q: Tensor, v: Tensor, rule: BlockRule) -> bool:
-    on_cpu = is_host(q.device) and not isinstance(q, FakeTensor)
     exact = q.dtype not in _HALF  # blocks of half types are merged in fp32
-    return on_cpu and exact and q.ndim == 4 and rule.mask is None and q.shape[-1] == v.shape[-1]
+    return (
+        (is_host(q.device) or q.is_meta) and exact and q.ndim == 4 and rule.mask is None and q.shape[-1] == v.shape[-1]
+    )
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor) -> bool:
     fits = q.ndim == 4 and q.dtype in (*_HALF, torch.float32)
-    return fits and not any(x.shape[-1] % 8 for x in (q, v)) and attends_in_blocks(q.device)
+    return fits and not any(x.shape[-1] % 8 for x in (q, v)) and _on_gpu(q)
 
 
 def _repeated(q: Tensor, x: Tensor) -> Tensor:
@@ -137,8 +150,9 @@ def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Tensor]:
     q, k, v = _grouped(q, k, v)
-    outs, sums = [], []
-    for rows in _tiles(q, k):
+    tiles = _tiles(q, k)
+    outs, sums = _skipped(q, tiles, v.shape[-1]), _skipped(q, tiles)
+    for rows in tiles:
         scores = _scores(q[..., rows, :], k, rule, rows)
         lse = torch.logsumexp(scores, -1)
         weights = (scores - lse.masked_fill(lse == -math.inf, math.inf)[..., None]).exp_()
@@ -155,8 +169,9 @@ def _reference_backward(
     grouped = q.shape[-4:-2]
     grad, out, lse = (torch.unflatten(x, dim, grouped) for x, dim in ((grad, -3), (merged[0], -3), (merged[1], -2)))
     grad, out = grad.to(q.dtype), out.to(q.dtype)
-    d_q, d_k, d_v = [], torch.zeros_like(k), torch.zeros_like(v)
-    for rows in _tiles(q, k):
+    tiles, d_k, d_v = _tiles(q, k), torch.zeros_like(k), torch.zeros_like(v)
+    d_q = _skipped(q, tiles, q.shape[-1])
+    for rows in tiles:
         queries, above = q[..., rows, :], grad[..., rows, :]
         weights = (_scores(queries, k, rule, rows) - lse[..., rows, None]).exp_()
         d_v += (weights.transpose(-1, -2) @ above).sum(-3, keepdim=True)
@@ -174,11 +189,18 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.unflatten(q, -3, (k.shape[-3], -1)), k.unsqueeze(-3), v.unsqueeze(-3)
 
 
-def _tiles(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Yields tiles of queries; a run on shapes has one."""
+def _tiles(q: Tensor, k: Tensor) -> list[slice]:
+    """Returns the tiles of queries; on shapes only the last ones, where the results of the others live as well."""
     length, across = q.shape[-2], math.prod(q.shape[:-2]) * k.shape[-2]
-    rows = length if q.is_meta or isinstance(q, FakeTensor) else max(1, _TILE // max(across, 1))
-    return (slice(start, min(start + rows, length)) for start in range(0, length, max(rows, 1)))
+    rows = max(1, _TILE // max(across, 1))
+    starts = range(0, length, rows)
+    return [slice(start, min(start + rows, length)) for start in (starts[-_ON_SHAPES:] if _on_shapes(q) else starts)]
+
+
+def _skipped(q: Tensor, tiles: list[slice], *width: int) -> list[Tensor]:
+    """Returns memory for the results of the queries before the first tile, if there are any."""
+    queries = tiles[0].start if tiles else 0
+    return [q.new_empty((*q.shape[:-2], queries, *width))] if queries else []
 
 
 def _scores(q: Tensor, k: Tensor, rule: BlockRule, rows: slice) -> Tensor:

@@ -11,13 +11,13 @@ whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) is lef
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -261,7 +261,7 @@ def _maker(value: Any) -> Callable[[Any], Any]:
 
 
 def as_in_forward(inner: Callable[..., Any], again: Again | None) -> Callable[..., Any]:
-    """Returns ``inner``, which runs the second time as the first: in its function mode, and in the context of
+    """Returns ``inner``, which runs the second time as the first: in its function modes, and in the context of
     ``again``."""
     calls, run = 0, _in_mode_of_forward(inner)
     if again is None:
@@ -308,19 +308,19 @@ class _GivenTensors:
 
 
 def _in_mode_of_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``inner`` to repeat its call in the function mode of the first one, such as the watch of a first forward.
+    """Wraps ``inner`` to repeat its call in the function modes of the first one, such as the watch of a first forward.
 
     Layers leave their own products to torch where a mode watches, and a recomputation has to save what the forward
     has saved.
     """
-    mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    if mode is None:
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if not modes:
         return inner
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
-            return inner(*args, **kwargs)
-        with mode:
+        with ExitStack() as entered:
+            for mode in modes if not torch._C._len_torch_function_stack() else ():
+                entered.enter_context(mode)
             return inner(*args, **kwargs)
 
     return run

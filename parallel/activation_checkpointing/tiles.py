@@ -3,9 +3,9 @@
     forward    [B, S, H]  ->  tile 0 | tile 1 | ...  ->  [B, S, H]     only inputs and outputs stay
     backward                  tile 1: forward, backward; tile 0: ...    intermediate tensors of one tile at a time
 
-The modules are those of :mod:`engine.parallel.context.rowwise` with intermediate tensors that are large next to their
-inputs and outputs: feed-forward layers, mixtures of experts, norms that compute in steps. Arctic Long Sequence Training
-(Bekman et al. 2025) tiles the feed-forward layers of some models.
+The modules are those of :mod:`engine.parallel.context.rows.rowwise` with intermediate tensors that are large next to
+their inputs and outputs: feed-forward layers, mixtures of experts, norms that compute in steps. Arctic Long Sequence
+Training (Bekman et al. 2025) tiles the feed-forward layers of some models.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.parallel.activation_checkpointing.blocks import Again, as_in_forward
 from engine.parallel.activation_checkpointing.selective import outside_of_saving
-from engine.parallel.context.call_forms import flatten_leaves
-from engine.parallel.context.rowwise import RowwiseModule
-from engine.parallel.context.rowwise_proof import ProvenForm
+from engine.parallel.context.rows.call_forms import flatten_leaves
+from engine.parallel.context.rows.rowwise import RowwiseModule
+from engine.parallel.context.rows.rowwise_proof import ProvenForm
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 

@@ -12,8 +12,7 @@ The files:
     cuts         positions of each rank: zig-zag or contiguous; no torch
     rules        attention over the keys of all ranks, and cross-entropy over their positions
     sequences    the table of rules, and the place where a batch tensor becomes a global tensor
-    call_forms   arguments of module calls, and their dim of positions
-    rowwise_proof, rowwise    modules that treat positions one by one: found by trial, run on plain tensors
+    rows         folder of modules and autograd functions that treat positions one by one
     recipe       masks that are functions of short tensors, made in parts where they are read
     recurrence   folder of convolutions, shifts and recurrences along positions
 """

@@ -4,7 +4,7 @@ Saved for backward: queries, keys and values of this rank, output and log-sum-ex
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.ops.attention_block import BlockRule, attend, attend_backward
+from engine.parallel.comm.backend import Wait
 from engine.parallel.context.key_flow import KeyFlow
 from engine.parallel.context.recut import take
 from engine.parallel.context.sight import SeenBlock, all_keys, causal_blocks, unseeing_queries
@@ -41,18 +42,18 @@ class KeyAttention(NamedTuple):
             yield block, BlockRule(self.scale, block.causal, rows, unseeing)
 
 
-def attend_keys(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
+def attend_keys(q: Tensor, pairs: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
     """Returns attention's output [.., G, Q, E] for this rank's queries [.., G, Q, D] over keys of all ranks.
 
-    k [.., H, K, D] and v [.., H, K, E] belong to this rank; ``attention.flow`` exchanges them over its axis, again in
-    backward. ``rows``: mask of this rank's queries, without a gradient.
+    pairs [.., H, K, D + E], each a key and its value, belong to this rank; ``attention.flow`` exchanges them over its
+    axis, again in backward. ``rows``: mask of this rank's queries, without a gradient.
     """
     if casts_for_autocast(q):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) if x.dtype is not torch.float64 else x for x in (q, k, v))
-    out: Tensor = _Attention.apply(q, k, v, rows, attention)  # type: ignore[no-untyped-call]
+        q, pairs = (x.to(dtype) if x.dtype is not torch.float64 else x for x in (q, pairs))
+    out: Tensor = _Attention.apply(q, pairs, rows, attention)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() and out.requires_grad:
-        attention.flow.expect_backward(k, out)
+        attention.flow.expect_backward(pairs, out)
     return out
 
 
@@ -62,61 +63,109 @@ def casts_for_autocast(x: Tensor) -> bool:
 
 
 class _Merged:
-    """Output and log-sum-exp over the blocks so far, at least in fp32."""
+    """Output and log-sum-exp over the blocks so far, at least in fp32; a single block of all queries is not copied."""
 
     def __init__(self, q: Tensor, width: int) -> None:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        self.out = q.new_zeros((*q.shape[:-1], width), dtype=dtype)
-        self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=dtype)
+        self._dtype, self._width = torch.promote_types(q.dtype, torch.float32), width
+        self._q = q
+        self._written: list[slice] = []
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def made(self) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp; zero and -inf for queries without a block."""
+        if self._made is None:
+            out = self._q.new_zeros((*self._q.shape[:-1], self._width), dtype=self._dtype)
+            self._made = out, self._q.new_full(self._q.shape[:-1], -math.inf, dtype=self._dtype)
+        return self._made
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merges the output and log-sum-exp of a block of queries."""
-        before = self.lse[..., rows]
+        fresh = all(rows.stop <= one.start or one.stop <= rows.start for one in self._written)
+        self._written.append(rows)
+        if self._made is None and out.shape[-2] == self._q.shape[-2]:
+            self._made = out, lse
+            return
+        total, sums = self._made = tuple(x.to(self._dtype) for x in self.made)  # type: ignore[assignment]
+        if fresh:
+            total[..., rows, :], sums[..., rows] = out, lse
+            return
+        before = sums[..., rows]
         both = torch.logaddexp(before, lse.to(before.dtype))
         base = both.masked_fill(both == -math.inf, math.inf)  # a query that has seen no key yet
-        self.out[..., rows, :].mul_((before - base).exp_()[..., None])
-        self.out[..., rows, :].add_(out.to(self.out.dtype) * (lse - base).exp_()[..., None])
-        self.lse[..., rows] = both
+        total[..., rows, :].mul_((before - base).exp_()[..., None])
+        total[..., rows, :].add_(out.to(total.dtype) * (lse - base).exp_()[..., None])
+        sums[..., rows] = both
+
+
+class _RowSum:
+    """Sum of blocks of rows [.., S, D]; a single block of all rows is not copied."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._made: Tensor | None = None
+
+    @property
+    def made(self) -> Tensor:
+        """Sum of the blocks so far; zero for rows without one."""
+        return torch.zeros_like(self._like, dtype=self._dtype) if self._made is None else self._made
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        """Adds a block."""
+        if self._made is None and part.shape[-2] == self._like.shape[-2]:
+            self._made = part
+            return
+        self._made = self.made.to(self._dtype)
+        self._made[..., rows, :] += part
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
-        merged, widths = _Merged(q, v.shape[-1]), [k.shape[-1], v.shape[-1]]
+    def forward(ctx: Any, q: Tensor, pairs: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
+        widths = [q.shape[-1], pairs.shape[-1] - q.shape[-1]]
+        merged = _Merged(q, widths[1])
         unseeing = None if rows is None else unseeing_queries(rows)
         with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
-            for number, parcel in attention.flow.bring(torch.cat((k, v), -1)):
+            for number, parcel in attention.flow.bring(pairs):
                 keys, values = torch.split(parcel, widths, -1)
                 for block, rule in attention.rules(number, rows, unseeing):
                     part = (q[..., block.queries, :], keys[..., block.keys, :], values[..., block.keys, :])
                     merged.add(block.queries, *attend(*part, rule))
-        out = merged.out.to(q.dtype)
+        out, lse = merged.made
+        out = out.to(q.dtype)
         ctx.attention = attention
-        ctx.save_for_backward(q, k, v, rows, out, merged.lse)
+        ctx.save_for_backward(q, pairs, rows, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         refuse_second_derivatives()
         attention: KeyAttention = ctx.attention
-        q, k, v, rows, out, lse = ctx.saved_tensors
-        widths, local = [k.shape[-1], v.shape[-1]], torch.cat((k, v), -1)
+        q, pairs, rows, out, lse = ctx.saved_tensors
+        widths = [q.shape[-1], pairs.shape[-1] - q.shape[-1]]
         unseeing = None if rows is None else unseeing_queries(rows)
-        d_q, home = torch.zeros_like(q, dtype=lse.dtype), []
-        for number, parcel in attention.flow.bring(local):
+        d_q, home = _RowSum(q, lse.dtype), []
+        for number, parcel in attention.flow.bring(pairs):
             keys, values = torch.split(parcel, widths, -1)
-            d_parcel = torch.zeros_like(parcel, dtype=lse.dtype)
+            sums = [_RowSum(x, lse.dtype) for x in (keys, values)]
             for block, rule in attention.rules(number, rows, unseeing):
                 at, of = block.queries, block.keys
                 given = (q[..., at, :], keys[..., of, :], values[..., of, :])
                 merged = (out[..., at, :], lse[..., at])
-                parts = attend_backward(grad[..., at, :], given, merged, rule)
-                d_q[..., at, :] += parts[0]
-                d_parcel[..., of, :] += torch.cat(parts[1:], -1)
-            home.append(attention.flow.take_home(number, d_parcel.to(local.dtype)))
-        total = torch.zeros_like(local, dtype=lse.dtype)
-        for made, wait in home:
-            wait()
-            total += made
-        d_k, d_v = torch.split(total.to(local.dtype), widths, -1)
-        return d_q.to(q.dtype), d_k, d_v, None, None
+                d_block, *parts = attend_backward(grad[..., at, :], given, merged, rule)
+                d_q.add(at, d_block)
+                for total, part in zip(sums, parts, strict=True):
+                    total.add(of, part)
+            d_parcel = torch.cat([total.made.to(pairs.dtype) for total in sums], -1)
+            home.append(attention.flow.take_home(number, d_parcel))
+        return d_q.made.to(q.dtype), _summed_parcels(home, lse.dtype).to(pairs.dtype), None, None
+
+
+def _summed_parcels(home: Sequence[tuple[Tensor, Wait]], dtype: torch.dtype) -> Tensor:
+    """Waits for this rank's gradients from all parcels; returns their sum."""
+    (first, wait), *others = home
+    wait()
+    for made, wait in others:
+        wait()
+        first = first.to(dtype).add_(made)
+    return first

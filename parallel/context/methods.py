@@ -11,8 +11,9 @@ names it.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,13 +30,14 @@ from engine.parallel.context.rules import GivenAttention, attend_gathered, mask_
 from engine.parallel.context.sight import needed_keys
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_runs import one_run, run_length, runs_from
+from engine.parallel.tensor.global_tensor.index_runs import Runs, one_run, run_length, runs_from
 from engine.parallel.tensor.global_tensor.index_sets import Index, Indices, NoRuleError, Sets, replaced
 from engine.parallel.tensor.global_tensor.operands import layout_of
 from engine.parallel.tensor.global_tensor.rules.attention import attention_arguments, attention_rule
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 HEADS = "heads"
+Made = TypeVar("Made")
 _MEMORY_SHARE = 16
 """Keys of one attention may have the device's memory, divided by this number."""
 
@@ -49,14 +51,14 @@ class AttentionMethods:
         """Number of calls by method and reason, without the figures of each call."""
         self.figures: dict[Method, str] = {}
         """Figures by which a method was first chosen."""
-        self.seen: dict[Any, tuple[Tensor | None, Index | None]] = {}
-        """Keys that each rank needs under a mask, in one forward."""
+        self.plans: dict[Hashable, tuple[Tensor, Any]] = {}
+        """Plans of calls with a mask, which is kept alive, in one forward."""
         self.rows: dict[Any, tuple[Tensor, Tensor]] = {}
         """Rows of a mask for the queries of this rank, one copy for all layers of a forward."""
 
     def clear(self) -> None:
         """Drops the masks of a forward and the keys that they show, at its end."""
-        self.seen.clear()
+        self.plans.clear()
         self.rows.clear()
 
     @property
@@ -104,15 +106,28 @@ class _Call(NamedTuple):
         return (*self.key.full[:-1], self.key.full[-1] + self.value.full[-1])
 
     @property
+    def pairs(self) -> Tensor:
+        """Keys and values [.., H, K, D + E] of this rank."""
+        return torch.cat((self.key.local, self.value.local), -1)
+
+    def plan(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Returns ``make()``, once for all calls of these sizes: in a forward if the call has a mask, else for ever."""
+        query, mask = self.given.query, self.given.mask
+        sizes = (key, self.shape, self.have, query.full, query.sets, self.given.causal)
+        if mask is None:
+            return self.context.find(sizes, make)
+        plans, at = self.context.attention.plans, (*sizes, id(mask))
+        if at not in plans:
+            plans[at] = mask, make()
+        made: Made = plans[at][1]
+        return made
+
+    @property
     def needed(self) -> Index | None:
         """Keys that each rank needs; None: unknown on other ranks, or before the mask has values."""
-        own, mask = self.given.query.sets[-2], self.given.mask
+        own, keys, given = self.given.query.sets[-2], self.key.full[-2], self.given
         assert own is not None, "the caller has checked it"
-        key = (id(mask), own, self.key.full[-2], self.given.causal)
-        seen = self.context.attention.seen
-        if key not in seen:
-            seen[key] = mask, needed_keys(own, self.key.full[-2], self.given.causal, mask)
-        return seen[key][1]
+        return self.plan("needed keys", lambda: needed_keys(own, keys, given.causal, given.mask))
 
 
 def context_attention(context: "AttendingContext", func: Function, *args: Any, **options: Any) -> Any:
@@ -138,7 +153,7 @@ def context_attention(context: "AttendingContext", func: Function, *args: Any, *
     call = _Call(context, given, before_repeat(key), before_repeat(value))
     if call.key.full[:-1] != call.value.full[:-1] or query.full[-3] % call.key.full[-3]:
         call = _Call(context, given, key, value)
-    method, reason = _method(call)
+    method, reason = call.plan(("method", call.given.query.dtype), lambda: _method(call))
     context.attention.used[method, reason] += 1
     return _METHODS[method](call)
 
@@ -223,7 +238,7 @@ def _over(call: _Call, flow: KeyFlow) -> GlobalTensor:
     context, given, own = call.context, call.given, call.given.query.sets[-2]
     assert own is not None, "the caller has checked it"
     attention = KeyAttention(own.runs[call.axis.index], flow, given.causal, _scale(given))
-    out = attend_keys(given.query.local, call.key.local, call.value.local, _rows(call, own), attention)
+    out = attend_keys(given.query.local, call.pairs, _rows(call, own), attention)
     return GlobalTensor(out, (*given.query.full[:-1], call.value.full[-1]), given.query.sets, context)
 
 
@@ -244,50 +259,64 @@ def _scale(given: GivenAttention) -> float:
 
 
 def _gather(call: _Call) -> GlobalTensor:
-    key = ("gathered keys", call.shape, call.have)
-    return _over(call, call.context.find(key, lambda: gathered_keys(call.shape, call.have, call.axis)))
+    return _over(call, call.plan("gathered keys", lambda: gathered_keys(call.shape, call.have, call.axis)))
 
 
 def _ring(call: _Call) -> GlobalTensor:
-    key = ("ring of keys", call.shape, call.have)
-    return _over(call, call.context.find(key, lambda: ring_of_keys(call.shape, call.have, call.axis)))
+    return _over(call, call.plan("ring of keys", lambda: ring_of_keys(call.shape, call.have, call.axis)))
 
 
 def _need(call: _Call) -> GlobalTensor:
     needed = call.needed
     assert needed is not None, "the caller has checked it"
-    return _over(call, needed_flow(call.shape, call.have, needed, call.axis))
+    return _over(call, call.plan("flow of needed keys", lambda: needed_flow(call.shape, call.have, needed, call.axis)))
 
 
 def _heads(call: _Call) -> GlobalTensor:
-    context, given, own = call.context, call.given, call.axis.index
-    query, key_heads = given.query, call.key.full[-3]
-    times, shares = query.full[-3] // key_heads, contiguous(query.full[-3], call.axis.size)
-    served = Index.of_runs((runs_from(np.unique(held // times)) for held in shares.ranks), key_heads)
-    pairs = torch.cat((call.key.local, call.value.local), -1)
-    both = recut(GlobalTensor(pairs, call.shape, call.have, context), _by_heads(query, served), HEADS).local
-    both = _one_head_each(both, shares.ranks[own] // times - served.ranks[own][0])
-    queries = recut(query, _by_heads(query, shares), HEADS).local
+    context, given = call.context, call.given
+    query = given.query
+    plan = call.plan("heads", lambda: _HeadPlan.of(call))
+    both = recut(GlobalTensor(call.pairs, call.shape, call.have, context), plan.served, HEADS).local
+    if plan.one_each is not None:
+        both = both.index_select(-3, torch.as_tensor(plan.one_each, device=both.device))
+    queries = recut(query, plan.shares, HEADS).local
     mask = given.mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
-        mask = take(mask, (*(None,) * (mask.ndim - 3), shares.runs[own], None, None))
-    flow = own_keys(call.shape[-2], call.axis)
-    attention = KeyAttention(one_run(0, query.full[-2]), flow, given.causal, _scale(given))
-    keys, values = torch.split(both, [call.key.full[-1], call.value.full[-1]], -1)
-    out = attend_keys(queries, keys, values, mask, attention)
-    made = GlobalTensor(out, (*query.full[:-1], call.value.full[-1]), _by_heads(query, shares), context)
+        mask = take(mask, (*(None,) * (mask.ndim - 3), plan.own, None, None))
+    attention = KeyAttention(one_run(0, query.full[-2]), plan.flow, given.causal, _scale(given))
+    out = attend_keys(queries, both, mask, attention)
+    made = GlobalTensor(out, (*query.full[:-1], call.value.full[-1]), plan.shares, context)
     return recut(made, query.sets, HEADS)
+
+
+class _HeadPlan(NamedTuple):
+    """Heads of each rank under the method "heads"."""
+
+    shares: Sets
+    """Sharding of the queries."""
+    served: Sets
+    """Sharding of the keys that the queries of a rank read."""
+    own: Runs
+    """Query heads of this rank."""
+    one_each: Indices | None
+    """Key head of each query head of this rank; None if equally many neighbouring query heads read each key head."""
+    flow: KeyFlow
+
+    @staticmethod
+    def of(call: _Call) -> "_HeadPlan":
+        """Plans a call."""
+        query, rank = call.given.query, call.axis.index
+        times, shares = query.full[-3] // call.key.full[-3], contiguous(query.full[-3], call.axis.size)
+        served = Index.of_runs((runs_from(np.unique(held // times)) for held in shares.ranks), call.key.full[-3])
+        heads, keys = shares.ranks[rank] // times - served.ranks[rank][0], served.counts[rank]
+        even = len(heads) % keys == 0 and np.array_equal(heads, np.arange(len(heads)) * keys // len(heads))
+        flow = own_keys(call.shape[-2], call.axis)
+        by_heads = partial(_by_heads, query)
+        return _HeadPlan(by_heads(shares), by_heads(served), shares.runs[rank], None if even else heads, flow)
 
 
 def _by_heads(x: GlobalTensor, heads: Index) -> Sets:
     return (*(None,) * (x.ndim - 3), heads, None, None)
-
-
-def _one_head_each(keys: Tensor, heads: Indices) -> Tensor:
-    """Returns the keys as they are if equally many query heads read each head; else one head for each query head."""
-    if len(heads) % keys.shape[-3] == 0 and np.array_equal(heads, np.arange(len(heads)) * keys.shape[-3] // len(heads)):
-        return keys
-    return keys.index_select(-3, torch.as_tensor(heads, device=keys.device))
 
 
 _METHODS: dict[Method, Callable[[_Call], GlobalTensor]] = {

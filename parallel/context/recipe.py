@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from engine.parallel.context.sequences import SequenceEntry
-from engine.parallel.model.operand_casts import QuietMode
+from engine.parallel.model.operand_casts import QuietMode, is_watched
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.rules.attention import attention_arguments
 from engine.parallel.trace.torch_function import METADATA
@@ -300,13 +298,8 @@ def masks_by_recipe(batch: Iterable[Tensor]) -> Iterator[None]:
     """Opens a forward in which masks become recipes, if the batch is long and no other function mode is active."""
     given = [tensor for tensor in batch if tensor.ndim > 1]
     plain = all(type(tensor) is Tensor and not tensor.is_meta for tensor in given)
-    if plain and any(tensor.shape[1] >= _LONG for tensor in given) and not _is_watched():
+    if plain and any(tensor.shape[1] >= _LONG for tensor in given) and not is_watched():
         with RecipeMode():
             yield
     else:
         yield
-
-
-def _is_watched() -> bool:
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(not isinstance(mode, QuietMode | SequenceEntry) for mode in modes)

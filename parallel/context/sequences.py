@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from engine.errors import EngineError
+from engine.kernels.ops.embedding import look_up_rows
+from engine.kernels.ops.linear import linear as fused_linear
 from engine.parallel.context.choose import Method
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.context.methods import AttendingContext, context_attention
@@ -27,6 +29,7 @@ from engine.parallel.context.recurrence.relay import Relay
 from engine.parallel.context.recurrence.scans import LAYER_RULES
 from engine.parallel.context.repeated_heads import noted_expand, noted_repeat, noted_reshape
 from engine.parallel.context.rules import context_cross_entropy
+from engine.parallel.model.operand_casts import QuietMode
 from engine.parallel.tensor.global_tensor.context import PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
@@ -81,7 +84,7 @@ class ContextOfSequences(AttendingContext):
         self.relay.clear()
 
 
-class SequenceEntry(TorchFunctionMode):
+class SequenceEntry(QuietMode):
     """Mode of a model's forward: shards the batch tensors that tables and products read.
 
     Token ids [.., S] of an embedding are sharded along the last dim, embeddings [B, S, H] and rows [.., S, H] of a
@@ -91,29 +94,40 @@ class SequenceEntry(TorchFunctionMode):
     def __init__(self, context: ContextOfSequences, batch: Iterable[Tensor]) -> None:
         super().__init__()
         self._context, self.found = context, 0
-        self._kept: list[Tensor] = []
-        self._memory = {tensor.untyped_storage().data_ptr() for tensor in batch if tensor.numel()}
+        self._memory: dict[int, StorageWeakRef] = {}
+        """Memory of the batch by address; a recomputation in backward may find other tensors at these addresses."""
+        for tensor in batch:
+            self._give(tensor)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in METADATA and args and self._is_given(args[0]):
-            dim = _sequence_dim(func, args[0])
+        place = 1 if func is look_up_rows else 0
+        if func not in METADATA and len(args) > place and self._is_given(args[place]):
+            given = args[place]
+            dim = _sequence_dim(func, given)
             if dim is not None:
-                args = (self._sharded(args[0], dim), *args[1:])
+                args = (*args[:place], self._sharded(given, dim), *args[place + 1 :])
                 if func is layer_input:
                     return args[0]
-            elif not args[0].is_floating_point():
-                return self._followed(args[0], func(*args, **(kwargs or {})))
+            elif not given.is_floating_point():
+                return self._followed(given, func(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     def _followed(self, given: Tensor, made: Any) -> Any:
         """Returns ``made``, which may be other token ids of the batch's sequence, such as ids shifted by one."""
         if type(made) is Tensor and made.dtype == given.dtype and made.shape == given.shape:
-            self._kept.append(made)  # memory that is freed may come again for another tensor
-            self._memory.add(made.untyped_storage().data_ptr())
+            self._give(made)
         return made
 
+    def _give(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            memory = tensor.untyped_storage()
+            self._memory[memory.data_ptr()] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+
     def _is_given(self, tensor: Any) -> bool:
-        return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() in self._memory
+        if type(tensor) is not Tensor:
+            return False
+        memory = self._memory.get(tensor.untyped_storage().data_ptr())
+        return memory is not None and not memory.expired()  # type: ignore[no-untyped-call]
 
     def _sharded(self, tensor: Tensor, dim: int) -> GlobalTensor:
         ranks, unit, length = self._context.axis.size, self._context.unit, tensor.shape[dim]
@@ -138,7 +152,9 @@ class SequenceEntry(TorchFunctionMode):
         return GlobalTensor(local, tuple(tensor.shape), sets, self._context)
 
 
-_READERS = frozenset((functional.embedding, torch.embedding, functional.linear, torch.matmul, layer_input))
+_READERS = frozenset((
+    functional.embedding, torch.embedding, look_up_rows, functional.linear, fused_linear, torch.matmul, layer_input,
+))  # fmt: skip
 """Functions that read token ids [.., S] or rows [.., S, H] of a sequence."""
 _OF_CHANNELS = frozenset((functional.conv1d, torch.conv1d))
 """Functions that read [B, C, S]."""

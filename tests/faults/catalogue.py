@@ -61,6 +61,7 @@ from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
+from tests.faults.uneven_work import UNEVEN_WORK
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
@@ -82,7 +83,7 @@ AREAS = {
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
-    "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
+    "zero": (*ZERO, *UNEVEN_CALLS, *UNEVEN_WORK, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,
     "state forms": STATE_FORMS,

@@ -86,4 +86,12 @@ CONTEXT = (
         new='    GridAxis("cp", "context", copies=True),',
         tests=(_LLAMA,),
     ),
+    Fault(
+        name="freed-batch-recognised-by-its-address",
+        about="A recomputed activation in memory of a freed batch is sharded again.",
+        file="parallel/context/sequences.py",
+        old="        return memory is not None and not memory.expired()  # type: ignore[no-untyped-call]",
+        new="        return memory is not None",
+        tests=("tests/parallel/context/test_sequences.py::test_memory_of_a_freed_batch_belongs_to_another_tensor",),
+    ),
 )

@@ -22,9 +22,9 @@ CONTEXT_ATTENTION = (
         name="ring-backward-with-own-keys",
         about="The backward of a ring multiplies every block with the keys of its own rank.",
         file=_ATTENTION,
-        old="            keys, values = torch.split(parcel, widths, -1)\n            d_parcel",
-        new="            keys, values = torch.split(local if len(local) == len(parcel) else parcel, widths, -1)\n"
-        "            d_parcel",
+        old="            keys, values = torch.split(parcel, widths, -1)\n            sums",
+        new="            keys, values = torch.split(pairs if len(pairs) == len(parcel) else parcel, widths, -1)\n"
+        "            sums",
         tests=(f"{_TESTS}::test_any_number_of_ranks_and_key_heads[2-4-ring]",),
     ),
     Fault(
@@ -47,9 +47,8 @@ CONTEXT_ATTENTION = (
         name="key-gradients-stay-away",
         about="The gradient of the keys of other ranks does not come back to their owner.",
         file=_ATTENTION,
-        old="        for made, wait in home:\n            wait()\n            total += made\n",
-        new="        for number, (made, wait) in enumerate(home):\n            wait()\n"
-        "            total += made if number == 0 else 0\n",
+        old="        first = first.to(dtype).add_(made)\n",
+        new="        first = first.to(dtype).add_(0 * made)\n",
         tests=(f"{_EQUAL}[causal-ring]",),
     ),
     Fault(
@@ -57,7 +56,7 @@ CONTEXT_ATTENTION = (
         about="Query heads meet keys of another head.",
         file=_METHODS,
         old="runs_from(np.unique(held // times))",
-        new="runs_from(np.unique(held % key_heads))",
+        new="runs_from(np.unique(held % call.key.full[-3]))",
         tests=(f"{_EQUAL}[causal-heads]",),
     ),
     Fault(
@@ -88,7 +87,7 @@ CONTEXT_ATTENTION = (
         name="softmax-of-each-block",
         about="Outputs of blocks are added without the weight that their log-sum-exp gives them.",
         file=_ATTENTION,
-        old="        self.out[..., rows, :].mul_((before - base).exp_()[..., None])\n",
+        old="        total[..., rows, :].mul_((before - base).exp_()[..., None])\n",
         new="",
         tests=(f"{_EQUAL}[all keys-ring]",),
     ),
@@ -104,8 +103,42 @@ CONTEXT_ATTENTION = (
         name="keys-stored-until-backward",
         about="Every layer stores the keys of all ranks between forward and backward.",
         file=_ATTENTION,
-        old="        ctx.save_for_backward(q, k, v, rows, out, merged.lse)\n",
-        new="        ctx.save_for_backward(q, k, v, rows, out, merged.lse, parcel)\n",
+        old="        ctx.save_for_backward(q, pairs, rows, out, lse)\n",
+        new="        ctx.save_for_backward(q, pairs, rows, out, lse, parcel)\n",
         tests=(f"{_TESTS}::test_nothing_of_the_full_length_is_stored_for_backward[gather]",),
+    ),
+    Fault(
+        name="later-blocks-overwrite",
+        about="A block of keys replaces the output over the blocks before it.",
+        file=_ATTENTION,
+        old="        if fresh:\n",
+        new="        if fresh or rows.start:\n",
+        tests=(f"{_EQUAL}[causal-ring]",),
+    ),
+    Fault(
+        name="gradient-of-the-first-block-alone",
+        about="Gradients of queries and keys replace those of earlier blocks.",
+        file=_ATTENTION,
+        old="        self._made[..., rows, :] += part\n",
+        new="        self._made[..., rows, :] = part\n",
+        tests=(f"{_EQUAL}[causal-gather]",),
+    ),
+    Fault(
+        name="plan-of-another-mask",
+        about="A layer plans its keys by the mask of an earlier layer.",
+        file=_METHODS,
+        old="plans, at = self.context.attention.plans, (*sizes, id(mask))",
+        new="plans, at = self.context.attention.plans, (*sizes, mask.shape)",
+        tests=("tests/parallel/context/test_planned_once.py::test_each_mask_of_a_forward_has_its_own_plan[need]",),
+    ),
+    Fault(
+        name="attention-planned-by-every-layer",
+        about="Every layer plans its messages anew.",
+        file=_METHODS,
+        old="        if mask is None:\n            return self.context.find(sizes, make)\n",
+        new="        if mask is None:\n            return make()\n",
+        tests=(
+            "tests/parallel/context/test_planned_once.py::test_layers_after_the_first_one_plan_nothing[False-ring]",
+        ),
     ),
 )

@@ -65,4 +65,20 @@ CONTEXT_RECURRENCE = (
         new="    return along[0]",
         tests=(f"{_TESTS}::test_what_cannot_be_followed_is_gathered_and_named[trap]",),
     ),
+    Fault(
+        name="root-tried-on-negative-numbers",
+        about="An autograd function that is defined for positive numbers gathers the sequence, or is refused.",
+        file="parallel/context/rows/functions.py",
+        old="for domain in (Tensor.clone, torch.sigmoid))",
+        new="for domain in (Tensor.clone,))",
+        tests=(f"{_TESTS}::test_a_custom_function_of_single_positions_gathers_nothing",),
+    ),
+    Fault(
+        name="state-moved-to-its-device-on-all-ranks",
+        about="A loop that moves its state to the device of the inputs sends the state to all ranks at every position.",
+        file=_PLACED,
+        old='        return torch.device("meta")\n',
+        new="        return value\n",
+        tests=(f"{_TESTS}::test_a_state_passes_each_border_once[reset loop]",),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from tests.faults.fault import Fault
 
-_PROOF, _RUN = "parallel/context/rowwise_proof.py", "parallel/context/rowwise.py"
+_PROOF, _RUN = "parallel/context/rows/rowwise_proof.py", "parallel/context/rows/rowwise.py"
 _RECIPE = "parallel/context/recipe.py"
 _TILES = "parallel/activation_checkpointing/tiles.py"
 _TRAPS = "tests/parallel/context/test_rowwise.py::test_a_module_that_mixes_positions_or_has_state_is_refused"

@@ -59,8 +59,8 @@ OUTER_HTTP = (
         name="full-disk-loses-the-body",
         about="A body that the store cannot write because its disk is full has to be sent again, over a slow network.",
         file=f"{HTTP}/server.py",
-        old="        except StoreRefusedError:\n            self._uploads.drop(key)\n",
-        new="        except (StoreRefusedError, OSError):\n            self._uploads.drop(key)\n",
+        old="            if error.status < _IN_TROUBLE:\n",
+        new="            if error.status:\n",
         tests=(f"{TESTS}/test_refusals.py::test_a_full_disk_is_one_sentence_and_the_push_follows_later",),
     ),
     Fault(
@@ -78,5 +78,21 @@ OUTER_HTTP = (
         old="        return ip_address(host).is_loopback\n",
         new="        return ip_address(host).is_private\n",
         tests=(f"{TESTS}/test_service.py::test_a_public_address_needs_a_token",),
+    ),
+    Fault(
+        name="replies-wait-for-acknowledgements",
+        about="Each reply of a store waits 40 ms for a delayed acknowledgement.",
+        file=f"{HTTP}/service.py",
+        old="    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)\n",
+        new="",
+        tests=(f"{TESTS}/test_service.py::test_replies_do_not_wait_for_delayed_acknowledgements",),
+    ),
+    Fault(
+        name="leases-end-during-a-merge",
+        about="A merge that lasts longer than a lease ends the lives of sites that have renewed theirs meanwhile.",
+        file=f"{HTTP}/server.py",
+        old="            await asyncio.get_running_loop().run_in_executor(self._thread, _end_of_queue)\n",
+        new="",
+        tests=(f"{TESTS}/test_link.py::test_a_renewal_during_a_long_merge_counts_before_leases_end",),
     ),
 )

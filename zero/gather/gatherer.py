@@ -159,7 +159,7 @@ class ParameterGatherer:
             yield
             with torch.no_grad():
                 self._ask_up_to(len(now.positions))
-                if now.is_forward and now.positions and not self._once:
+                if now.is_forward and now.positions:
                     self._end_forward(now)
             self._whole.refuse_written(self._whole.live)
         except BaseException:
@@ -180,17 +180,24 @@ class ParameterGatherer:
     def _begin(self, walk: Action, kept: frozenset[int]) -> _Walk:
         calls = self._calls_of[walk.stage, walk.microbatch]
         now = _Walk(walk, self._order, calls, kept, self._pinned)
-        now.held = self._pinned if self._once else now.held
         if now.is_forward:
             calls.begin_forward()
         else:
             calls.begin_backward()
             if calls.unequal:
                 now.held = frozenset().union(*(self._order.members[position] for position in calls.reached_again))
+        if self._once:
+            now.held = self._pinned
         return now
 
     def _end_forward(self, now: _Walk) -> None:
-        """Takes part in the rounds of ranks that have not ended their forward, and compares the calls of all."""
+        """Takes part in the rounds of ranks that have not ended their forward, and compares the calls of all.
+
+        Without rounds, calls that a backward reaches again count as unequal, because other ranks may lack them.
+        """
+        if self._once:
+            now.calls.unequal = now.calls.unequal or bool(now.calls.reached_again)
+            return
         own = Said(ended=True, calls=now.calls.digest)
         said = self._round(own)
         while not all(each.ended for each in said):

@@ -81,13 +81,17 @@ class StoreConnection:
         headers = {"authorization": authorization(token)} if token else {}
         timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
-        self._closed = Event()
+        self._closed, self._until = Event(), FOREVER
         weakref.finalize(self, self._client.close)
 
     def close(self) -> None:
         """Closes the connection; requests that wait end with an error."""
         self._closed.set()
         self._client.close()
+
+    def limit(self, seconds: float) -> None:
+        """Lets no request wait for longer than ``seconds`` from now."""
+        self._until = monotonic() + seconds
 
     def ask(self, path: str, call: object, kind: type[T], patience: float = FOREVER) -> T:
         """Sends one message and returns its reply of class ``kind``; repeats it for ``patience`` seconds.
@@ -120,7 +124,7 @@ class StoreConnection:
                     f"the store {self.url} does not answer for {waited:,.0f} s ({why}); start it with `trine outer`, "
                     "or check address and network."
                 )
-                if waited + pause > patience:
+                if waited + pause > patience or monotonic() > self._until:
                     raise GridError(self.outage) from error
                 self._closed.wait(uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE)

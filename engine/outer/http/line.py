@@ -86,6 +86,11 @@ class HttpLink:
         for store in self._stores:
             store.close()
 
+    def limit(self, seconds: float) -> None:
+        """Ends calls that wait for a store in ``seconds``, with a GridError: at the end of a run nobody restarts it."""
+        for store in self._stores:
+            store.limit(seconds)
+
     def join(self, request: JoinRequest) -> JoinReply:
         """Starts a new life of the site on every store.
 

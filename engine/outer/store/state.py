@@ -121,6 +121,12 @@ class StoreState:
         """True once every fragment has a version."""
         return bool(self.fragments) and all(each.version >= 0 for each in self.fragments.values())
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version of each fragment; -1 before its initial weights, and for fragments of other stores."""
+        found = dict.fromkeys(range(self.count), -1)
+        return tuple((found | {each.index: each.version for each in self.fragments.values()}).values())
+
     def apply(self, event: Event, bodies: Bodies) -> None:
         """Applies one event."""
         match event["kind"]:

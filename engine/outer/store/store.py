@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM
+from engine.errors import first_line
 from engine.outer.messages import (
+    DISK_FULL,
     Content,
     JoinReply,
     JoinRequest,
@@ -36,6 +38,8 @@ from engine.outer.store.recovery import recover
 from engine.outer.store.snapshot import write_snapshot
 from engine.outer.store.state import FragmentState, StoreState, push_name, seed_name
 
+_MEND_SECONDS = 1.0
+"""Seconds between a failed write and the next try."""
 Listener = Callable[[Event], None]
 """Function called with every event after it has changed the state; it returns at once and calls no store."""
 
@@ -70,7 +74,8 @@ class Store:
         self._settings, self._clock, self._lock = json_values(settings), clock, threading.RLock()
         self._state = StoreState(self._settings, number)
         self._received = self._sent = self._merges = 0
-        self._keep, self._every, self._failure = keep, snapshot_every, ""
+        self._keep, self._every = keep, snapshot_every
+        self._closed, self._failure, self._mends_at = False, "", 0.0
         self._journal = None if folder is None else Journal(Path(folder))
         if self._journal is not None:
             try:
@@ -81,9 +86,10 @@ class Store:
 
     def close(self) -> None:
         """Ends the use of the folder; everything acknowledged is there."""
-        if self._journal is not None:
-            self._journal.close()
-        self._failure = self._failure or "the store is closed; start it again."
+        with self._lock:
+            self._closed = True
+            if self._journal is not None:
+                self._journal.close()
 
     # ------------------------------------------------------------------ members
 
@@ -147,9 +153,8 @@ class Store:
             state, live = self._state, list(self._state.members.live())
             clocks = {life.site: min((life.progress[i].clock for i in state.fragments), default=0) for life in live}
             views = [fragment.view() for fragment in state.fragments.values()]
-            versions = dict.fromkeys(range(state.count), -1) | {each.index: each.version for each in views}
             return StoreStatus(
-                versions=tuple(versions.values()),
+                versions=state.versions,
                 members={life.site: life.number for life in live},
                 clocks=clocks,
                 rows=dict(state.members.rows),
@@ -206,7 +211,7 @@ class Store:
 
     def body_bytes(self, life: int, rank: int, fragment: int, initial: bool) -> int:
         """Returns the bytes of one rank's push, or of its initial weights; renews the lease."""
-        with self._lock:
+        with self._request():
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
             return tensors.seed_bytes(layout) if initial else tensors.message_bytes(layout, self._state.codec)
 
@@ -409,7 +414,7 @@ class Store:
         """Restores the state from the folder, with new leases, and makes merges that are due."""
         recover(journal, self._state, self._settings)
         start = {"kind": "start", "store": self._state.number, "keep": self._keep, "settings": self._settings}
-        journal.write({**start, "algorithm": DEFAULT_ALGORITHM, "versions": list(self.status().versions)})
+        journal.write({**start, "algorithm": DEFAULT_ALGORITHM, "versions": list(self._state.versions)})
         self._state.restart(self._clock())
         self._advance()
 
@@ -456,19 +461,31 @@ class Store:
 
     @contextmanager
     def _request(self) -> Iterator[None]:
-        """Makes one request at a time; after a failed write, all are refused, since only the disk knows the state."""
+        """Makes one request at a time; after a failed write, only the disk knows the state, and it is read again."""
         with self._lock:
-            if self._failure:
-                raise StoreRefusedError(self._failure, 503)
+            if self._closed:
+                raise StoreRefusedError("the store has been closed; start it again.", 503)
             try:
+                if self._failure and self._journal is not None:
+                    self._mend(self._journal)
                 yield
             except OSError as error:
                 self._failure = (
-                    f"the store cannot write {error.filename or (self._journal and self._journal.folder)} "
-                    f"({error.strerror or error}), and has all that it has acknowledged; free space or mend the disk, "
-                    "and start the store again."
+                    f"the store cannot write to its folder ({first_line(error)}); free space there, and the sites go "
+                    "on."
                 )
-                raise StoreRefusedError(self._failure, 503) from error
+                self._mends_at = self._clock() + _MEND_SECONDS
+                raise StoreRefusedError(self._failure, DISK_FULL) from error
+
+    def _mend(self, journal: Journal) -> None:
+        """Restores the state from the folder after a failed write."""
+        if self._clock() < self._mends_at:
+            raise StoreRefusedError(self._failure, DISK_FULL)
+        journal.close()
+        self._state = StoreState(self._settings, self._state.number)
+        self._journal = Journal(journal.folder)
+        self._start(self._journal)
+        self._failure = ""
 
     def _announce(self, event: Event) -> None:
         for listener in self.listeners:

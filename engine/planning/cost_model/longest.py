@@ -3,10 +3,13 @@
 A step has one row for each data rank; with pipeline ranks, one microbatch of a row for each of them. The memory of a
 rank grows with the length, so bisection finds the longest.
 
-Bytes of sampled blocks are polynomials of the length: linear with attention in blocks, of degree 2 with written scores.
-Three samples determine them.
+Bytes of sampled blocks are the maximum of several polynomials of the length: linear with attention in blocks, of
+degree 2 with written scores. Short samples find a first length; a sample there corrects it, until both agree.
+
+Logits exist in full where the head cannot leave them to the loss: on context ranks, and with sharded parameters.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +24,7 @@ from engine.planning.cost_model.estimate import (
     RankMemory,
     closed_memory,
     message_buffers,
+    working_bytes,
 )
 from engine.planning.cost_model.layout import EngineTraits, StageShare, TrainingLayout, microbatches_held, slowest
 from engine.planning.cost_model.search import USABLE, zero_stages
@@ -36,6 +40,14 @@ SAMPLED = (256, 512, 1024)
 """Positions of a context rank in the three samples."""
 LONGEST = 1 << 34
 """Upper limit of the bisection, in tokens."""
+MOST_CORRECTED = 8
+"""Most samples at a found length, each of which corrects it."""
+GROWTH = 8
+"""Largest ratio of a sampled length to the one before it."""
+CLOSE = 0.05
+"""Relative difference between a found length and a sampled one at which no other sample is made."""
+GATHERED = 4
+"""Gathered tensors of the width between blocks in the backward of a block under sequence parallelism."""
 MOST_SAMPLED = 4
 """Most kinds of blocks that are sampled."""
 
@@ -101,6 +113,7 @@ def longest_runs(
         found = _sampled(sample, runs[0].layout)
         if found is None:
             return runs
+        found = _corrected(work, runs[0].layout, limit, (sample, found))
         curves[kind] = found
         runs = [_longest(work, one.layout, limit, found) if _blocks_of(one.layout) == kind else one for one in runs]
         runs.sort(key=_order)
@@ -132,8 +145,16 @@ class _BlockCurves(NamedTuple):
     samples: tuple[BlockSample, ...]
 
     def at(self, length: int) -> BlockSample:
-        """Returns the interpolated bytes at a length."""
-        return BlockSample(*(bytes_at(length, self.lengths, column) for column in zip(*self.samples, strict=True)))
+        """Returns the bytes at a length, on the line through the two nearest samples."""
+        first = min(max(bisect_left(self.lengths, length) - 1, 0), len(self.lengths) - 2)
+        near = slice(first, first + 2)
+        columns = zip(*self.samples[near], strict=True)
+        return BlockSample(*(bytes_at(length, self.lengths[near], column) for column in columns))
+
+    def with_sample(self, length: int, sample: BlockSample) -> "_BlockCurves":
+        """Returns the curves through one more sample."""
+        pairs = sorted([*zip(self.lengths, self.samples, strict=True), (length, sample)])
+        return _BlockCurves(tuple(each for each, _ in pairs), tuple(each for _, each in pairs))
 
 
 def _sampled(sample: LengthSample, layout: TrainingLayout) -> _BlockCurves | None:
@@ -141,6 +162,20 @@ def _sampled(sample: LengthSample, layout: TrainingLayout) -> _BlockCurves | Non
     found = [sample(layout, length) for length in lengths]
     known = tuple(one for one in found if one is not None)
     return _BlockCurves(lengths, known) if len(known) == len(lengths) else None
+
+
+def _corrected(
+    work: Workload, layout: TrainingLayout, limit: float, given: tuple[LengthSample, _BlockCurves]
+) -> _BlockCurves:
+    """Returns the curves with further samples, at the longest lengths that the curves so far find."""
+    sample, curves = given
+    for _ in range(MOST_CORRECTED):
+        length = min(_longest(work, layout, limit, curves).length, GROWTH * curves.lengths[-1])
+        made = None if any(abs(length - each) <= CLOSE * each for each in curves.lengths) else sample(layout, length)
+        if made is None:
+            break
+        curves = curves.with_sample(length, made)
+    return curves
 
 
 def _longest(work: Workload, layout: TrainingLayout, limit: float, curves: _BlockCurves | None) -> LongestRun:
@@ -162,11 +197,32 @@ def _memory(
     work: Workload, layout: TrainingLayout, stage: StageShare, curves: _BlockCurves | None, length: int
 ) -> RankMemory:
     """Returns the bytes of the fullest rank for rows of ``length`` tokens."""
-    memory = closed_memory(replace(work, context=length), layout, EngineTraits(), stage)
-    if curves is None:
-        return memory
-    sample = curves.at(length)
-    activations = sample.kept * layout.micro * stage.blocks * microbatches_held(layout)
-    buffers = sample.around * layout.micro + message_buffers(work, layout, stage)
+    work = replace(work, context=length)
+    memory = closed_memory(work, layout, EngineTraits(), stage)
+    _, logits, again = working_bytes(work, layout, EngineTraits())
+    logits = 0.0 if _leaves_logits(layout) else logits * (layout.pp == 1 or stage.heads > 0)
+    activations, around = memory.activations, max(logits, again + _backward_bytes(work, layout))
+    if curves is not None:
+        sample = curves.at(length)
+        activations = sample.kept * layout.micro * stage.blocks * microbatches_held(layout)
+        around = max(logits, sample.around * layout.micro)
+    buffers = around + message_buffers(work, layout, stage)
     slack = CONTEXT_BYTES + SLACK * (activations + buffers)
     return replace(memory, activations=activations, buffers=buffers, slack=slack)
+
+
+def _leaves_logits(layout: TrainingLayout) -> bool:
+    """Returns True if the loss computes logits in chunks, so that they never exist in full."""
+    return layout.cp == 1 and (layout.stage < 3 or layout.dp == 1)
+
+
+def _backward_bytes(work: Workload, layout: TrainingLayout) -> float:
+    """Returns the bytes of one block's backward beside its activations, in 16 bits.
+
+    Gradients of the widest input and output live together. Under sequence parallelism the block's input, the input of
+    a layer and both gradients exist for the positions of all tensor ranks.
+    """
+    tokens = layout.micro * work.context / layout.cp
+    widest = max(product.outer for product in work.products) + max(product.inner for product in work.products)
+    gathered = GATHERED * work.width if layout.tp > 1 and layout.sequence else 0
+    return 2 * tokens * (widest / layout.tp + gathered)

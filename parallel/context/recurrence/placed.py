@@ -9,18 +9,17 @@ Plain Python loops over positions so run unchanged: every rank runs the loop, an
 without an operation's tensors learns the shapes from meta tensors. Other uses send the tensor to all ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from engine.parallel.context.recurrence.relay import RECURRENT_STATE, Relay
+from engine.parallel.context.rows.rowwise_proof import apart
 from engine.parallel.tensor.collectives import ROW_OUTPUTS
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, LocalOnlyError, follow_grad
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
@@ -313,22 +312,13 @@ def _graded(leaf: Any) -> bool:
 def _twin(value: Any) -> Any:
     if type(value) is PlacedTensor and value.local.is_meta:
         return value.local
+    if isinstance(value, torch.device):
+        return torch.device("meta")
     return _shape_only(value) if isinstance(value, Tensor) else value
 
 
-@contextmanager
-def apart() -> Iterator[None]:
-    """Opens a block that function modes, dispatch modes and recomputation do not see, for trials inside a forward."""
-
-    def same(saved: Tensor) -> Tensor:
-        return saved
-
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), saved_tensors_hooks(same, same):
-        yield
-
-
 def _check_meta(func: Function, args: Any, kwargs: Any) -> bool:
-    copies = _mapped(lambda one: _shape_only(one).detach() if isinstance(one, Tensor) else one, (args, kwargs))
+    copies = _mapped(lambda one: _twin(one).detach() if isinstance(one, Tensor) else _twin(one), (args, kwargs))
     try:
         with apart(), torch.no_grad():
             func(*copies[0], **copies[1])

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from engine.parallel.context.recurrence.placed import PlacedTensor, apart, slice_on_rank, state_of, with_gradient
+from engine.parallel.context.recurrence.placed import PlacedTensor, slice_on_rank, state_of, with_gradient
 from engine.parallel.context.recurrence.placed_rules import join_pieces
+from engine.parallel.context.rows.functions import follow_function, is_custom
+from engine.parallel.context.rows.rowwise_proof import apart
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer, with_globals
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
@@ -46,19 +48,19 @@ def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
 
     A scan is a function outside the model that can take and return a state; ranks relay the state.
     """
-    relayed: dict[FunctionType, Callable[..., Any]] = {}
+    relayed: dict[Any, Any] = {}
     for module in model.modules():
         made = dict(_methods(type(module), relayed))
         if made:
-            with patches.changing(module, PatchLayer.KERNEL, "passes the state of its scans from rank to rank"):
+            with patches.changing(
+                module, PatchLayer.KERNEL, "runs scans and autograd functions on the positions of each rank"
+            ):
                 for name, method in made.items():
                     if name not in vars(module):
                         object.__setattr__(module, name, MethodType(method, module))
 
 
-def _methods(
-    owner: type[nn.Module], relayed: dict[FunctionType, Callable[..., Any]]
-) -> Iterator[tuple[str, FunctionType]]:
+def _methods(owner: type[nn.Module], relayed: dict[Any, Any]) -> Iterator[tuple[str, FunctionType]]:
     """Yields the methods of a class that call proposed functions, with relayed functions in their place."""
     for name in dir(owner):
         method = inspect.getattr_static(owner, name)
@@ -68,13 +70,15 @@ def _methods(
                 yield name, made
 
 
-def _relayed(function: FunctionType, relayed: dict[FunctionType, Callable[..., Any]]) -> FunctionType:
+def _relayed(function: FunctionType, relayed: dict[Any, Any]) -> FunctionType:
     """Returns ``function``, or a copy of it and of the functions it wraps in which proposed functions are relayed."""
     replaced = {}
     for name in function.__code__.co_names:
         found = function.__globals__.get(name)
         if isinstance(found, FunctionType) and _proposed(found):
             replaced[name] = relayed.setdefault(found, _relay(found))
+        elif is_custom(found):
+            replaced[name] = relayed.setdefault(found, follow_function(found))
     wrapped, inner = vars(function).get("__wrapped__"), {}
     if isinstance(wrapped, FunctionType) and (made := _relayed(wrapped, relayed)) is not wrapped:
         cells = function.__closure__ or ()

@@ -17,6 +17,8 @@ from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests import models
 from tests.engine.parity.test_parity import ADAMW
 from tests.models import take_rows
+from tests.selection import wide
+from tests.zero.gather import test_uneven_calls as uneven_calls
 
 COUNTS: Mapping[int, Sequence[Sequence[int]]] = {
     2: ((1, 6), (4, 3), (0, 7)),
@@ -35,6 +37,7 @@ ZEROS: Mapping[str, dict[str, Any]] = {
     "zero3 in every microbatch": {"stage": 3, "reduce": "microbatch"},
     "zero3 gathered once": {"stage": 3, "gather": "step", "reduce": "microbatch"},
 }
+OFTEN = ("zero1", "zero3 once", "zero3 in every microbatch")
 RunRanks = Callable[..., list[Any]]
 
 
@@ -100,7 +103,7 @@ def check(parallel: Mapping[str, Any], ranks: Sequence[tuple[TrainingRecord, lis
     assert [line for _, unplanned in ranks for line in unplanned] == []
 
 
-@pytest.mark.parametrize("zero", ZEROS)
+@pytest.mark.parametrize("zero", [zero if zero in OFTEN else wide(zero) for zero in ZEROS])
 def test_ranks_with_other_numbers_of_microbatches_equal_one_process(zero: str) -> None:
     config = settings(parallel={"data": 3}, zero_optimization=ZEROS[zero] | {"reduce_bucket_size": 6000})
     check(config["parallel"], run_thread_ranks(3, partial(train, config)))
@@ -129,3 +132,27 @@ def test_every_grid_with_other_numbers_of_microbatches_equals_one_process(
         gradient_accumulation_steps=4,
     )  # fmt: skip
     check(GRIDS[grid], run_ranks(train, sizes, config, seconds=100.0))
+
+
+def train_other_calls(name: str, zeros: Sequence[dict[str, Any]]) -> list[TrainingRecord]:
+    """Body of one of two ranks: a model that takes other paths on other rows, with an evaluation after each step."""
+    found = []
+    for zero in zeros:
+        config = uneven_calls.settings(2, zero, uneven_microbatches=True, train_batch_size=4)
+        with engine.initialize(uneven_calls.KINDS[name](), config) as eng:
+            reports = []
+            for batch, counts in zip(uneven_calls.batches(), ((3, 5), (8, 0), (1, 7)), strict=True):
+                mine = own(batch, counts, eng.grid.row_rank)
+                reports.append(eng.train_batch(mine))
+                eng.eval_batch(mine)
+            losses, norms = tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports)
+            found.append(TrainingRecord(losses, norms, eng.full_state_dict()))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", uneven_calls.KINDS)
+def test_ranks_may_make_other_calls_too(run_ranks: RunRanks, name: str) -> None:
+    alone = train_alone(uneven_calls.KINDS[name], uneven_calls.settings(1, {"stage": 0}), uneven_calls.batches())
+    for record in run_ranks(train_other_calls, 2, name, uneven_calls.MODES, env=uneven_calls.ENV)[0]:
+        assert Parity(record, alone).holds(), str(Parity(record, alone))

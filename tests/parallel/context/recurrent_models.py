@@ -119,7 +119,7 @@ def _reset_loop(model: Any, x: Any, positions: Tensor) -> Any:
     gate, value, keep = torch.sigmoid(model.gate(x)), model.value(x), (positions != 0).to(x.dtype)
     state, outputs = torch.zeros(x.shape[0], WIDTH), []
     for place in range(x.shape[1]):
-        state = gate[:, place] * (state * keep[:, place, None]) + value[:, place]
+        state = gate[:, place] * (state.to(x.device) * keep[:, place, None]) + value[:, place]
         outputs.append(state)
     return torch.stack(outputs, 1)
 
@@ -185,28 +185,47 @@ class WithTrap(Sequences):
 
 
 class _Rooted(torch.autograd.Function):
+    """Square root, which is real for positive inputs, with a bounded gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x.tanh()
+        return x.sqrt()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        slope: Tensor = 1 - ctx.saved_tensors[0].tanh() ** 2
+        slope: Tensor = 0.5 / ctx.saved_tensors[0].clamp(min=0.1).sqrt()
         return grad * slope
+
+
+class _Summed(torch.autograd.Function):
+    """Sums along positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.flip(1).cumsum(1).flip(1)
 
 
 class _Function(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return _Rooted.apply(x).cumsum(1)  # type: ignore[no-any-return, no-untyped-call]
+        return _Summed.apply(x) / 8  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Pointwise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Rooted.apply(torch.sigmoid(x)).cumsum(1) / 8  # type: ignore[no-any-return, no-untyped-call]
 
 
 class WithFunction(Sequences):
     """Language model with a module of custom code that accepts plain tensors only."""
 
-    def __init__(self) -> None:
+    def __init__(self, custom: Callable[[], nn.Module] = _Function) -> None:
         super().__init__(lambda model, x, _: model.custom(x))
-        self.custom = _Function()
+        self.custom = custom()
 
 
 LAYERS: dict[str, Layer] = {
@@ -235,6 +254,7 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "scan": WithScan,
     "trap": WithTrap,
     "custom function": WithFunction,
+    "custom function of positions": partial(WithFunction, _Pointwise),
 }
 
 
@@ -248,7 +268,7 @@ def _of_transformers(name: str, **config: Any) -> nn.Module:
 
 
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
     name: partial(_of_transformers, name, **config)
     for name, config in {
         "Mamba": {"state_size": 4, "time_step_rank": 4},

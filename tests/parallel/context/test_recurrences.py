@@ -17,7 +17,7 @@ from engine.planning.plan import build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from engine.verify import verify
-from tests.parallel.context.recurrent_models import FAMILIES, OWN, VOCABULARY, WIDTH, batches
+from tests.parallel.context.recurrent_models import FAMILIES, OWN, WIDTH, batches
 from tests.parallel.context.test_context_training import check_parity, config_of
 from tests.parallel.context.test_nested_axes import GRIDS
 from tests.planned_traffic import traffic_differs
@@ -133,9 +133,7 @@ def test_the_halo_of_a_zigzag_sharding_is_that_of_the_formula(layer: str, rows: 
         assert sent["halo"] == 2 * rows * ROW and not notes
 
 
-@pytest.mark.parametrize(
-    "layer", [wide(name) for name in ("stacked loop", "written loop", "reset loop", "GRU", "LSTM", "scan")]
-)
+@pytest.mark.parametrize("layer", ["reset loop", *map(wide, ("stacked loop", "written loop", "GRU", "LSTM", "scan"))])
 def test_a_state_passes_each_border_once(layer: str) -> None:
     states = {"GRU": 2, "LSTM": 2}.get(layer, 1)  # two layers; hidden state and cell
     first, second, third = (sent["state"] for sent, _ in _sent(layer, ranks=3))
@@ -182,22 +180,15 @@ def test_what_cannot_be_followed_is_gathered_and_named(layer: str) -> None:
         assert all(any(name in note for note in notes) for name in GATHERED[layer]), notes
 
 
-def _losses(layer: str, changed: bool, world: Any) -> Any:
-    given = batches(1, 36, 1)[0]
-    if changed:
-        given["input_ids"][0, 25] = (given["input_ids"][0, 25] + 1) % VOCABULARY
-    kept = torch.zeros(36, dtype=torch.bool)
-    kept[:20] = True  # documents before position 21, whose last label belongs to the next document
-    given["labels"] = torch.where(kept, given["labels"], -100)
-    with engine.initialize(OWN[layer](), config_of(CP) | {"train_batch_size": 1}, world=world) as eng:
-        report = eng.train_batch(given)
-        return report.loss, report.grad_norm
+def test_a_custom_function_of_single_positions_gathers_nothing() -> None:
+    for sent, notes in _sent("custom function of positions"):
+        assert not notes and {"column inputs", "loss"} <= set(sent) and "row outputs" not in sent, (sent, notes)
 
 
-@pytest.mark.parametrize("layer", [wide("reset loop"), wide("reset in place")])
-def test_a_changed_token_moves_no_bit_of_an_earlier_document(layer: str) -> None:
-    before, after = (run_thread_ranks(2, partial(_losses, layer, changed)) for changed in (False, True))
-    assert before == after
+@pytest.mark.parametrize("family", [wide("RecurrentGemma")])
+def test_a_family_with_a_custom_function_passes_its_state(family: str) -> None:
+    for differs, sent, notes in run_thread_ranks(2, partial(_planned, FAMILIES[family], 36, 2)):
+        assert not differs and not notes and {"state", "halo"} <= set(sent), (differs, sent, notes)
 
 
 def _trained(layer: str) -> list[float]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.parallel.context.call_forms import CallRecorder
-from engine.parallel.context.rowwise import find_rowwise
+from engine.parallel.context.rows.call_forms import CallRecorder
+from engine.parallel.context.rows.rowwise import find_rowwise
 from engine.verify import verify
 from tests.parallel.context.test_context_training import config_of
 

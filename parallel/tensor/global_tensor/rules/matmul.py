@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activations import ACTIVATIONS
+from engine.kernels.ops.embedding import look_up_rows
 from engine.kernels.ops.linear import linear as fused
 from engine.parallel.tensor.global_tensor.context import PlainGradient
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
@@ -283,3 +285,10 @@ def embedding(
     rows = part(context, input, ids.sets)
     out = func(rows, part(context, weight, table.sets), *args, **options)
     return GlobalTensor(out, (*ids.shape, table.shape[1]), sets, context)
+
+
+def added_rows(
+    context: "GlobalTensorContext", func: Function, weight: Tensor, ids: Tensor, padding: int | None, kernels: Kernels
+) -> Any:
+    """Runs ``kernels.ops.embedding.look_up_rows``, whose weight gradient is added to the main gradient."""
+    return embedding(context, lambda rows, table: look_up_rows(table, rows, padding, kernels), ids, weight)

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from engine.kernels.device import ACCELERATORS
 from engine.kernels.ops.activations import activate, gated
+from engine.kernels.ops.embedding import look_up_rows
 from engine.kernels.ops.linear import linear as fused
 from engine.kernels.ops.norm import add_norm, norm
 from engine.kernels.ops.rotary import rotary
@@ -195,6 +196,7 @@ def _multiplied() -> Iterator[tuple[TensorRule, Any]]:
     grouped = (getattr(torch, "_grouped_mm", None), getattr(functional, "grouped_mm", None))
     yield from ((matmul.grouped_mm, function) for function in grouped if function is not None)
     yield matmul.embedding, functional.embedding
+    yield matmul.added_rows, look_up_rows
     yield attention.attention_rule, functional.scaled_dot_product_attention
     yield attention.multi_head, functional.multi_head_attention_forward
 

@@ -22,9 +22,10 @@ DATA = bytes(range(10))
 WHOLE = digest(DATA)
 
 
-def add(uploads: Uploads, start: int, stop: int, key: BodyKey = KEY, data: bytes = DATA) -> bytearray | None:
+def add(uploads: Uploads, start: int, stop: int, key: BodyKey = KEY, data: bytes = DATA) -> bytes | None:
     part = memoryview(data)[start:stop]
-    return uploads.add(key, BodyRange(start, len(data), digest(part), digest(data)), part, 0.0)
+    body = uploads.add(key, BodyRange(start, len(data), digest(part), digest(data)), part, 0.0)
+    return None if body is None else bytes(body)
 
 
 def test_a_doubled_and_a_late_range_change_nothing() -> None:

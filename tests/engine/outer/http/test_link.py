@@ -1,7 +1,10 @@
 """A rank over HTTP gets what it gets from the store itself, over a network that loses and doubles messages."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from threading import Event
+from time import sleep
 
 import httpx
 import pytest
@@ -12,7 +15,7 @@ from engine.errors import GridError
 from engine.outer.fragments import Fragment, divide
 from engine.outer.http import bodies, connection
 from engine.outer.http.line import LIFE_BITS, HttpLink, joined_lives, life_on
-from engine.outer.messages import Offer, PushShare, PushState, StoreLink, StoreRefusedError
+from engine.outer.messages import Offer, PushShare, PushState, StoreLink, StoreRefusedError, StoreStatus
 from engine.outer.store.store import Store
 from tests.engine.outer.http.served import (
     ELEMENTS,
@@ -122,7 +125,7 @@ def test_lost_replies_and_doubled_requests_change_no_bit(monkeypatch: pytest.Mon
     settings = settings_of(rule="diloco", sites=2, period=10, fragments=2)
     quiet = Store(settings)
     expected = train([quiet, quiet], settings, 6)
-    with served(Store(settings)) as app:
+    with served(lambda: Store(settings)) as app:
         lossy = [Lossy(app, seed) for seed in range(2)]
         with linked(lossy[0]) as first, linked(lossy[1]) as second:
             found = train([first, second], settings, 6)
@@ -139,7 +142,7 @@ def test_two_stores_compute_the_weights_of_one() -> None:
     one = Store(settings)
     expected = train([one, one], settings, 3)
     both = {**settings_of(rule="diloco", sites=2, period=10), "stores": 2}
-    with served(Store(both, number=0)) as first, served(Store(both, number=1)) as second:
+    with served(lambda: Store(both, number=0)) as first, served(lambda: Store(both, number=1)) as second:
         second.server.store.join(join_request(5, both))  # so that lives differ between the stores
         second.server.store.leave(0)
         apps, parts = (first, second), parts_of(both)
@@ -175,7 +178,7 @@ def test_a_large_body_continues_at_the_last_range(monkeypatch: pytest.MonkeyPatc
     for module in ("bodies", "connection", "server"):
         monkeypatch.setattr(f"engine.outer.http.{module}.RANGE", size)
     weights = torch.randn(elements)
-    with served(Store(settings_of(rule="diloco", period=10))) as app:
+    with served(lambda: Store(settings_of(rule="diloco", period=10))) as app:
         breaking = Breaking(app, "/v1/seed", {3})
         link, life = ready(app, elements)(breaking)
         link.seed(life, 0, 0, body_of(weights))
@@ -203,7 +206,7 @@ def test_a_body_that_arrives_damaged_is_sent_again() -> None:
             changed = httpx.Request(request.method, request.url, headers=request.headers, content=bytes(data))
             return app.handle_request(changed)
 
-    with served(Store(settings_of(rule="diloco", period=10))) as app:
+    with served(lambda: Store(settings_of(rule="diloco", period=10))) as app:
         link, life = ready(app, 50)(Damaging())
         link.seed(life, 0, 0, body_of(torch.ones(50)))
         assert torch.equal(link.pull(life, 0, 0, link.offer(life, 0).version), torch.ones(50))  # type: ignore[union-attr]
@@ -212,7 +215,7 @@ def test_a_body_that_arrives_damaged_is_sent_again() -> None:
 
 def test_a_late_double_of_an_offer_does_not_end_the_version_that_is_pulled() -> None:
     settings = settings_of(rule="async", period=10)
-    with served(Store(settings)) as app, linked(app) as first, linked(app) as second:
+    with served(lambda: Store(settings)) as app, linked(app) as first, linked(app) as second:
         sent: list[httpx.Request] = []
 
         class Recording(httpx.BaseTransport):
@@ -232,6 +235,41 @@ def test_a_late_double_of_an_offer_does_not_end_the_version_that_is_pulled() -> 
             watched.pull(life, 0, 0, 0)
             newer = watched.offer(life, 0)
             assert newer is not None and newer.version == 1
+
+
+def test_a_renewal_during_a_long_merge_counts_before_leases_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, store = settings_of(rule="diloco", period=10), Store(settings_of(rule="diloco", period=10))
+    with served(lambda: store) as app, linked(app) as link:
+        life = start(link, 0, settings)
+        waiting, merging, done, order = app.server._thread._work_queue, Event(), Event(), list[str]()
+
+        def merge() -> StoreStatus:
+            merging.set()
+            done.wait(10)
+            return StoreStatus(())
+
+        def noted(name: str, inner: Callable[..., None]) -> Callable[..., None]:
+            def call(*given: object) -> None:
+                order.append(name)
+                inner(*given)
+
+            return call
+
+        monkeypatch.setattr(store, "status", merge)
+        monkeypatch.setattr(store, "renew", noted("renew", store.renew))
+        with ThreadPoolExecutor(2) as pool:
+            pool.submit(link.status)
+            merging.wait(10)
+            monkeypatch.setattr(store, "tick", noted("tick", store.tick))
+            while not waiting.qsize():
+                sleep(0.01)
+            pool.submit(link.renew, life)
+            while waiting.qsize() < 2:
+                sleep(0.01)
+            done.set()
+        while len(order) < 2:
+            sleep(0.01)
+    assert order[:2] == ["renew", "tick"]
 
 
 def test_an_absent_store_is_one_sentence_at_the_join_and_no_error_later() -> None:
@@ -258,6 +296,17 @@ def test_a_closed_link_ends_calls_that_wait() -> None:
     link = HttpLink(["http://store"], transport=lambda _: Closing())
     with pytest.raises(GridError, match="has been closed"):
         link.push(meta_of(0, 0, 0), 0, PushShare(), body_of(torch.ones(1)))
+
+
+def test_a_limited_link_waits_no_longer() -> None:
+    class Absent(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            raise httpx.ConnectError("gone")
+
+    with linked(Absent()) as link:
+        link.limit(0.02)
+        with pytest.raises(GridError, match="does not answer"):
+            link.push(meta_of(0, 0, 0), 0, PushShare(), body_of(torch.ones(1)))
 
 
 @pytest.mark.parametrize(("status", "tries"), [(503, 3), (429, 3), (507, 3), (404, 1), (302, 1)])

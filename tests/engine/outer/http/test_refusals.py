@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import httpx
@@ -45,19 +45,23 @@ class Bench:
     life: int = 2
 
     @property
+    def weights(self) -> list[tuple[int, str]]:
+        """Hash of every version."""
+        return [
+            (number, digest(version.flats[0].numpy().tobytes()))
+            for part in self.app.server.store._state.fragments.values()
+            for number, version in part.versions.items()
+        ]
+
+    @property
     def state(self) -> tuple[Any, ...]:
         """Everything that a refused request leaves as it is."""
         status, kept = self.app.server.store.status(), self.app.server.store._state
-        versions = [
-            (number, digest(version.flats[0].numpy().tobytes()))
-            for part in kept.fragments.values()
-            for number, version in part.versions.items()
-        ]
         pushes = [
             (str(key), sorted(push.bodies)) for part in kept.fragments.values() for key, push in part.pushes.items()
         ]
         lives = [(life.number, life.ended, len(life.layouts)) for life in kept.members.lives.values()]
-        return status, versions, pushes, lives, dict(self.app.server._uploads.under_way)
+        return status, self.weights, pushes, lives, dict(self.app.server._uploads.under_way)
 
     def post(self, path: str, call: object = None, content: bytes | None = None) -> httpx.Response:
         return self.client.post(path, content=dump_json(call) if content is None else content)
@@ -76,23 +80,28 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with served(Store(SETTINGS), TOKEN) as app:
-        with linked(app, token=TOKEN) as link:
-            for site in range(2):
-                joined = link.join(join_request(site, SETTINGS))
-                link.register(joined.life, 0, layout_of())
-                if joined.seeds:
-                    link.seed(joined.life, 0, 0, body_of(torch.zeros(ELEMENTS)))
-            for life in range(2):
-                link.offer(life, 0)
-                link.pull(life, 0, 0, 0)
-                link.push(meta_of(life, 0, 0), 0, PushShare(), body_of(torch.ones(ELEMENTS)))
-            link.join(join_request(0, SETTINGS))
-            link.register(2, 0, layout_of())
-        with httpx.Client(
-            base_url="http://store", transport=app, headers={"authorization": f"Bearer {TOKEN}"}
-        ) as client:
-            yield Bench(app, client)
+    with served(lambda: Store(SETTINGS), TOKEN) as app:
+        bench = started(app)
+        yield bench
+        bench.client.close()
+
+
+def started(app: AppTransport) -> Bench:
+    """Two sites join, push once and are merged; then site 0 starts again."""
+    with linked(app, token=TOKEN) as link:
+        for site in range(2):
+            joined = link.join(join_request(site, SETTINGS))
+            link.register(joined.life, 0, layout_of())
+            if joined.seeds:
+                link.seed(joined.life, 0, 0, body_of(torch.zeros(ELEMENTS)))
+        for life in range(2):
+            link.offer(life, 0)
+            link.pull(life, 0, 0, 0)
+            link.push(meta_of(life, 0, 0), 0, PushShare(), body_of(torch.ones(ELEMENTS)))
+        link.join(join_request(0, SETTINGS))
+        link.register(2, 0, layout_of())
+    header = {"authorization": f"Bearer {TOKEN}"}
+    return Bench(app, httpx.Client(base_url="http://store", transport=app, headers=header))
 
 
 JOIN = wire.JoinCall(join_request(0, SETTINGS), "attempt")
@@ -171,21 +180,31 @@ def test_a_token_is_one_word(token: str) -> None:
         wire.authorization(token)
 
 
-def test_a_full_disk_is_one_sentence_and_the_push_follows_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = bench.state[:-1]
-
+def test_a_full_disk_is_one_sentence_and_the_push_follows_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*given: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(bench.app.server.store, "_record", full)
-        response = bench.push()
-        assert response.status_code == 507
-        assert "the store cannot write to its folder ([Errno 28] No space left" in response.json()["error"]
-        assert bench.state[:-1] == before
-    where = wire.ArrivedCall(2, 0, 0, 0, digest(BODY))
-    assert bench.post(wire.ARRIVED, where).json() == {"arrived": len(BODY), "state": None}
-    assert bench.push(b"", offset=len(BODY), total=len(BODY), whole=digest(BODY)).json()["state"] == "complete"
+    with served(lambda: Store(SETTINGS, tmp_path), TOKEN) as app:
+        bench = started(app)
+        before = bench.weights
+        with monkeypatch.context() as patched:
+            patched.setattr("engine.outer.store.journal.Journal.write_body", full)
+            for _ in range(2):
+                response = bench.push()
+                assert response.status_code == 507
+                assert "the store cannot write to its folder ([Errno 28] No space left" in response.json()["error"]
+            assert bench.client.get(wire.HEALTH).status_code == 507
+            assert bench.weights == before
+        monkeypatch.setattr("engine.outer.http.server._OPEN_SECONDS", 0.0)
+        while bench.client.get(wire.HEALTH).status_code != 200:
+            sleep(0.01)
+        assert bench.weights == before
+        where = wire.ArrivedCall(2, 0, 0, 0, digest(BODY))
+        assert bench.post(wire.ARRIVED, where).json() == {"arrived": len(BODY), "state": None}
+        assert bench.push(b"", offset=len(BODY), total=len(BODY), whole=digest(BODY)).json()["state"] == "complete"
+        bench.client.close()
 
 
 def fuzzed(random: Random, bench: Bench) -> tuple[str, bytes]:

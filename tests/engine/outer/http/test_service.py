@@ -40,7 +40,7 @@ from tests.engine.outer.http.served import (
 def running(store: Store, token: str = "") -> Iterator[tuple[str, service.StoreService]]:
     """Serves a store on a free port of this host, in a thread."""
     listening = service.listen("127.0.0.1", 0)
-    served = service.StoreService(store, token, listening)
+    served = service.StoreService(lambda: store, token, listening)
     loop = asyncio.new_event_loop()
     thread = Thread(target=lambda: loop.run_until_complete(served.run()))
     address = service.address_of(listening)
@@ -109,6 +109,13 @@ def test_a_long_poll_returns_at_the_merge_and_at_the_end_of_the_store() -> None:
     assert found[1] is None and monotonic() - began < 8
     link.close()
     waiting.close()
+
+
+def test_replies_do_not_wait_for_delayed_acknowledgements() -> None:
+    with service.listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()[:2]):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "store.example"])
@@ -181,6 +188,26 @@ def test_status_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split() for line in lines[1:]] == [
         ["site", "life", "clock", "rows"], ["0", "0", "0", "0"], ["1", "1", "0", "0"],
     ]  # fmt: skip
+
+
+def test_a_replay_compares_all_merges(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    settings = settings_of(rule="diloco", period=10)
+    store = Store(settings, tmp_path / "store", keep=True)
+    life = store.join(join_request(0, settings)).life
+    store.register(life, 0, layout_of())
+    store.seed(life, 0, 0, body_of(torch.ones(ELEMENTS)))
+    for seq in range(2):
+        store.push(meta_of(life, seq, seq), 0, PushShare(), body_of(torch.randn(ELEMENTS)))
+    store.close()
+    assert main(["outer", "replay", str(tmp_path / "store")]) == 0
+    assert capsys.readouterr().out == "2 merges have the same bits; versions 2\n"
+    assert main(["outer", "replay", str(tmp_path / "none")]) == 1
+    assert "give the folder of a store" in capsys.readouterr().err
+
+
+def test_an_address_of_all_networks_has_the_name_of_the_host() -> None:
+    with service.listen("0.0.0.0", 0) as listening:
+        assert service.address_of(listening).startswith(f"http://{socket.gethostname()}:")
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config.optim_sections import AdamWParams, OptimizerConfig
 from engine.config.reader import stored
 from engine.errors import CheckpointError
-from engine.outer.messages import PushKey, StoreLink, StoreRefusedError
+from engine.outer.messages import PushKey, PushState, StoreLink, StoreRefusedError
 from engine.outer.store.journal import read_events
 from engine.outer.store.replay import replay
 from engine.outer.store.store import Store
@@ -79,7 +79,7 @@ class Restarted:
                 try:
                     return getattr(store, name)(*args)
                 except StoreRefusedError as error:
-                    if error.status != 503:
+                    if error.status != 507:
                         raise
                     store.close()
                     self.store = None
@@ -182,17 +182,30 @@ def test_a_store_in_a_folder_has_the_bits_of_one_in_memory(tmp_path: Path, rule:
     assert len(list((tmp_path / "folder").glob("snapshot-*"))) == 1
 
 
-def test_a_store_that_cannot_write_refuses_everything_until_it_starts_again(tmp_path: Path, disk: Disk) -> None:
-    settings = SETTINGS["diloco"]
-    store = Store(settings, tmp_path)
+def test_a_store_that_cannot_write_goes_on_by_itself_from_what_is_on_disk(tmp_path: Path, disk: Disk) -> None:
+    settings, now = SETTINGS["diloco"] | {"sites": 1}, [0.0]
+    store = Store(settings, tmp_path, clock=lambda: now[0], snapshot_every=1)
     site = SiteOfTests(store, settings)
-    disk.fails = disk.count + 1
-    with pytest.raises(StoreRefusedError, match=r"cannot write .*bodies.* \(the process has ended\)") as caught:
-        site.seed(values_of(1))
-    assert caught.value.status == 503
+    site.seed(values_of(1))
+    start = weights_of(site)
+    disk.fails = disk.count + 10  # the push is on disk, the line of its merge is not
+    with pytest.raises(StoreRefusedError, match=r"cannot write to its folder \(.*the process has ended") as caught:
+        site.push(values_of(2))
+    assert caught.value.status == 507
     for call in (lambda: store.renew(site.life), store.tick, store.status):
         with pytest.raises(StoreRefusedError, match="cannot write"):
             call()
+    now[0] = 1.0
+    assert site.push(values_of(2)) is PushState.MERGED
+    whole = Store(settings)
+    other = SiteOfTests(whole, settings)
+    other.seed(values_of(1))
+    assert same([weights_of(other)], [start])
+    other.push(values_of(2))
+    assert same([weights_of(site)], [weights_of(other)])
+    store.close()
+    with pytest.raises(StoreRefusedError, match="closed"):
+        store.tick()
 
 
 def test_one_store_at_a_time_has_a_folder(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ anything else               no positions: equal for all
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ class LeafForm(NamedTuple):
     value: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CallForm:
     """Condition for the arguments of a call: their nesting, and a form for each leaf."""
 
@@ -51,13 +51,22 @@ class CallForm:
 
     def match(self, args: Any, kwargs: Any) -> list[Any] | None:
         """Returns the arguments as a flat list of leaves; None if they do not satisfy the conditions."""
-        leaves, spec = flatten_leaves((args, kwargs))
-        if spec != self.spec:
-            return None
-        return leaves if all(map(_fits, leaves, self.leaves)) else None
+        if self.positional:  # a tree costs a hundred calls
+            leaves, same = args, not kwargs and len(args) == len(self.leaves)
+        else:
+            leaves, spec = flatten_leaves((args, kwargs))
+            same = spec == self.spec
+        return list(leaves) if same and all(map(_fits, leaves, self.leaves)) else None
+
+    @cached_property
+    def positional(self) -> bool:
+        """True if the arguments are leaves without names."""
+        return bool(self.spec == flatten_leaves(((None,) * len(self.leaves), {}))[1])
 
     def call(self, function: Callable[..., Any], leaves: Iterable[Any]) -> Any:
         """Calls ``function`` with arguments nested as in :meth:`match`; ``leaves``: their flat list."""
+        if self.positional:
+            return function(*leaves)
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
         return function(*args, **kwargs)
 

@@ -22,8 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.parallel.context.call_forms import CallForm, SeenCall, SeenTensor, SequenceSize, flatten_leaves
+from engine.parallel.context.rows.call_forms import CallForm, SeenCall, SeenTensor, SequenceSize, flatten_leaves
 from engine.parallel.model.rng_streams import HostState
 from engine.parallel.model.side_effects import restoring_state
 
@@ -53,6 +54,17 @@ class ProvenForm(NamedTuple):
     """Positions of all rows in the call that was seen."""
     draws: bool = False
     """True if training draws random numbers."""
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Runs a trial that is made once, inside the context, so that no trace or recomputation of the forward sees it."""
+
+    def same(saved: Tensor) -> Tensor:
+        return saved
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), saved_tensors_hooks(same, same):
+        yield
 
 
 def prove_rowwise(module: nn.Module, call: SeenCall, size: SequenceSize) -> ProvenForm | None:
@@ -126,7 +138,7 @@ class _Trial:
 
     def _in_mode(self) -> ProvenForm | None:
         before = _state(self._twin)
-        with _WithoutDropout(), _no_draws() as drawn:
+        with _WithoutDropout(), _EqualRows(), _no_draws() as drawn:
             saved = _Saved()
             with saved.hooks():
                 whole = self._run(self._leaves)
@@ -253,6 +265,25 @@ class _WithoutDropout(TorchFunctionMode):
         if func in _DROPOUT:
             return args[0] if args else (kwargs or {})["input"]
         return func(*args, **(kwargs or {}))
+
+
+class _EqualRows(TorchFunctionMode):
+    """Mode in which a product with a matrix of equal rows computes one of them, so that large layers take no time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        row = _row_of(args[1]) if func in (functional.linear, functional.embedding) and len(args) > 1 else None
+        if row is None:
+            return func(*args, **(kwargs or {}))
+        if func is functional.embedding:
+            return row.expand(*args[0].shape, row.shape[1]).contiguous()
+        x, weight, bias = (*args, (kwargs or {}).get("bias"))[:3]
+        y = functional.linear(x, row).expand(*x.shape[:-1], len(weight)).contiguous()
+        return y if bias is None else y + bias
+
+
+def _row_of(weight: Tensor) -> Tensor | None:
+    """Returns the row [1, I] that a twin's matrix [O, I] repeats; None if its rows differ."""
+    return weight._base if weight.ndim == 2 and weight._base is not None and weight.stride(0) == 0 else None
 
 
 @contextmanager

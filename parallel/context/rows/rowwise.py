@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from engine.parallel.context.call_forms import SeenCall, SequenceSize, flatten_leaves, sequences_of
-from engine.parallel.context.rowwise_proof import ProvenForm, prove_rowwise
+from engine.parallel.context.rows.call_forms import SeenCall, SequenceSize, flatten_leaves, sequences_of
+from engine.parallel.context.rows.rowwise_proof import ProvenForm, prove_rowwise
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, global_tensors_in
@@ -94,7 +94,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 def is_heard(module: nn.Module) -> bool:
     """Returns True if hooks of other code than the engine's receive values inside ``module``."""
-    return any(
+    return bool(module._modules) and any(
         not _is_own(hook)
         for each in module.modules()
         if each is not module
@@ -178,6 +178,8 @@ class LocalCall(NamedTuple):
             device = next(leaf.device for leaf in self.leaves if isinstance(leaf, Tensor))
             with self.context.own_draws(device):
                 out = self.form.call.call(forward, self.leaves)
+        if isinstance(out, Tensor):
+            return self._sharded(out, self.form.dims[0])
         leaves, spec = flatten_leaves(out)
         pairs = zip(leaves, self.form.dims, strict=True)
         return pytree.tree_unflatten([self._sharded(leaf, dim) for leaf, dim in pairs], spec)
@@ -185,12 +187,13 @@ class LocalCall(NamedTuple):
     def _sharded(self, leaf: Any, dim: int | None) -> Any:
         if dim is None or not isinstance(leaf, Tensor):
             return leaf
-        shape = (*leaf.shape[:dim], self.sizes[dim], *leaf.shape[dim + 1 :])
-        return GlobalTensor(leaf, shape, _sets(leaf.ndim, dim, self.positions), self.context)
+        shape = tuple(leaf.shape)  # read once, because the mode of the forward sees each read
+        shape = (*shape[:dim], self.sizes[dim], *shape[dim + 1 :])
+        return GlobalTensor(leaf, shape, _sets(len(shape), dim, self.positions), self.context)
 
 
 def _sets(dims: int, dim: int, positions: tuple[Index | None, Index | None]) -> Sets:
-    return tuple(positions[dim] if place == dim else None for place in range(dims))
+    return (*(None,) * dim, positions[dim], *(None,) * (dims - dim - 1))
 
 
 def _positions(
