@@ -1,7 +1,7 @@
 """Codecs of the values that a site pushes to the outer store: a message is a run of bytes with a size known before.
 
     fp64, fp32, bf16   numbers in this dtype                       8, 4, 2 bytes a number
-    int8, int4         codes, then an fp32 scale for each 256      1.02, 0.52 bytes a number, padded to whole blocks
+    int8, int4         codes, then an fp32 scale for each 256      1.02, 0.52 bytes a number; the last 256 may be fewer
     topk               the largest numbers of each chunk           see below
 
 Top-k sparsification with error feedback (Stich et al. 2018) in chunks, as in SparseLoCo (arXiv 2508.15706). A chunk of
@@ -113,20 +113,32 @@ class _WholeNumbers:
         return isinstance(self.wire, CastFormat) and self.wire.dtype is torch.float64
 
     def message_bytes(self, n: int) -> int:
-        return self.wire.message_bytes(self.wire.padded(n))
+        return self.wire.message_bytes(self.wire.padded(n)) - self._code_bytes(n)[1]
 
     def encode(self, values_n: Tensor) -> Tensor:
-        if not len(values_n):
+        n = len(values_n)
+        if not n:
             return torch.empty(0, dtype=torch.uint8)
-        padding = self.wire.padded(len(values_n)) - len(values_n)
-        return self.codec.encode(F.pad(values_n.detach(), (0, padding)).view(1, -1)).view(-1)
+        whole_m = self.codec.encode(F.pad(values_n.detach(), (0, self.wire.padded(n) - n)).view(1, -1)).view(-1)
+        codes, padding = self._code_bytes(n)
+        return torch.cat([whole_m[:codes], whole_m[codes + padding :]]) if padding else whole_m
 
     def decode(self, message_m: Tensor, n: int) -> Tensor:
         aligned_m = _checked(message_m, self, n)
         out_n = torch.empty(self.wire.padded(n), dtype=torch.float64)
+        codes, padding = self._code_bytes(n)
+        if padding:
+            aligned_m = torch.cat([aligned_m[:codes], aligned_m.new_zeros(padding), aligned_m[codes:]])
         if n:
             self.codec.decode(aligned_m.view(1, -1), out_n.view(1, -1))
         return out_n[:n]
+
+    def _code_bytes(self, n: int) -> tuple[int, int]:
+        """Returns the bytes of ``n`` codes, and those of the codes that fill the last block, which are not sent."""
+        if isinstance(self.wire, CastFormat):
+            return self.wire.message_bytes(n), 0
+        codes = -(-n * self.wire.bits // _BYTE)
+        return codes, self.wire.code_bytes(self.wire.padded(n)) - codes
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,9 @@ def test_a_message_has_the_bytes_that_were_counted(codec: DeltaCodec, dtype: tor
     [
         (make_delta_codec("fp64"), 1000, 8000),
         (make_delta_codec("bf16"), 1000, 2000),
-        (make_delta_codec("int8"), 1000, 1024 + 4 * 4),
-        (make_delta_codec("int4"), 1000, 512 + 4 * 4),
+        (make_delta_codec("int8"), 1000, 1000 + 4 * 4),
+        (make_delta_codec("int4"), 1000, 500 + 4 * 4),
+        (make_delta_codec("int4"), 3, 2 + 4),
         # 123 of 4,096 and 27 of the last 904: 150 indexes of 12 bits
         (make_delta_codec("topk"), 5000, 225 + 150 * 4),
         (make_delta_codec("topk", bits=2), 5000, 225 + 2 * 2 * 4 + 38),
