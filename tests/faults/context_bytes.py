@@ -10,17 +10,16 @@ CONTEXT_BYTES = (
         name="scores-on-shapes",
         about="A run on shapes counts the scores of the reference where a kernel stores none.",
         file=_BLOCK,
-        old="    on_cpu, exact = is_host(q.device) or q.is_meta, q.dtype",
-        new="    on_cpu, exact = is_host(q.device) and not _on_shapes(q), q.dtype",
+        old="        (is_host(q.device) or q.is_meta) and exact",
+        new="        is_host(q.device) and not _on_shapes(q) and exact",
         tests=("tests/kernels/ops/test_attention_block.py::test_bytes_of_a_block_without_a_mask_grow_as_its_length",),
     ),
     Fault(
         name="batch-memory-comes-again",
         about="The entry of sequences knows the addresses of a batch that is freed before its backward.",
         file=_SEQUENCES,
-        old="        self._memory = {tensor.untyped_storage().data_ptr() for tensor in self._kept}\n",
-        new="        self._memory = {tensor.untyped_storage().data_ptr() for tensor in self._kept}\n"
-        "        self._kept.clear()\n",
+        old="        return memory is not None and not memory.expired()",
+        new="        return memory is not None",
         tests=(f"{_AGAIN}::test_memory_of_a_batch_is_not_reused_before_its_backward",),
     ),
     Fault(

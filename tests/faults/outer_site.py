@@ -60,7 +60,7 @@ OUTER_SITE = (
         file="engine/outer/site_weights.py",
         old="        self._optimizer.refresh(self.local.buckets(fragment))\n",
         new="",
-        tests=(f"{_GRIDS}::test_each_form_on_each_grid_is_that_of_one_rank",),
+        tests=(f"{_GRIDS}::test_sites_on_different_grids_are_sites_of_one_rank",),
     ),
     Fault(
         name="gathers-of-the-own-buckets",
@@ -69,7 +69,7 @@ OUTER_SITE = (
         old="        return [flat for flat in self.flats if any(slot.name in names for slot in flat.bucket.slots)]\n",
         new="        own = {id(each.flat) for each in self.of(fragment)}\n"
         "        return [flat for flat in self.flats if names and id(flat) in own]\n",
-        tests=(f"{_GRIDS}::test_each_form_on_each_grid_is_that_of_one_rank",),
+        tests=(f"{_GRIDS}::test_sites_on_different_grids_are_sites_of_one_rank",),
     ),
     Fault(
         name="flights-forgotten-by-checkpoints",

@@ -99,11 +99,14 @@ def run_grids(
         return [each.result() for each in [pool.submit(start, *pair) for pair in enumerate(grids)]], store
 
 
-def test_sites_on_different_grids_are_sites_of_one_rank(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("zero", [ZERO2, pytest.param(ZERO3, marks=pytest.mark.long)], ids=["ZeRO 2", "ZeRO 3"])
+def test_sites_on_different_grids_are_sites_of_one_rank(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, zero: dict[str, Any]
+) -> None:
     form = {"rule": "diloco", "period": 2, "fragments": 2}
     alone = ThreadSites(monkeypatch).run(form, 3, 5)
     monkeypatch.undo()
-    mixed, _ = run_grids(run_ranks, form, [TP2, PP2, ZERO3], 5)
+    mixed, _ = run_grids(run_ranks, form, [TP2, PP2, zero], 5)
     for one, other in zip(alone, mixed, strict=True):
         assert one.losses == pytest.approx(other.losses, rel=1e-6)
         assert apart(one.weights, other.weights) < 1e-5
