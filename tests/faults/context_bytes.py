@@ -10,8 +10,8 @@ CONTEXT_BYTES = (
         name="scores-on-shapes",
         about="A run on shapes counts the scores of the reference where a kernel stores none.",
         file=_BLOCK,
-        old="    on_cpu, exact = is_host(q.device) or q.is_meta, q.dtype",
-        new="    on_cpu, exact = is_host(q.device) and not _on_shapes(q), q.dtype",
+        old="        (is_host(q.device) or q.is_meta) and exact",
+        new="        is_host(q.device) and not _on_shapes(q) and exact",
         tests=("tests/kernels/ops/test_attention_block.py::test_bytes_of_a_block_without_a_mask_grow_as_its_length",),
     ),
     Fault(
