@@ -16,7 +16,7 @@ from engine.config.optim_sections import (
     one_of,
 )
 from engine.config.reader import Typed, setting, stored
-from engine.config.rules import AnyOf, Choice, Int, ListOf, Problems, Real, Text
+from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Problems, Real, Text
 
 Rule = Literal["average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild"]
 RULES = ("average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild")
@@ -58,6 +58,8 @@ class OuterConfig:
         rules=(Text(noun="an address", null=True), ListOf(each=Text(), least=1, noun="a list of addresses")),
         remedy='give the address of the store such as "http://store:8140", or a list of addresses'))  # fmt: skip
     """Address of the store, or of several stores that divide the tensors among them."""
+    serve: bool = setting(False, Flag())
+    """true: rank 0 of site 0 serves the store at ``url`` from a thread; false: ``trine outer`` does."""
     site: int = setting(0, COUNT)
     """Number of this site, from 0; each site has its own."""
     sites: int = setting(1, SIZE)
@@ -203,6 +205,10 @@ def check_outer(
         _check_hogwild(outer, problems)
     elif not outer.urls:
         problems.add("outer.url", "missing; give the address that `trine outer` prints, such as http://store:8140.")
+    if outer.serve and len(outer.urls) != 1:
+        problems.add(
+            "outer.serve", f"true with {len(outer.urls)} addresses in outer.url; give one, or start trine outer."
+        )
     for number, url in enumerate(outer.urls):
         if not url.startswith(("http://", "https://")):
             problems.add("outer.url", f'address {number} is "{url}"; it begins with http:// or https://.')

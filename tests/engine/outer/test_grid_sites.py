@@ -1,5 +1,6 @@
 """Sites of several ranks on different grids meet in a store over HTTP."""
 
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -128,6 +129,19 @@ def test_two_sites_of_tensor_ranks_are_two_data_ranks_bit_for_bit(
     for run in apart_run:
         assert run.losses == together.losses
         assert all(torch.equal(a, b) for a, b in zip(run.weights, together.weights, strict=True))
+
+
+def test_site_0_serves_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = {"rule": "average", "period": 2}
+    alone = ThreadSites(monkeypatch).run(form, 2, 5)
+    monkeypatch.undo()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    body = partial(train_site, outer={**form, "url": url, "serve": True}, changes={})
+    with ThreadPoolExecutor() as pool:
+        runs = [each.result() for each in [pool.submit(body, site, 2, 5) for site in range(2)]]
+    for run, one in zip(runs, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(run.weights, one.weights, strict=True))
 
 
 FORMS: dict[str, dict[str, Any]] = {
