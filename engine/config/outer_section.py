@@ -215,11 +215,12 @@ def check_outer(
     if outer.site >= outer.sites and outer.sites > 1 and outer.rule in ("average", "diloco", "bsp"):
         problems.add("outer.sites", f"{outer.sites} with site {outer.site}; count every site that starts the training.")
     _check_period(outer, problems)
-    _check_store_optimizer(outer, outer.store_optimizer(training), problems)
+    _check_store_optimizer(outer, training, problems)
 
 
-def _check_store_optimizer(outer: OuterConfig, chosen: StoreOptimizerConfig, problems: Problems) -> None:
-    """Adds problems of the optimizer of the store."""
+def _check_store_optimizer(outer: OuterConfig, training: OptimizerConfig | None, problems: Problems) -> None:
+    """Adds problems of the store's optimizer."""
+    chosen = outer.store_optimizer(training)
     if chosen.type not in STORE_OPTIMIZERS and outer.content != "sums":
         problems.add(
             "outer.optimizer.type",

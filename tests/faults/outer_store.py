@@ -102,7 +102,7 @@ OUTER_STORE = (
     Fault(
         name="half-written-lines-stay",
         about="After a crash within a write the next event is appended to half a line, and the journal is lost.",
-        file="engine/outer/store/recovery.py",
+        file="engine/outer/store/replay.py",
         old="    journal.cut(position)\n",
         new="",
         tests=(_SOME_CRASHES,),

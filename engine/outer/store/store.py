@@ -31,16 +31,23 @@ from engine.outer.messages import (
 )
 from engine.outer.store.journal import Journal
 from engine.outer.store.members import Life, Progress
-from engine.outer.store.placement import check_coverage, check_layout
-from engine.outer.store.records import Event, hash_of, json_values, layout_record, model_record, push_record
-from engine.outer.store.recovery import recover
+from engine.outer.store.placement import check_body, check_coverage, check_layout
+from engine.outer.store.records import (
+    Event,
+    differing_entry,
+    hash_of,
+    json_values,
+    layout_record,
+    model_record,
+    push_record,
+)
+from engine.outer.store.replay import recover
 from engine.outer.store.snapshot import write_snapshot
 from engine.outer.store.state import FragmentState, StoreState, push_name, seed_name
 
 _DISK_FULL = 507
 """Status of a refusal because the store cannot write; the same request succeeds later."""
-_MEND_SECONDS = 1.0
-"""Seconds between a failed write and the next try."""
+_MEND_SECONDS = 1.0  # from a failed write to the next try
 Listener = Callable[[Event], None]
 """Function called with every event after it has changed the state; it returns at once and calls no store."""
 
@@ -179,7 +186,7 @@ class Store:
                     "them once they have come.",
                     409,
                 )
-            _check_size(body, part.tensors.seed_bytes(layout), f"initial weights of fragment {fragment}, rank {rank}")
+            check_body(body, part.tensors.seed_bytes(layout), f"initial weights of fragment {fragment}, rank {rank}")
             if not bool(body.clone().view(torch.float32).isfinite().all()):
                 raise StoreRefusedError(
                     f"the initial weights of fragment {fragment} on rank {rank} have a number that is not finite; "
@@ -194,7 +201,7 @@ class Store:
             life, fragment = self._find(meta.key.life), self._fragment(meta.key.fragment)
             layout = self._layout(life, rank)
             size = fragment.tensors.message_bytes(layout, self._state.codec)
-            _check_size(body, size, f"push {meta.key}, rank {rank}")
+            check_body(body, size, f"push {meta.key}, rank {rank}")
             found = hash_of((body,))
             known = self._known(life, fragment, meta, rank, found)
             if known is not None:
@@ -336,7 +343,7 @@ class Store:
             name = next((name for name in ("tensors", "groups", "group_of") if model[name] != known[name]), "")
             raise StoreRefusedError(
                 f"site {request.site} has other {name.replace('_', ' ')} than the sites before it, "
-                f"{_first_difference(model[name], known[name])}; start all sites with the same model and optimizer.",
+                f"{differing_entry(model[name], known[name])}; start all sites with the same model and optimizer.",
                 409,
             )
 
@@ -491,17 +498,3 @@ class Store:
     def _announce(self, event: Event) -> None:
         for listener in self.listeners:
             listener(event)
-
-
-def _check_size(body: Tensor, expected: int, subject: str) -> None:
-    if body.dtype != torch.uint8 or body.dim() != 1 or len(body) != expected:
-        raise StoreRefusedError(
-            f"{subject}: the body has {body.numel():,} elements of {str(body.dtype).removeprefix('torch.')}, but its "
-            f"registered pieces take {expected:,} bytes; send exactly these as uint8."
-        )
-
-
-def _first_difference(theirs: list[Any], ours: list[Any]) -> str:
-    at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
-    named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
-    return f"at number {at} {named[0]} instead of {named[1]}"
