@@ -432,7 +432,8 @@ class Store:
         if self._journal is not None:
             if body is not None:
                 self._journal.write_body(name, own)
-            self._journal.write(event)
+            # the base of the next push repeats which version was taken, so that a power failure may lose this event
+            self._journal.write(event, synced=event["kind"] != "taken")
         self._received += own.numel()
         self._state.now = self._clock()
         self._state.apply(event, lambda _: own)
