@@ -321,7 +321,7 @@ class OuterLoop(StepPart):
         if self._content is Content.GRADIENTS:
             self.weights.use_weights(bodies)
         else:
-            self.weights.use_sums(bodies)
+            step.used = self.weights.use_sums(bodies)
             self._use_totals(step, flights[0])
 
     def _push_gradients(self, fragment: int, step: StepState) -> PushFlight:

@@ -152,14 +152,20 @@ class SiteWeights:
         inner.give(self._optimizer.places, owned)
 
     @torch.no_grad()
-    def use_sums(self, bodies: Mapping[int, Tensor]) -> None:
-        """Replaces the gradients of this site by their sums over all sites, by fragment."""
+    def use_sums(self, bodies: Mapping[int, Tensor]) -> frozenset[str]:
+        """Replaces the gradients of this site by their sums over all sites, by fragment; returns the names of tensors
+        that a site has used: one of their sums is not zero.
+        """
+        used = set[str]()
         for fragment, body in bodies.items():
             for piece, values in self.local.pulled(fragment, body):
                 piece.gradient.copy_(values)
+                if values.any():
+                    used.add(piece.name)
                 if piece.flat.host_sums is not None:  # the norm reads the device's gradients
                     piece.flat.gradient(piece.part).copy_(values)
                     self._optimizer.copies.changed(piece.flat)
+        return frozenset(used)
 
     def _pushed(self, fragment: int) -> list[LocalPiece]:
         return [piece for piece in self.local.of(fragment) if piece.pushed is not None]
