@@ -98,7 +98,7 @@ def _outer(request: PartRequest) -> StepPart | None:
     request.inventory.companions.append(weights.anchors)
     connect: OpenLink = open_link
     if outer.serve and outer.site == 0 and request.comm.grid.rank == 0:
-        from engine.outer.http.hosted import HostedLink  # needs the packages of a server
+        from engine.outer.http.service import HostedLink  # needs the packages of a server
 
         connect = partial(HostedLink, plan.config)
     return OuterLoop(plan, request.comm, request.device, weights, request.rates, connect)

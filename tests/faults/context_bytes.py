@@ -15,14 +15,6 @@ CONTEXT_BYTES = (
         tests=("tests/kernels/ops/test_attention_block.py::test_bytes_of_a_block_without_a_mask_grow_as_its_length",),
     ),
     Fault(
-        name="batch-memory-comes-again",
-        about="The entry of sequences knows the addresses of a batch that is freed before its backward.",
-        file=_SEQUENCES,
-        old="        return memory is not None and not memory.expired()",
-        new="        return memory is not None",
-        tests=(f"{_AGAIN}::test_memory_of_a_batch_is_not_reused_before_its_backward",),
-    ),
-    Fault(
         name="triangle-off-by-one",
         about="A mask from a triangle of ones hides the keys on its edge.",
         file="parallel/context/recipe.py",

@@ -82,8 +82,7 @@ class Store:
         self._settings, self._clock, self._lock = json_values(settings), clock, threading.RLock()
         self._state = StoreState(self._settings, number)
         self._received = self._sent = self._merges = 0
-        self._keep, self._every = keep, snapshot_every
-        self._closed, self._failure, self._mends_at = False, "", 0.0
+        self._keep, self._every, self._closed, self._failure, self._mends_at = keep, snapshot_every, False, "", 0.0
         self._journal = None if folder is None else Journal(Path(folder))
         if self._journal is not None:
             try:
