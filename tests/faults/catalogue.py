@@ -41,6 +41,7 @@ from tests.faults.offload import OFFLOAD
 from tests.faults.optimizers_and_schedules import OPTIMIZERS_AND_SCHEDULES
 from tests.faults.outer_codecs import OUTER_CODECS
 from tests.faults.outer_http import OUTER_HTTP
+from tests.faults.outer_site import OUTER_SITE
 from tests.faults.pickled_weights import PICKLED_WEIGHTS
 from tests.faults.pipeline import PIPELINE
 from tests.faults.plain_torch import PLAIN_TORCH
@@ -80,7 +81,7 @@ AREAS = {
         *GROUPED_EXPERTS,
     ),
     "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE),
-    "outer loop": (*OUTER_CODECS, *OUTER_HTTP),
+    "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *UNEVEN_WORK, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
