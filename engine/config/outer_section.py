@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from engine.config.optim_sections import (
     COUNT,
@@ -203,7 +204,7 @@ def check_outer(
         )
     if outer.rule == "hogwild":
         _check_hogwild(outer, problems)
-    elif not outer.urls:
+    elif not outer.urls and not problems.touch("outer"):
         problems.add("outer.url", "missing; give the address that `trine outer` prints, such as http://store:8140.")
     if outer.serve and len(outer.urls) != 1:
         problems.add(
@@ -212,6 +213,10 @@ def check_outer(
     for number, url in enumerate(outer.urls):
         if not url.startswith(("http://", "https://")):
             problems.add("outer.url", f'address {number} is "{url}"; it begins with http:// or https://.')
+        elif not _has_host(url):
+            problems.add("outer.url", f'address {number} is "{url}"; give http://HOST:PORT with a number as the port.')
+    if outer.least > outer.sites > 1:
+        problems.add("outer.least", f"{outer.least} with {outer.sites} sites, which never push that often; give fewer.")
     if outer.site >= outer.sites and outer.sites > 1 and outer.rule in ("average", "diloco", "bsp"):
         problems.add("outer.sites", f"{outer.sites} with site {outer.site}; count every site that starts the training.")
     _check_period(outer, problems)
@@ -235,6 +240,13 @@ def _check_store_optimizer(outer: OuterConfig, training: OptimizerConfig | None,
             'loses more than either alone; give outer.optimizer {"type": "SGD", "params": {"lr": 1.0}}, or leave it '
             "out.",
         )
+
+
+def _has_host(url: str) -> bool:
+    try:
+        return bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def _check_hogwild(outer: OuterConfig, problems: Problems) -> None:

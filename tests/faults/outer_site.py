@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 _SITES = "tests/engine/outer/test_sites.py"
 _GRIDS = "tests/engine/outer/test_grid_sites.py"
+_ODD = "tests/engine/outer/test_odd_sites.py"
 
 OUTER_SITE = (
     Fault(
@@ -86,5 +87,31 @@ OUTER_SITE = (
         old="    request.inventory.companions.append(weights.anchors)\n",
         new="",
         tests=(f"{_GRIDS}::test_a_site_continues_on_another_grid",),
+    ),
+    Fault(
+        name="parameters-of-other-sites-are-skipped",
+        about="At period 1 a site skips the update of a parameter that only another site has used, so weights differ.",
+        file="engine/step/update.py",
+        old="else runtime.reducer.unused - step.used\n",
+        new="else runtime.reducer.unused\n",
+        tests=(f"{_ODD}::test_a_parameter_that_another_site_uses_is_updated_as_in_one_process",),
+    ),
+    Fault(
+        name="outage-of-a-store-is-silent",
+        about="A site waits for a store that does not answer, and its log has no word about it.",
+        file="engine/outer/http/line.py",
+        old="        if silent is not None:\n            raise silent\n",
+        new="",
+        tests=(
+            "tests/engine/outer/http/test_link.py::test_an_absent_store_is_one_sentence_at_the_join_and_no_error_later",
+        ),
+    ),
+    Fault(
+        name="outage-warns-at-every-renewal",
+        about="The warning about a store that does not answer comes again at every renewal of the lease.",
+        file="engine/outer/exchange.py",
+        old="                if failed == _WARNED and",
+        new="                if failed >= _WARNED and",
+        tests=(f"{_ODD}::test_an_outage_is_one_warning_and_its_end_one_note",),
     ),
 )

@@ -123,8 +123,8 @@ class StoreConnection:
                 waited, self._silent_since = now - began, self._silent_since or began
                 why = str(error) if isinstance(error, _TroubleError) else f"{type(error).__name__}: {first_line(error)}"
                 self.outage = (
-                    f"the store {self.url} does not answer for {now - self._silent_since:,.0f} s ({why}); start it with `trine outer`, "
-                    "or check address and network."
+                    f"the store {self.url} does not answer for {now - self._silent_since:,.0f} s ({why}); start it "
+                    "with `trine outer`, or check address and network."
                 )
                 if waited + pause > patience or monotonic() > self._until:
                     raise GridError(self.outage) from error
