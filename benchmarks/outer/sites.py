@@ -104,8 +104,7 @@ class _StoredFragment:
     def merge(self, pushes: Sequence[Mapping[str, Tensor]], codec: DeltaCodec) -> dict[str, Tensor]:
         """Merges one push of each site; returns the new version."""
         contributions = [
-            Contribution(site, True, 1.0, 1.0, (), partial(self._decoded, messages, codec))
-            for site, messages in enumerate(pushes)
+            Contribution(True, 1.0, 1.0, (), partial(self._decoded, messages, codec)) for messages in pushes
         ]
         self._flats = self._arithmetic.merge(self._flats, contributions)
         return {name: self._tensors.view(self._flats, name) for name in self.names}
