@@ -33,7 +33,16 @@ from engine.outer.messages import (
 from engine.outer.store.journal import Journal
 from engine.outer.store.members import Life, Progress
 from engine.outer.store.placement import check_coverage, check_layout
-from engine.outer.store.records import Event, hash_of, json_values, layout_record, model_record, push_record
+from engine.outer.store.records import (
+    Event,
+    check_model,
+    check_settings,
+    hash_of,
+    json_values,
+    layout_record,
+    model_record,
+    push_record,
+)
 from engine.outer.store.recovery import recover
 from engine.outer.store.snapshot import write_snapshot
 from engine.outer.store.state import FragmentState, StoreState, push_name, seed_name
@@ -307,15 +316,7 @@ class Store:
         return seeder is not None and seeder.live and seeder.site != site
 
     def _check_join(self, request: JoinRequest, model: Event) -> None:
-        settings = json_values(request.settings)
-        for name in sorted({*settings, *self._settings}):
-            theirs, ours = settings.get(name), self._settings.get(name)
-            if theirs != ours:
-                raise StoreRefusedError(
-                    f'site {request.site} has "{name}" {theirs!r} and the store {ours!r}, but both share all settings '
-                    "of the outer loop; start both with the same configuration.",
-                    409,
-                )
+        check_settings(request, self._settings)
         if request.site < 0 or request.ranks < 1:
             raise StoreRefusedError(
                 f"site {request.site} joins with {request.ranks} ranks; count sites from 0, with at least one rank."
@@ -330,14 +331,8 @@ class Store:
                 StoreState(self._settings, self._state.number).set_model(model)
             except (ValueError, IndexError) as error:
                 raise StoreRefusedError(f"site {request.site} cannot join: {error}") from error
-        elif model != self._state.model:
-            known = self._state.model
-            name = next((name for name in ("tensors", "groups", "group_of") if model[name] != known[name]), "")
-            raise StoreRefusedError(
-                f"site {request.site} has other {name.replace('_', ' ')} than the sites before it, "
-                f"{_first_difference(model[name], known[name])}; start all sites with the same model and optimizer.",
-                409,
-            )
+        else:
+            check_model(request.site, model, self._state.model)
 
     def _known(
         self, life: Life, fragment: FragmentState, meta: PushMeta, rank: int, body_hash: str
@@ -498,9 +493,3 @@ def _check_size(body: Tensor, expected: int, subject: str) -> None:
             f"{subject}: the body has {body.numel():,} elements of {str(body.dtype).removeprefix('torch.')}, but its "
             f"registered pieces take {expected:,} bytes; send exactly these as uint8."
         )
-
-
-def _first_difference(theirs: list[Any], ours: list[Any]) -> str:
-    at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
-    named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
-    return f"at number {at} {named[0]} instead of {named[1]}"
