@@ -34,7 +34,8 @@ from engine.outer.store.members import Life, Progress
 from engine.outer.store.placement import check_body, check_coverage, check_layout
 from engine.outer.store.records import (
     Event,
-    differing_entry,
+    check_model,
+    check_settings,
     hash_of,
     json_values,
     layout_record,
@@ -314,15 +315,7 @@ class Store:
         return seeder is not None and seeder.live and seeder.site != site
 
     def _check_join(self, request: JoinRequest, model: Event) -> None:
-        settings = json_values(request.settings)
-        for name in sorted({*settings, *self._settings}):
-            theirs, ours = settings.get(name), self._settings.get(name)
-            if theirs != ours:
-                raise StoreRefusedError(
-                    f'site {request.site} has "{name}" {theirs!r} and the store {ours!r}, but both share all settings '
-                    "of the outer loop; start both with the same configuration.",
-                    409,
-                )
+        check_settings(request, self._settings)
         if request.site < 0 or request.ranks < 1:
             raise StoreRefusedError(
                 f"site {request.site} joins with {request.ranks} ranks; count sites from 0, with at least one rank."
@@ -337,14 +330,8 @@ class Store:
                 StoreState(self._settings, self._state.number).set_model(model)
             except (ValueError, IndexError) as error:
                 raise StoreRefusedError(f"site {request.site} cannot join: {error}") from error
-        elif model != self._state.model:
-            known = self._state.model
-            name = next((name for name in ("tensors", "groups", "group_of") if model[name] != known[name]), "")
-            raise StoreRefusedError(
-                f"site {request.site} has other {name.replace('_', ' ')} than the sites before it, "
-                f"{differing_entry(model[name], known[name])}; start all sites with the same model and optimizer.",
-                409,
-            )
+        else:
+            check_model(request.site, model, self._state.model)
 
     def _known(
         self, life: Life, fragment: FragmentState, meta: PushMeta, rank: int, body_hash: str
