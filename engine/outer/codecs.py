@@ -21,7 +21,7 @@ numbers of all chunks.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 from types import MappingProxyType
 from typing import Protocol
@@ -294,37 +294,17 @@ def _unpacked(packed_m: Tensor, width: int, count: int) -> Tensor:
     return (bits_tw.long() << torch.arange(width)).sum(dim=1)
 
 
-@dataclass(slots=True)
-class ErrorFeedback:
-    """Error feedback of one site (Seide et al. 2014): the error of a message is added to the next message.
+@torch.no_grad()
+def encode_with_feedback(codec: DeltaCodec, values_n: Tensor, residual_n: Tensor, decay: float = 1.0) -> Tensor:
+    """Encodes values and the error of the last message, ``residual_n`` (fp32), which becomes the new error.
 
         wanted = values + decay * residual;  message = encode(wanted);  residual = wanted - decode(message)
 
-    A residual where the error is not finite is 0: such numbers are visible in the message and are never sent twice.
+    Error feedback is by Seide et al. 2014. A residual where the error is not finite is 0: such numbers are visible in
+    the message and are never sent twice.
     """
-
-    codec: DeltaCodec
-    decay: float = 1.0
-    residuals: dict[str, Tensor] = field(default_factory=dict)
-    """Errors by name of the tensor, fp32; a checkpoint stores them."""
-
-    @torch.no_grad()
-    def encode(self, name: str, values_n: Tensor) -> Tensor:
-        """Encodes the values of the tensor ``name`` with the error of its last message; stores the new error.
-
-        Raises:
-            ValueError: the residual of the tensor has another number of elements.
-        """
-        wanted_n = values_n.detach().double()
-        residual_n = self.residuals.get(name)
-        if residual_n is not None:
-            if residual_n.shape != wanted_n.shape:
-                raise ValueError(
-                    f"the residual of {name!r} has {residual_n.numel():,} elements, and a push has "
-                    f"{wanted_n.numel():,}; load a checkpoint of this model, or start without residuals."
-                )
-            wanted_n = wanted_n + self.decay * residual_n.double()
-        message_m = self.codec.encode(wanted_n)
-        error_n = wanted_n - self.codec.decode(message_m, len(wanted_n))
-        self.residuals[name] = error_n.nan_to_num_(0.0, 0.0, 0.0).float()
-        return message_m
+    wanted_n = values_n.detach().double() + decay * residual_n.double()
+    message_m = codec.encode(wanted_n)
+    error_n = wanted_n - codec.decode(message_m, len(wanted_n))
+    residual_n.copy_(error_n.nan_to_num_(0.0, 0.0, 0.0))
+    return message_m

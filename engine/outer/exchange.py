@@ -8,6 +8,7 @@ world, label "outer", tells the others which version has come and counts the ran
     all-reduce            |  version 7  |             |  2 ready  |
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,10 +20,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.errors import EngineError
+from engine.errors import EngineError, GridError
 from engine.outer.messages import Offer, PushMeta, PushShare, StoreLink, StoreRefusedError
 from engine.parallel.comm.comm import Comm
 
+logger = logging.getLogger("trine")
 Result = TypeVar("Result")
 _PATIENCE = 5.0
 """Seconds that the end of an engine waits for its last pushes."""
@@ -31,6 +33,10 @@ _ROUND = 5.0
 _PAUSE = 0.002
 """Seconds between the first two requests for an offer; the pause doubles up to ``_LONGEST``."""
 _LONGEST = 0.1
+_SOON = 2.0
+"""Seconds after which a renewal that no store has answered is repeated."""
+_WARNED = 2
+"""Failed renewals after which an outage is logged: one may be a restart."""
 _FIELDS = 6
 """Numbers of an offer in the all-reduce: version + 1, and the others in the order of :class:`Offer`."""
 
@@ -58,10 +64,6 @@ class PushFlight:
     def ends_with(self, offer: Offer) -> bool:
         """Returns True if the push is in the offered version."""
         return offer.merged >= self.meta.key.seq and offer.version >= self.least
-
-
-class EndedLifeError(Exception):
-    """End of this site's life on the store: its lease has expired, or the site has joined again elsewhere."""
 
 
 class StoreExchange:
@@ -93,8 +95,7 @@ class StoreExchange:
         world.
 
         Raises:
-            EndedLifeError: the life has ended; on all ranks.
-            EngineError: a store has refused a request; on all ranks.
+            EngineError: a store has refused a request, or another process has joined as this site; on all ranks.
         """
         problem: BaseException | None = None
         rows = torch.zeros(len(flights) + 1, _FIELDS + 1, dtype=torch.float64)
@@ -144,20 +145,17 @@ class StoreExchange:
                 return
 
     def _agreed(self, rows: Tensor, problem: BaseException | None) -> list[list[float]]:
-        """Returns ``rows`` summed over the world; the last row counts ended lives and other problems."""
-        ended = isinstance(problem, StoreRefusedError) and problem.status == 410
-        rows[-1, 0], rows[-1, 1] = float(ended), float(problem is not None and not ended)
+        """Returns ``rows`` summed over the world; the last row counts problems of ranks."""
+        rows[-1, 0] = float(problem is not None)
         summed = rows.to(self._device)
         self._comm.all_reduce(summed, "world", "outer").wait()
         found: list[list[float]] = summed.tolist()
-        if found[-1][1]:
+        if found[-1][0]:
             if isinstance(problem, StoreRefusedError):
                 raise EngineError(f"the store has refused a request of this site: {problem}") from problem
             if problem is not None:
                 raise problem
             raise EngineError("the store has refused a request of another rank; read its error.")
-        if found[-1][0]:
-            raise EndedLifeError
         return found
 
     def _advance(self, flight: PushFlight) -> None:
@@ -178,12 +176,12 @@ class StoreExchange:
         return offer if offer is not None and flight.ends_with(offer) else None
 
     def _work_on(self, flight: PushFlight) -> None:
-        """Waits for this rank's requests: up to ``_ROUND`` seconds for an offer, and for its body."""
+        """Waits up to ``_ROUND`` seconds for each of this rank's requests: push, offer and body."""
         try:
             if flight.body is not None:
-                flight.body.result()
+                flight.body.result(_ROUND)
             elif self._rank == 0 and flight.pushed is not None:
-                flight.pushed.result()
+                flight.pushed.result(_ROUND)
                 self._await_offer(flight)
         except Exception:  # the next poll raises it on all ranks
             return
@@ -201,11 +199,21 @@ class StoreExchange:
             pause = min(2 * pause, _LONGEST)
 
     def _renew(self, every: float) -> None:
-        while not self._ended.wait(every):
+        """Renews the lease; warns once about each outage, at its second renewal, and notes its end."""
+        failed = 0
+        while not self._ended.wait(min(every, _SOON) if failed else every):
             try:
                 self._link.renew(self.life)
+            except GridError as outage:
+                failed += 1
+                if failed == _WARNED and not self._ended.is_set():
+                    logger.warning("%s The site takes no merge over until the store answers.", outage)
             except Exception:  # a request of the training raises what lasts
                 continue
+            else:
+                if failed >= _WARNED:
+                    logger.info("the store answers again")
+                failed = 0
 
 
 def _begin(call: Callable[..., Result], *given: Any) -> "Future[Result]":

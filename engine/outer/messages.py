@@ -173,10 +173,6 @@ class StoreStatus:
     sent_bytes: int = 0
 
 
-DISK_FULL = 507
-"""Status of a refusal because the store cannot write; the same request succeeds later."""
-
-
 class StoreRefusedError(Exception):
     """Refusal of a request by a store; its state is unchanged.
 
@@ -220,7 +216,11 @@ class StoreLink(Protocol):
         """Returns the offered version of the ``pulled`` pieces of a fragment, concatenated, fp32 [elements]."""
 
     def renew(self, life: int) -> None:
-        """Renews the lease."""
+        """Renews the lease.
+
+        Raises:
+            GridError: describes a store that does not answer now.
+        """
 
     def leave(self, life: int) -> None:
         """Ends the life; merges and clocks do not wait for this site any more."""

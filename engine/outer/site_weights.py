@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config.outer_section import OuterConfig
-from engine.outer.codecs import make_delta_codec
+from engine.outer.codecs import encode_with_feedback, make_delta_codec
 from engine.outer.local_pieces import LocalPiece, LocalPieces
 from engine.outer.pulled_weights import PulledWeights
 from engine.zero.flat_buckets import FlatBucket
@@ -152,14 +152,20 @@ class SiteWeights:
         inner.give(self._optimizer.places, owned)
 
     @torch.no_grad()
-    def use_sums(self, bodies: Mapping[int, Tensor]) -> None:
-        """Replaces the gradients of this site by their sums over all sites, by fragment."""
+    def use_sums(self, bodies: Mapping[int, Tensor]) -> frozenset[str]:
+        """Replaces the gradients of this site by their sums over all sites, by fragment; returns the names of tensors
+        that a site has used: one of their sums is not zero.
+        """
+        used = set[str]()
         for fragment, body in bodies.items():
             for piece, values in self.local.pulled(fragment, body):
                 piece.gradient.copy_(values)
+                if values.any():
+                    used.add(piece.name)
                 if piece.flat.host_sums is not None:  # the norm reads the device's gradients
                     piece.flat.gradient(piece.part).copy_(values)
                     self._optimizer.copies.changed(piece.flat)
+        return frozenset(used)
 
     def _pushed(self, fragment: int) -> list[LocalPiece]:
         return [piece for piece in self.local.of(fragment) if piece.pushed is not None]
@@ -170,9 +176,9 @@ class SiteWeights:
         if not self._outer.feedback:
             return self._codec.encode(delta)
         error = self.anchors.of(piece, FEEDBACK)
-        wanted = delta + self._outer.feedback * piece.chosen(error).double()
-        message = self._codec.encode(wanted)
-        piece.put(error, (wanted - self._codec.decode(message, wanted.numel())).float())
+        own = piece.chosen(error).clone()
+        message = encode_with_feedback(self._codec, delta, own, self._outer.feedback)
+        piece.put(error, own)
         return message
 
 

@@ -94,6 +94,8 @@ class StepState:
     """Sum and weight of each metric so far: [sum, weight, sum, weight, ...]."""
     experts: Tensor | None = None
     """Tokens routed to each expert so far, fp64 [experts of all layers]; None: not counted."""
+    used: frozenset[str] = frozenset()
+    """Parameters that other sites may have used: their update is made, also if this site has not used them."""
     figures: dict[str, float] = field(default_factory=dict)
     """Numbers of step parts for the report, by name such as "outer/clock"."""
     outputs: list[Any] = field(default_factory=list)

@@ -156,7 +156,7 @@ class Update:
         runtime.finish(step.reduced)  # the norm in the control sum is that of complete gradients
         for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step
             step.problem = part.before_update(step)
-        idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused
+        idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused - step.used
         totals, made = self._decide(step, runtime, stop, idle)
         for part in runtime.parts.having(StepPart.agreed):
             part.agreed(step, totals)

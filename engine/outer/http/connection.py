@@ -82,6 +82,7 @@ class StoreConnection:
         timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
         self._closed, self._until = Event(), FOREVER
+        self._silent_since: float | None = None
         weakref.finalize(self, self._client.close)
 
     def close(self) -> None:
@@ -118,18 +119,19 @@ class StoreConnection:
             except (_TroubleError, httpx.TransportError, RuntimeError) as error:
                 if isinstance(error, RuntimeError) and not self._closed.is_set():
                     raise  # httpx raises it for a client that is closed in another thread
-                waited = monotonic() - began
+                now = monotonic()
+                waited, self._silent_since = now - began, self._silent_since or began
                 why = str(error) if isinstance(error, _TroubleError) else f"{type(error).__name__}: {first_line(error)}"
                 self.outage = (
-                    f"the store {self.url} does not answer for {waited:,.0f} s ({why}); start it with `trine outer`, "
-                    "or check address and network."
+                    f"the store {self.url} does not answer for {now - self._silent_since:,.0f} s ({why}); start it "
+                    "with `trine outer`, or check address and network."
                 )
                 if waited + pause > patience or monotonic() > self._until:
                     raise GridError(self.outage) from error
                 self._closed.wait(uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE)
             else:
-                self.outage = ""
+                self.outage, self._silent_since = "", None
                 return result
 
     def _reply(self, method: str, path: str, **request: Any) -> dict[str, Any]:

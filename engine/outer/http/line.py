@@ -43,8 +43,8 @@ _GONE, _OTHER_SEEDS = (404, 410), 409
 class HttpLink:
     """Connection of one rank to one or several stores; see ``StoreLink``.
 
-    ``push``, ``pull``, ``seed`` and ``withdraw`` wait until the store answers, however long that lasts; ``offer`` and
-    ``renew`` return at once while a store does not answer, and ``outage`` describes it.
+    ``push``, ``pull``, ``seed`` and ``withdraw`` wait until the store answers, however long that lasts. While a store
+    does not answer, ``offer`` returns None, ``renew`` raises an error at once, and ``outage`` describes it.
 
     A site has a life on each store. With several stores, the number of its life has 20 bits for each of them.
 
@@ -167,12 +167,19 @@ class HttpLink:
         return self._stores[number].receive(where)
 
     def renew(self, life: int) -> None:
-        """Renews the lease on every store that answers."""
+        """Renews the lease on every store that answers.
+
+        Raises:
+            GridError: describes a store that does not answer.
+        """
+        silent: GridError | None = None
         for number, store in enumerate(self._stores):
             try:
                 store.ask(wire.RENEW, wire.LifeCall(self._life(life, number)), wire.Done, _BRIEF_SECONDS)
-            except GridError:
-                continue  # the next renewal tries again
+            except GridError as outage:
+                silent = outage
+        if silent is not None:
+            raise silent
 
     def leave(self, life: int) -> None:
         """Ends the life; a store that does not answer ends it with its lease."""

@@ -13,7 +13,7 @@ import torch
 
 from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM, hash_function
 from engine.checkpoint.format.pieces import Part, Piece
-from engine.outer.messages import JoinRequest, NamedPiece, PushKey, PushMeta, PushShare, RankLayout
+from engine.outer.messages import JoinRequest, NamedPiece, PushKey, PushMeta, PushShare, RankLayout, StoreRefusedError
 from engine.outer.store.placement import Flats
 
 Event = Mapping[str, Any]
@@ -31,6 +31,55 @@ def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns values as they are after a message: tuples become lists."""
     found: dict[str, Any] = json.loads(json.dumps(dict(values)))
     return found
+
+
+def check_settings(request: JoinRequest, ours: Mapping[str, Any]) -> None:
+    """Refuses a site with other settings than those of the store.
+
+    Raises:
+        StoreRefusedError: names the first setting that differs.
+    """
+    if (other := _other_setting(json_values(request.settings), ours)) is not None:
+        name, theirs, own = other
+        raise StoreRefusedError(
+            f'site {request.site} has "{name}" {theirs!r} and the store {own!r}, but both share all settings of the '
+            "outer loop; start both with the same configuration.",
+            409,
+        )
+
+
+def check_model(site: int, model: Event, known: Event) -> None:
+    """Refuses a site with another model or other parameter groups than the sites before it.
+
+    Raises:
+        StoreRefusedError: names the first tensor or group that differs.
+    """
+    for name in ("tensors", "groups", "group_of"):
+        if model[name] != known[name]:
+            raise StoreRefusedError(
+                f"site {site} has other {name.replace('_', ' ')} than the sites before it, "
+                f"{_first_difference(model[name], known[name])}; start all sites with the same model and optimizer.",
+                409,
+            )
+
+
+def _other_setting(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Returns the dotted name and both values of the first setting that differs; None if all are equal."""
+    for name in sorted({*theirs, *ours}):
+        one, other = theirs.get(name), ours.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            if (inner := _other_setting(one, other)) is not None:
+                return f"{name}.{inner[0]}", *inner[1:]
+        elif one != other:
+            return name, one, other
+    return None
+
+
+def _first_difference(theirs: Sequence[Any], ours: Sequence[Any]) -> str:
+    """Returns the position and the values of the first difference of two lists, in words."""
+    at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
+    return f"at number {at} {named[0]} instead of {named[1]}"
 
 
 def model_record(request: JoinRequest) -> dict[str, Any]:
@@ -93,3 +142,10 @@ def _read_pieces(rows: Sequence[Sequence[Any]], shapes: Shapes) -> tuple[NamedPi
         part = Part(shapes[name], dim, tuple((a, b) for a, b in runs), None if outer is None else (outer[0], outer[1]))
         found.append(NamedPiece(name, Piece(part, start, stop)))
     return tuple(found)
+
+
+def differing_entry(theirs: list[Any], ours: list[Any]) -> str:
+    """Returns words for the first entry in which two lists differ."""
+    at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
+    return f"at number {at} {named[0]} instead of {named[1]}"

@@ -17,7 +17,6 @@ from torch import Tensor
 from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM
 from engine.errors import first_line
 from engine.outer.messages import (
-    DISK_FULL,
     Content,
     JoinReply,
     JoinRequest,
@@ -32,14 +31,24 @@ from engine.outer.messages import (
 )
 from engine.outer.store.journal import Journal
 from engine.outer.store.members import Life, Progress
-from engine.outer.store.placement import check_coverage, check_layout
-from engine.outer.store.records import Event, hash_of, json_values, layout_record, model_record, push_record
-from engine.outer.store.recovery import recover
+from engine.outer.store.placement import check_body, check_coverage, check_layout
+from engine.outer.store.records import (
+    Event,
+    check_model,
+    check_settings,
+    hash_of,
+    json_values,
+    layout_record,
+    model_record,
+    push_record,
+)
+from engine.outer.store.replay import recover
 from engine.outer.store.snapshot import write_snapshot
 from engine.outer.store.state import FragmentState, StoreState, push_name, seed_name
 
-_MEND_SECONDS = 1.0
-"""Seconds between a failed write and the next try."""
+_DISK_FULL = 507
+"""Status of a refusal because the store cannot write; the same request succeeds later."""
+_MEND_SECONDS = 1.0  # from a failed write to the next try
 Listener = Callable[[Event], None]
 """Function called with every event after it has changed the state; it returns at once and calls no store."""
 
@@ -74,8 +83,7 @@ class Store:
         self._settings, self._clock, self._lock = json_values(settings), clock, threading.RLock()
         self._state = StoreState(self._settings, number)
         self._received = self._sent = self._merges = 0
-        self._keep, self._every = keep, snapshot_every
-        self._closed, self._failure, self._mends_at = False, "", 0.0
+        self._keep, self._every, self._closed, self._failure, self._mends_at = keep, snapshot_every, False, "", 0.0
         self._journal = None if folder is None else Journal(Path(folder))
         if self._journal is not None:
             try:
@@ -178,7 +186,7 @@ class Store:
                     "them once they have come.",
                     409,
                 )
-            _check_size(body, part.tensors.seed_bytes(layout), f"initial weights of fragment {fragment}, rank {rank}")
+            check_body(body, part.tensors.seed_bytes(layout), f"initial weights of fragment {fragment}, rank {rank}")
             if not bool(body.clone().view(torch.float32).isfinite().all()):
                 raise StoreRefusedError(
                     f"the initial weights of fragment {fragment} on rank {rank} have a number that is not finite; "
@@ -193,7 +201,7 @@ class Store:
             life, fragment = self._find(meta.key.life), self._fragment(meta.key.fragment)
             layout = self._layout(life, rank)
             size = fragment.tensors.message_bytes(layout, self._state.codec)
-            _check_size(body, size, f"push {meta.key}, rank {rank}")
+            check_body(body, size, f"push {meta.key}, rank {rank}")
             found = hash_of((body,))
             known = self._known(life, fragment, meta, rank, found)
             if known is not None:
@@ -307,15 +315,7 @@ class Store:
         return seeder is not None and seeder.live and seeder.site != site
 
     def _check_join(self, request: JoinRequest, model: Event) -> None:
-        settings = json_values(request.settings)
-        for name in sorted({*settings, *self._settings}):
-            theirs, ours = settings.get(name), self._settings.get(name)
-            if theirs != ours:
-                raise StoreRefusedError(
-                    f'site {request.site} has "{name}" {theirs!r} and the store {ours!r}, but both share all settings '
-                    "of the outer loop; start both with the same configuration.",
-                    409,
-                )
+        check_settings(request, self._settings)
         if request.site < 0 or request.ranks < 1:
             raise StoreRefusedError(
                 f"site {request.site} joins with {request.ranks} ranks; count sites from 0, with at least one rank."
@@ -330,14 +330,8 @@ class Store:
                 StoreState(self._settings, self._state.number).set_model(model)
             except (ValueError, IndexError) as error:
                 raise StoreRefusedError(f"site {request.site} cannot join: {error}") from error
-        elif model != self._state.model:
-            known = self._state.model
-            name = next((name for name in ("tensors", "groups", "group_of") if model[name] != known[name]), "")
-            raise StoreRefusedError(
-                f"site {request.site} has other {name.replace('_', ' ')} than the sites before it, "
-                f"{_first_difference(model[name], known[name])}; start all sites with the same model and optimizer.",
-                409,
-            )
+        else:
+            check_model(request.site, model, self._state.model)
 
     def _known(
         self, life: Life, fragment: FragmentState, meta: PushMeta, rank: int, body_hash: str
@@ -476,12 +470,12 @@ class Store:
                     "on."
                 )
                 self._mends_at = self._clock() + _MEND_SECONDS
-                raise StoreRefusedError(self._failure, DISK_FULL) from error
+                raise StoreRefusedError(self._failure, _DISK_FULL) from error
 
     def _mend(self, journal: Journal) -> None:
         """Restores the state from the folder after a failed write."""
         if self._clock() < self._mends_at:
-            raise StoreRefusedError(self._failure, DISK_FULL)
+            raise StoreRefusedError(self._failure, _DISK_FULL)
         journal.close()
         self._state = StoreState(self._settings, self._state.number)
         self._journal = Journal(journal.folder)
@@ -491,17 +485,3 @@ class Store:
     def _announce(self, event: Event) -> None:
         for listener in self.listeners:
             listener(event)
-
-
-def _check_size(body: Tensor, expected: int, subject: str) -> None:
-    if body.dtype != torch.uint8 or body.dim() != 1 or len(body) != expected:
-        raise StoreRefusedError(
-            f"{subject}: the body has {body.numel():,} elements of {str(body.dtype).removeprefix('torch.')}, but its "
-            f"registered pieces take {expected:,} bytes; send exactly these as uint8."
-        )
-
-
-def _first_difference(theirs: list[Any], ours: list[Any]) -> str:
-    at = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
-    named = [repr(values[at]) if at < len(values) else "nothing" for values in (theirs, ours)]
-    return f"at number {at} {named[0]} instead of {named[1]}"

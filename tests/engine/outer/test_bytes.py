@@ -9,7 +9,7 @@ from engine.outer.codecs import make_delta_codec
 from tests.engine.outer.thread_sites import ROWS, ThreadSites
 
 PERIOD = 100
-WHOLE = {"train_micro_batch_size_per_gpu": ROWS}
+WHOLE: dict[str, Any] = {"train_micro_batch_size_per_gpu": ROWS}
 FEWER = 390
 """Least ratio of the bytes; 400 without scales."""
 

@@ -1,6 +1,6 @@
 """Sites of one process: an engine of one rank in each thread, and the store that they share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from threading import Thread
@@ -19,8 +19,8 @@ from engine.outer.site import OuterState
 from engine.outer.store.store import Store
 from tests import models
 
-ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}}
-SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}}
+SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 ROWS = 8
 """Rows of a site in one step."""
 
@@ -66,6 +66,8 @@ class SiteRun:
 
 Step = Callable[[int, int], None]
 """Function of (site, step) that is called before a step."""
+Batches = Callable[[int, int], Any]
+"""Function of (site, step) that returns a batch of a model that returns its loss."""
 
 
 @dataclass(slots=True)
@@ -77,9 +79,9 @@ class ThreadSites:
     def run(
         self, outer: Mapping[str, Any], sites: int, steps: int, model: nn.Module | None = None,
         before: Step = lambda site, step: None, link: Callable[[int, Store], StoreLink] = lambda site, store: store,
-        **changes: Any,
+        batch: Batches | None = None, **changes: Any,
     ) -> list[SiteRun]:  # fmt: skip
-        """Trains ``sites`` sites from equal weights; each reads its share of the batches."""
+        """Trains ``sites`` sites from equal weights; each reads its share of the batches, or ``batch``."""
         configs = [config_of({**outer, "sites": sites, "site": site}, **changes) for site in range(sites)]
         store, base = make_store(configs[0]), model if model is not None else models.decoder()
         self.patch.setattr(step_parts, "open_link", lambda config, fragments: link(config.site, store))
@@ -87,7 +89,9 @@ class ThreadSites:
 
         def train(site: int) -> None:
             try:
-                _train(deepcopy(base), configs[site], site, sites, steps, before, runs[site])
+                data = _batches(site, sites, steps) if batch is None else (batch(site, step) for step in range(steps))
+                eng = engine.initialize(deepcopy(base), configs[site], loss_fn=loss_sum if batch is None else None)
+                _train(eng, data, site, before, runs[site])
             except BaseException as error:
                 runs[site].error = error
 
@@ -103,14 +107,15 @@ class ThreadSites:
         return runs
 
 
-def _train(
-    model: nn.Module, config: dict[str, Any], site: int, sites: int, steps: int, before: Step, run: SiteRun
-) -> None:
-    eng = engine.initialize(model, config, loss_fn=loss_sum)
-    for step, batch in enumerate(models.batches_for("decoder", ROWS * sites, steps)):
+def _batches(site: int, sites: int, steps: int) -> Iterator[Any]:
+    return (share(batch, site) for batch in models.batches_for("decoder", ROWS * sites, steps))
+
+
+def _train(eng: engine.Engine, data: Iterator[Any], site: int, before: Step, run: SiteRun) -> None:
+    for step, batch in enumerate(data):
         before(site, step)
-        run.losses.append(eng.train_batch(share(batch, site)).loss)
-    run.weights, run.outer = [p.detach().clone() for p in model.parameters()], eng.outer
+        run.losses.append(eng.train_batch(batch).loss)
+    run.weights, run.outer = [p.detach().clone() for p in eng.module.parameters()], eng.outer
     run.moments = sum(
         value.numel() for state in eng.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
     )

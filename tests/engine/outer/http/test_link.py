@@ -283,7 +283,8 @@ def test_an_absent_store_is_one_sentence_at_the_join_and_no_error_later() -> Non
         ):
             link.join(join_request(0, {}))
         assert link.offer(0, 0) is None
-        link.renew(0)
+        with pytest.raises(GridError, match="does not answer"):
+            link.renew(0)
         assert "start it with `trine outer`" in link.outage
 
 

@@ -19,6 +19,7 @@ from tests.engine.outer.store.sites import (
 )
 
 SETTINGS = settings_of(rule="diloco", period=10, sites=2)
+STORE: dict[str, Any] = SETTINGS["optimizer"]
 
 
 def started() -> tuple[Store, SiteOfTests, SiteOfTests]:
@@ -163,6 +164,10 @@ def test_a_push_of_sums_on_other_weights_is_refused() -> None:
     ("change", "text"),
     [
         ({"settings": {**SETTINGS, "period": 20}}, '"period" 20 and the store 10'),
+        (
+            {"settings": {**SETTINGS, "optimizer": {**STORE, "params": {**STORE["params"], "lr": 0.125}}}},
+            '"optimizer.params.lr" 0.125 and the store 0.7',
+        ),
         ({"tensors": TENSORS[:2]}, "other tensors"),
         ({"groups": ({"lr": 2.0},)}, "other groups"),
         ({"ranks": 0}, "0 ranks"),

@@ -1,0 +1,98 @@
+"""Sites that differ: parameters that only some of them use, and a store that some of them do not reach."""
+
+import logging
+import time
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.errors import GridError
+from engine.outer.store.store import Store
+from tests.engine.outer.thread_sites import ADAMW, ThreadSites, apart
+
+
+@pytest.fixture(name="sites")
+def _sites(monkeypatch: pytest.MonkeyPatch) -> ThreadSites:
+    return ThreadSites(monkeypatch)
+
+
+class _Branches(nn.Module):
+    """Model that uses another branch in each batch, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Returns the loss."""
+        hidden = self.trunk(x)
+        loss: Tensor = (self.branches[int(branch[0])](hidden) if branch[0] >= 0 else hidden).square().mean()
+        return loss
+
+
+def _batch(site: int, step: int) -> dict[str, Tensor]:
+    """Returns a batch of site 0 with branch 0 or none, or one of site 1 with branch 0 or 1; nobody uses branch 2."""
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + site))
+    return {"x": x, "branch": torch.full((8,), (step % 2) - (site == 0))}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_another_site_uses_is_updated_as_in_one_process(sites: ThreadSites, stage: int) -> None:
+    base, steps = _Branches(), 4
+    expected = _Branches()
+    expected.load_state_dict(base.state_dict())
+    optimizer = torch.optim.AdamW(expected.parameters(), **ADAMW["params"])
+    for step in range(steps):
+        optimizer.zero_grad()
+        for site in range(2):
+            (expected(**_batch(site, step)) / 2).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.25)
+        optimizer.step()
+    form = {"rule": "average", "period": 1}
+    runs = sites.run(form, 2, steps, base, batch=_batch, zero_optimization={"stage": stage}, scheduler=None)
+    assert apart(runs[0].weights, runs[1].weights) == 0
+    assert apart(runs[0].weights, [p.detach() for p in expected.parameters()]) < 1e-5
+
+
+class _Silent:
+    """Store that refuses no training, and whose renewals fail until ``answers``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.answers, self.renewed = store, Event(), Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def renew(self, life: int) -> None:
+        """Fails until the store answers."""
+        if not self.answers.is_set():
+            raise GridError("the store does not answer.")
+        self._store.renew(life)
+        self.renewed.set()
+
+
+def test_an_outage_is_one_warning_and_its_end_one_note(
+    sites: ThreadSites, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.outer.exchange._SOON", 0.01)
+    links = dict[int, _Silent]()
+
+    def before(site: int, step: int) -> None:
+        if step == 3:
+            time.sleep(0.2)  # several renewals fail
+            links[site].answers.set()
+            assert links[site].renewed.wait(30)
+
+    monkeypatch.setattr(logging.getLogger("trine"), "propagate", True)
+    with caplog.at_level(logging.INFO, "trine"):
+        sites.run(
+            {"rule": "diloco", "period": 2, "lease": 0.03}, 1, 6, before=before,
+            link=lambda site, store: links.setdefault(site, _Silent(store)),
+        )  # fmt: skip
+    said = [record.getMessage() for record in caplog.records if "answer" in record.getMessage()]
+    assert said == ["the store does not answer. The site takes no merge over until the store answers.",
+                    "the store answers again"]  # fmt: skip
