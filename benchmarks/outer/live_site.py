@@ -4,6 +4,7 @@ python -m benchmarks.outer.live_site FOLDER SITE        trains FOLDER/0/job.json
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,7 @@ class Job:
     """Training of several sites; the parent and its sites share it as JSON.
 
     Args:
-        folder: folder of logs, and of the files "go" and "stop".
+        folder: folder of the job, of logs, and of the files "go" and "stop".
         outer: section of the configuration.
         optimizer: optimizer of the configuration.
         pauses: seconds that each site sleeps in a step.
@@ -39,12 +40,18 @@ class Job:
     steps: int
     pauses: tuple[float, ...]
     scheduler: dict[str, Any] | None = None
+    draws: int = 1
+    """Draws of rows in a step of a site."""
 
     def config_of(self, site: int) -> dict[str, Any]:
         """Returns the configuration of a site."""
         outer = {"outer": self.outer | {"site": site, "sites": len(self.pauses)}} if self.outer else {}
         rates = {"scheduler": self.scheduler} if self.scheduler else {}
-        return {"train_batch_size": ROWS, "gradient_clipping": 1.0, "optimizer": self.optimizer} | rates | outer
+        return (
+            {"train_batch_size": ROWS * self.draws, "gradient_clipping": 1.0, "optimizer": self.optimizer}
+            | rates
+            | outer
+        )
 
     def write(self) -> Path:
         """Writes the job for its sites; returns its path."""
@@ -61,11 +68,14 @@ def read_job(path: Path) -> Job:
 
 
 def main(folder: Path, site: int) -> None:
-    """Trains the jobs in the folder until the parent ends the process."""
+    """Trains the jobs in the folder until the parent ends."""
     torch.set_num_threads(1)
+    parent = os.getppid()
     for number in count():
         path = folder / str(number) / "job.json"
         while not path.exists():
+            if os.getppid() != parent:
+                return
             time.sleep(POLL)
         train_site(read_job(path), site)
         (path.parent / f"ended-{site}").touch()
@@ -77,7 +87,8 @@ def train_site(job: Job, site: int) -> None:
         return
     folder, model = Path(job.folder), make_model()
     eng = engine.initialize(model, job.config_of(site), loss_fn=loss_sum)
-    rows = [training_rows(site, step) for step in range(1, job.steps + 1)]
+    draws = [training_rows(site, draw) for draw in range(job.steps * job.draws)]
+    rows = [torch.cat(draws[step * job.draws : (step + 1) * job.draws]) for step in range(job.steps)]
     (folder / f"ready-{site}").touch()
     while not (folder / "go").exists():
         time.sleep(POLL)
