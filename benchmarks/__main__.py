@@ -44,6 +44,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "outer.command", "sites of an outer loop on real text: loss against pushed bytes",
             frozenset({"write_figures"}),
         ),
+        "outer_rules": Benchmark(
+            "outer.rules", "real sites of an outer loop: a slow site, a slow link, and the loss of each rule",
+            frozenset({"write_figures"}),
+        ),
         "host_time": Benchmark(
             "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",
             frozenset({"rounds", "write_figures"}),

@@ -43,8 +43,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "device", "dispatch", "overlap", "optim", "gpu", "ops", "codecs",
     ),
     "engine.planning.cost_model": (
-        "workload", "layout", "hardware", "links", "expert_exchange", "expert_forms", "estimate", "search",
-        "longest",
+        "workload", "layout", "hardware", "attention_rates", "links", "expert_exchange", "expert_forms", "estimate",
+        "search", "longest",
     ),
     "engine.launch.jobs": (
         "request", "bound_cores", "torchrun", "hostfile", "guard", "probe", "schedulers", "remote", "ssh",

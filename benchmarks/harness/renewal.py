@@ -42,6 +42,7 @@ RENEW: Mapping[str, str] = MappingProxyType(
         "offload-limit": "python -m benchmarks memory_limit --write-figures",
         **dict.fromkeys(("offload-step", "offload-update"), _OFFLOAD),
         "outer": "python -m benchmarks outer --write-figures",
+        "outer-rules": "python -m benchmarks outer_rules --write-figures",
         "parity": _PARITY.format("parity"),
         "parity-schedules": _PARITY.format("parity_schedules"),
         "parity-zero": _PARITY.format("parity_zero"),

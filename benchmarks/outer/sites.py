@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.outer.text import loss_of, make_model, training_rows, validation_loss
 from engine.config.outer_section import OuterConfig, shared_settings
-from engine.outer.codecs import DeltaCodec, ErrorFeedback, make_delta_codec
+from engine.outer.codecs import DeltaCodec, encode_with_feedback, make_delta_codec
 from engine.outer.fragments import divide, due
 from engine.outer.messages import Content
 from engine.outer.store.arithmetic import Contribution, MergeArithmetic
@@ -47,7 +47,7 @@ class _Site:
         self.parameters = dict(self.model.named_parameters())
         self._optimizer = torch.optim.AdamW(self.model.parameters(), PEAK, weight_decay=0.1, fused=True)
         self._anchor = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        self.feedback = ErrorFeedback(_codec_of(outer), outer.feedback)
+        self._codec, self._decay, self._residuals = _codec_of(outer), outer.feedback, dict[str, Tensor]()
 
     def compute_gradients(self, step: int) -> None:
         """Computes the gradients of this site's rows."""
@@ -63,7 +63,11 @@ class _Site:
 
     def push(self, content: Content, names: Sequence[str]) -> dict[str, Tensor]:
         """Returns the message of each tensor: its gradient, or anchor minus weights."""
-        return {name: self.feedback.encode(name, self._values(content, name).flatten()) for name in names}
+        return {name: self._encode(name, self._values(content, name).flatten()) for name in names}
+
+    def _encode(self, name: str, values: Tensor) -> Tensor:
+        residual = self._residuals.setdefault(name, torch.zeros(values.numel()))
+        return encode_with_feedback(self._codec, values, residual, self._decay)
 
     @torch.no_grad()
     def take_over(self, content: Content, values: Mapping[str, Tensor], sites: int) -> None:
@@ -100,8 +104,7 @@ class _StoredFragment:
     def merge(self, pushes: Sequence[Mapping[str, Tensor]], codec: DeltaCodec) -> dict[str, Tensor]:
         """Merges one push of each site; returns the new version."""
         contributions = [
-            Contribution(site, True, 1.0, 1.0, (), partial(self._decoded, messages, codec))
-            for site, messages in enumerate(pushes)
+            Contribution(True, 1.0, 1.0, (), partial(self._decoded, messages, codec)) for messages in pushes
         ]
         self._flats = self._arithmetic.merge(self._flats, contributions)
         return {name: self._tensors.view(self._flats, name) for name in self.names}

@@ -25,6 +25,7 @@ from engine.build.forward_changes import (
     has_compiled_code,
     leave_out_of_compilation,
     make_heads_lazy,
+    own_card,
 )
 from engine.build.held_module import lay_entries_apart, refuse_pickles
 from engine.build.place_model import offload_to_disk, place_model
@@ -71,6 +72,7 @@ from engine.planning.budgets import (
     tensor_format,
     wire_formats,
 )
+from engine.planning.cost_model.attention_rates import asked_method
 from engine.planning.expert_plan import find_expert_plan
 from engine.planning.found_styles import FoundStyles
 from engine.planning.fused_layers import measured_overlap
@@ -137,6 +139,7 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
     return PlanRequest(
         program=request.program(model, make_precision(config, model), torch.device("cpu")),
         example=example,
+        card=own_card(request.changes.kernels),
         own_optimizer=request.optimizer is not None,
         own_rule=request.whole,
         own_schedule=request.lr_scheduler is not None,
@@ -271,8 +274,8 @@ def _recompute(
 def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request) -> Program:
     """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
     program, axis, config = request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"), plan.config
-    method, unit, in_blocks = config.parallel.context_method, sequence_unit(config), plan.context.in_blocks
-    return with_context(program, axis, method, staged=comm.grid.pp > 1, unit=unit, in_blocks=in_blocks)
+    asked, unit = asked_method(config, request.changes.kernels.card), sequence_unit(config)
+    return with_context(program, axis, asked, staged=comm.grid.pp > 1, unit=unit, in_blocks=plan.context.in_blocks)
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

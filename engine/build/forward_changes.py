@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.kernels.device import device_name, is_host
+from engine.kernels.device import device_name, find_accelerator, is_host
 from engine.kernels.dispatch import REFERENCE, Kernels, runs_triton
 from engine.kernels.ops.embedding import look_up_rows
 from engine.parallel.comm.agreement import all_or_none, from_first
@@ -77,6 +77,12 @@ def change_forwards(
     if config.compile:
         _compile(model, patches)
     return ForwardChanges(kernels, (*replacements, *late), heads)
+
+
+def own_card(kernels: Kernels) -> str:
+    """Returns the name of this rank's GPU if its type chooses kernels; "" otherwise."""
+    device = torch.device(find_accelerator() or "cpu")
+    return device_name(device) if kernels.mode == "auto" and not is_host(device) and runs_triton(device) else ""
 
 
 def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None:

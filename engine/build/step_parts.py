@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from engine.integrity.guard import ComputedGradients, Integrity
 from engine.optim.lr_schedules import LearningRate
 from engine.outer.http.open_link import open_link
 from engine.outer.local_pieces import find_pieces
-from engine.outer.site import OuterLoop
+from engine.outer.site import OpenLink, OuterLoop
 from engine.outer.site_weights import SiteWeights
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
@@ -95,7 +96,12 @@ def _outer(request: PartRequest) -> StepPart | None:
     local = find_pieces(plan, request.comm.grid.coord(), request.buckets, outer.fragments, stores)
     weights = SiteWeights(local, outer, optimizer, request.gatherer)
     request.inventory.companions.append(weights.anchors)
-    return OuterLoop(plan, request.comm, request.device, weights, request.rates, open_link)
+    connect: OpenLink = open_link
+    if outer.serve and outer.site == 0 and request.comm.grid.rank == 0:
+        from engine.outer.http.service import HostedLink  # needs the packages of a server
+
+        connect = partial(HostedLink, plan.config)
+    return OuterLoop(plan, request.comm, request.device, weights, request.rates, connect)
 
 
 def _integrity(request: PartRequest) -> StepPart | None:

@@ -377,7 +377,8 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)
-    check_outer(config.outer, config.optimizer, config.zero_optimization.offload_optimizer.delayed_update, problems)
+    delayed = config.zero_optimization.offload_optimizer.delayed_update
+    check_outer(config.outer, config.optimizer, config.gradient_clipping, delayed, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
     check_uneven(config.uneven_microbatches, config.parallel, problems)

@@ -17,7 +17,7 @@ from engine.config.optim_sections import (
     one_of,
 )
 from engine.config.reader import Typed, setting, stored
-from engine.config.rules import AnyOf, Choice, Int, ListOf, Problems, Real, Text
+from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Problems, Real, Text
 
 Rule = Literal["average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild"]
 RULES = ("average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild")
@@ -59,6 +59,8 @@ class OuterConfig:
         rules=(Text(noun="an address", null=True), ListOf(each=Text(), least=1, noun="a list of addresses")),
         remedy='give the address of the store such as "http://store:8140", or a list of addresses'))  # fmt: skip
     """Address of the store, or of several stores that divide the tensors among them."""
+    serve: bool = setting(False, Flag())
+    """true: rank 0 of site 0 serves the store at ``url`` from a thread; false: ``trine outer`` does."""
     site: int = setting(0, COUNT)
     """Number of this site, from 0; each site has its own."""
     sites: int = setting(1, SIZE)
@@ -170,9 +172,18 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
 
 
 def check_outer(
-    outer: OuterConfig | None, training: OptimizerConfig | None, delayed_update: bool, problems: Problems
+    outer: OuterConfig | None,
+    training: OptimizerConfig | None,
+    clipping: float,
+    delayed_update: bool,
+    problems: Problems,
 ) -> None:
-    """Adds problems of settings that exclude each other or have no effect; ``delayed_update``: of an offload."""
+    """Adds problems of settings that exclude each other or have no effect.
+
+    Args:
+        clipping: norm to which gradients are clipped; 0: none.
+        delayed_update: of an offload.
+    """
     if outer is None:
         return
     if delayed_update:
@@ -185,10 +196,20 @@ def check_outer(
             "optimizer",
             f"a list with rule {outer.rule}, whose store has one optimizer; name it in outer.optimizer, or give one.",
         )
+    if outer.content == "gradients" and clipping and len(outer.urls) > 1:
+        problems.add(
+            "gradient_clipping",
+            f"{clipping:g} with rule {outer.rule} and {len(outer.urls)} stores, each of which has the norm of its own "
+            "gradients only; give one address in outer.url, or leave gradient_clipping out.",
+        )
     if outer.rule == "hogwild":
         _check_hogwild(outer, problems)
     elif not outer.urls and not problems.touch("outer"):
         problems.add("outer.url", "missing; give the address that `trine outer` prints, such as http://store:8140.")
+    if outer.serve and len(outer.urls) != 1:
+        problems.add(
+            "outer.serve", f"true with {len(outer.urls)} addresses in outer.url; give one, or start trine outer."
+        )
     for number, url in enumerate(outer.urls):
         if not url.startswith(("http://", "https://")):
             problems.add("outer.url", f'address {number} is "{url}"; it begins with http:// or https://.')
@@ -199,6 +220,11 @@ def check_outer(
     if outer.site >= outer.sites and outer.sites > 1 and outer.rule in ("average", "diloco", "bsp"):
         problems.add("outer.sites", f"{outer.sites} with site {outer.site}; count every site that starts the training.")
     _check_period(outer, problems)
+    _check_store_optimizer(outer, training, problems)
+
+
+def _check_store_optimizer(outer: OuterConfig, training: OptimizerConfig | None, problems: Problems) -> None:
+    """Adds problems of the store's optimizer."""
     chosen = outer.store_optimizer(training)
     if chosen.type not in STORE_OPTIMIZERS and outer.content != "sums":
         problems.add(

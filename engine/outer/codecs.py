@@ -1,7 +1,7 @@
 """Codecs of the values that a site pushes to the outer store: a message is a run of bytes with a size known before.
 
     fp64, fp32, bf16   numbers in this dtype                       8, 4, 2 bytes a number
-    int8, int4         codes, then an fp32 scale for each 256      1.02, 0.52 bytes a number, padded to whole blocks
+    int8, int4         codes, then an fp32 scale for each 256      1.02, 0.52 bytes a number; the last 256 may be fewer
     topk               the largest numbers of each chunk           see below
 
 Top-k sparsification with error feedback (Stich et al. 2018) in chunks, as in SparseLoCo (arXiv 2508.15706). A chunk of
@@ -21,7 +21,7 @@ numbers of all chunks.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 from types import MappingProxyType
 from typing import Protocol
@@ -113,20 +113,32 @@ class _WholeNumbers:
         return isinstance(self.wire, CastFormat) and self.wire.dtype is torch.float64
 
     def message_bytes(self, n: int) -> int:
-        return self.wire.message_bytes(self.wire.padded(n))
+        return self.wire.message_bytes(self.wire.padded(n)) - self._code_bytes(n)[1]
 
     def encode(self, values_n: Tensor) -> Tensor:
-        if not len(values_n):
+        n = len(values_n)
+        if not n:
             return torch.empty(0, dtype=torch.uint8)
-        padding = self.wire.padded(len(values_n)) - len(values_n)
-        return self.codec.encode(F.pad(values_n.detach(), (0, padding)).view(1, -1)).view(-1)
+        whole_m = self.codec.encode(F.pad(values_n.detach(), (0, self.wire.padded(n) - n)).view(1, -1)).view(-1)
+        codes, padding = self._code_bytes(n)
+        return torch.cat([whole_m[:codes], whole_m[codes + padding :]]) if padding else whole_m
 
     def decode(self, message_m: Tensor, n: int) -> Tensor:
         aligned_m = _checked(message_m, self, n)
         out_n = torch.empty(self.wire.padded(n), dtype=torch.float64)
+        codes, padding = self._code_bytes(n)
+        if padding:
+            aligned_m = torch.cat([aligned_m[:codes], aligned_m.new_zeros(padding), aligned_m[codes:]])
         if n:
             self.codec.decode(aligned_m.view(1, -1), out_n.view(1, -1))
         return out_n[:n]
+
+    def _code_bytes(self, n: int) -> tuple[int, int]:
+        """Returns the bytes of ``n`` codes, and those of the codes that fill the last block, which are not sent."""
+        if isinstance(self.wire, CastFormat):
+            return self.wire.message_bytes(n), 0
+        codes = -(-n * self.wire.bits // _BYTE)
+        return codes, self.wire.code_bytes(self.wire.padded(n)) - codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,37 +294,17 @@ def _unpacked(packed_m: Tensor, width: int, count: int) -> Tensor:
     return (bits_tw.long() << torch.arange(width)).sum(dim=1)
 
 
-@dataclass(slots=True)
-class ErrorFeedback:
-    """Error feedback of one site (Seide et al. 2014): the error of a message is added to the next message.
+@torch.no_grad()
+def encode_with_feedback(codec: DeltaCodec, values_n: Tensor, residual_n: Tensor, decay: float = 1.0) -> Tensor:
+    """Encodes values and the error of the last message, ``residual_n`` (fp32), which becomes the new error.
 
         wanted = values + decay * residual;  message = encode(wanted);  residual = wanted - decode(message)
 
-    A residual where the error is not finite is 0: such numbers are visible in the message and are never sent twice.
+    Error feedback is by Seide et al. 2014. A residual where the error is not finite is 0: such numbers are visible in
+    the message and are never sent twice.
     """
-
-    codec: DeltaCodec
-    decay: float = 1.0
-    residuals: dict[str, Tensor] = field(default_factory=dict)
-    """Errors by name of the tensor, fp32; a checkpoint stores them."""
-
-    @torch.no_grad()
-    def encode(self, name: str, values_n: Tensor) -> Tensor:
-        """Encodes the values of the tensor ``name`` with the error of its last message; stores the new error.
-
-        Raises:
-            ValueError: the residual of the tensor has another number of elements.
-        """
-        wanted_n = values_n.detach().double()
-        residual_n = self.residuals.get(name)
-        if residual_n is not None:
-            if residual_n.shape != wanted_n.shape:
-                raise ValueError(
-                    f"the residual of {name!r} has {residual_n.numel():,} elements, and a push has "
-                    f"{wanted_n.numel():,}; load a checkpoint of this model, or start without residuals."
-                )
-            wanted_n = wanted_n + self.decay * residual_n.double()
-        message_m = self.codec.encode(wanted_n)
-        error_n = wanted_n - self.codec.decode(message_m, len(wanted_n))
-        self.residuals[name] = error_n.nan_to_num_(0.0, 0.0, 0.0).float()
-        return message_m
+    wanted_n = values_n.detach().double() + decay * residual_n.double()
+    message_m = codec.encode(wanted_n)
+    error_n = wanted_n - codec.decode(message_m, len(wanted_n))
+    residual_n.copy_(error_n.nan_to_num_(0.0, 0.0, 0.0))
+    return message_m

@@ -66,10 +66,6 @@ class PushFlight:
         return offer.merged >= self.meta.key.seq and offer.version >= self.least
 
 
-class EndedLifeError(Exception):
-    """End of this site's life on the store: its lease has expired, or the site has joined again elsewhere."""
-
-
 class StoreExchange:
     """Connection of one rank to the stores during a life.
 
@@ -99,8 +95,7 @@ class StoreExchange:
         world.
 
         Raises:
-            EndedLifeError: the life has ended; on all ranks.
-            EngineError: a store has refused a request; on all ranks.
+            EngineError: a store has refused a request, or another process has joined as this site; on all ranks.
         """
         problem: BaseException | None = None
         rows = torch.zeros(len(flights) + 1, _FIELDS + 1, dtype=torch.float64)
@@ -151,20 +146,17 @@ class StoreExchange:
                 return
 
     def _agreed(self, rows: Tensor, problem: BaseException | None) -> list[list[float]]:
-        """Returns ``rows`` summed over the world; the last row counts ended lives and other problems."""
-        ended = isinstance(problem, StoreRefusedError) and problem.status == 410
-        rows[-1, 0], rows[-1, 1] = float(ended), float(problem is not None and not ended)
+        """Returns ``rows`` summed over the world; the last row counts problems of ranks."""
+        rows[-1, 0] = float(problem is not None)
         summed = rows.to(self._device)
         self._comm.all_reduce(summed, "world", "outer").wait()
         found: list[list[float]] = summed.tolist()
-        if found[-1][1]:
+        if found[-1][0]:
             if isinstance(problem, StoreRefusedError):
                 raise EngineError(f"the store has refused a request of this site: {problem}") from problem
             if problem is not None:
                 raise problem
             raise EngineError("the store has refused a request of another rank; read its error.")
-        if found[-1][0]:
-            raise EndedLifeError
         return found
 
     def _advance(self, flight: PushFlight) -> None:

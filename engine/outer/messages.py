@@ -173,10 +173,6 @@ class StoreStatus:
     sent_bytes: int = 0
 
 
-DISK_FULL = 507
-"""Status of a refusal because the store cannot write; the same request succeeds later."""
-
-
 class StoreRefusedError(Exception):
     """Refusal of a request by a store; its state is unchanged.
 

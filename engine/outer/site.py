@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.config.outer_section import OuterConfig, shared_settings
 from engine.errors import EngineError
 from engine.optim.lr_schedules import LearningRate
-from engine.outer.exchange import EndedLifeError, PushFlight, StoreExchange
+from engine.outer.exchange import PushFlight, StoreExchange
 from engine.outer.fragments import Fragment, due
 from engine.outer.messages import (
     Content,
@@ -172,11 +172,8 @@ class OuterLoop(StepPart):
         self._steps, self._made = self._steps + 1, made
         self._rows = (self._rows or 0) + (self._plan.config.train_batch_size or 0)
         if self._content is Content.DELTAS:
-            try:
-                self._push_due()
-                self._take_over()
-            except EndedLifeError:
-                self._join_again()
+            self._push_due()
+            self._take_over()
         step.figures |= self.state_now.figures
 
     def restarted(self, made: int) -> None:
@@ -284,17 +281,6 @@ class OuterLoop(StepPart):
         meta = PushMeta(PushKey(self._life, fragment, -1), version, 0, 0.0, self._rows or 0, step)
         return PushFlight(meta, least=version + 1, pushed=_done())
 
-    def _join_again(self) -> None:
-        """Starts a new life after the lease has expired; this site's progress since its anchors remains."""
-        if self._comm.grid.rank == 0:
-            logger.warning(
-                "site %d was silent for more than %g seconds, so the store has ended its life; it joins again",
-                self._outer.site, self._outer.lease,
-            )  # fmt: skip
-        self._earlier = {number: flight.meta.step + self._began for number, flight in self._flights.items()}
-        self._leave(leave=False)
-        self._join()
-
     def _leave(self, leave: bool) -> None:
         assert self._exchange is not None
         self._waited += self._exchange.waited
@@ -306,15 +292,9 @@ class OuterLoop(StepPart):
     def _exchange_gradients(self, step: StepState) -> None:
         assert self._exchange is not None
         self._rates.prepare(self._made)
-        try:
-            flights = [self._push_gradients(number, step) for number in range(len(self.weights.local.fragments))]
-            for flight in flights:
-                self._exchange.wait(flight)
-        except EndedLifeError:
-            raise EngineError(
-                f"site {self._outer.site} was silent for more than {self._outer.lease:g} seconds, so the store has "
-                "ended its life; raise outer.lease, or load the last checkpoint to join again."
-            ) from None
+        flights = [self._push_gradients(number, step) for number in range(len(self.weights.local.fragments))]
+        for flight in flights:
+            self._exchange.wait(flight)
         for flight in flights:
             self._note(flight)
         bodies = {flight.meta.key.fragment: flight.body.result() for flight in flights if flight.body is not None}

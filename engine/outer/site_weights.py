@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config.outer_section import OuterConfig
-from engine.outer.codecs import make_delta_codec
+from engine.outer.codecs import encode_with_feedback, make_delta_codec
 from engine.outer.local_pieces import LocalPiece, LocalPieces
 from engine.outer.pulled_weights import PulledWeights
 from engine.zero.flat_buckets import FlatBucket
@@ -176,9 +176,9 @@ class SiteWeights:
         if not self._outer.feedback:
             return self._codec.encode(delta)
         error = self.anchors.of(piece, FEEDBACK)
-        wanted = delta + self._outer.feedback * piece.chosen(error).double()
-        message = self._codec.encode(wanted)
-        piece.put(error, (wanted - self._codec.decode(message, wanted.numel())).float())
+        own = piece.chosen(error).clone()
+        message = encode_with_feedback(self._codec, delta, own, self._outer.feedback)
+        piece.put(error, own)
         return message
 
 

@@ -81,6 +81,8 @@ class PlanRequest:
     """Found tensor-parallel styles; None: the plan searches them."""
     shared_experts: ExpertPlan | None = None
     """Experts that are divided among data ranks, and not sharded over tensor ranks."""
+    card: str = ""
+    """Name of the GPU, by which attention chooses its method; empty: unknown."""
     searched: SearchedProgram | None = None
     """Traces and digest that several searches share; None: a search makes its own."""
 
@@ -152,13 +154,11 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
 def _analysis(config: Config, request: PlanRequest, stages: int) -> Analysis:
     if config.tp == config.pp == config.cp == 1:
         return _order_of_calls(config, request)
-    # The tensor plan comes first, because the trace below runs with sharded layers: its values must have the
-    # shapes that a tensor rank sends. Without tensor parallelism the trace sees the full layers.
-    tensor = _tensor_plan(config, request)
-    experts = request.shared_experts
+    # The tensor plan comes first, because the trace below runs with sharded layers, whose values a tensor rank sends.
+    tensor, experts = _tensor_plan(config, request), request.shared_experts
     if tensor is not None and experts is not None:
         tensor, experts = form_on_tensor_ranks(config, request.program.model, request.example, tensor, experts)
-    sequences = SharedSequences(config, request.program, request.example)
+    sequences = SharedSequences(config, request.program, request.example, request.card)
     found = _analyze(config, request, stages, tensor, sequences)
     return replace(found, shared_experts=experts, context=sequences.plan)
 

@@ -27,6 +27,7 @@ from engine.parallel.tensor.tp_axis import DryAxis
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.planning.budgets import sequence_unit
+from engine.planning.cost_model.attention_rates import asked_method
 from engine.precision.dtypes import Precision
 from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch, map_tensors, named_tensors
@@ -41,11 +42,12 @@ class SharedSequences:
     positions gets neighbouring positions on each rank.
     """
 
-    def __init__(self, config: Config, program: Program, example: Batch) -> None:
+    def __init__(self, config: Config, program: Program, example: Batch, card: str = "") -> None:
         self.plan = ContextPlan()
         self.axes = (DryAxis(config.cp, name="cp"),) if config.cp > 1 else ()
         self._config, self._own, self._example = config, program, example
         self._ran = program
+        self._asked = asked_method(config, card)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -73,8 +75,8 @@ class SharedSequences:
         parallel, plan = self._config.parallel, self.plan
         for axis in self.axes:
             follow_sequences(self._own.model, plan, patches)
-            method, unit = parallel.context_method, sequence_unit(self._config)
-            self._ran = with_context(self._own, axis, method, unit=unit, in_blocks=plan.in_blocks)
+            unit = sequence_unit(self._config)
+            self._ran = with_context(self._own, axis, self._asked, unit=unit, in_blocks=plan.in_blocks)
         return trace_example(self._ran, self._example, stages, watch, split=parallel.split)
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.context.choose import Method
+from engine.parallel.context.choose import AskedMethod
 from engine.parallel.context.recurrence.placed_rules import gathered_value
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.tensor.global_tensor.redistribute import gradient_to_owner
@@ -96,7 +96,7 @@ class ContextProgram(Program):
 def with_context(
     program: Program,
     axis: TensorAxis,
-    method: Method | Literal["auto"],
+    asked: AskedMethod,
     *,
     staged: bool = False,
     unit: int = 1,
@@ -105,7 +105,7 @@ def with_context(
     """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank.
 
     Args:
-        method: the way in which queries meet the keys of other ranks.
+        asked: the way in which queries meet the keys of other ranks.
         staged: a forward runs one pipeline stage.
         unit: divisor of the number of positions of each rank.
         in_blocks: each rank has neighbouring positions, for models with recurrences.
@@ -113,7 +113,7 @@ def with_context(
     if axis.size == 1:
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
-    sequences = ContextOfSequences(axis, method, unit, in_blocks)
+    sequences = ContextOfSequences(axis, asked.method, unit, in_blocks, asked.rates)
     return ContextProgram(**own, sequences=sequences, staged=staged)
 
 

@@ -400,7 +400,7 @@ class _Model:
             from engine.launch.planner.planned_model import build_model
 
             with say_if_slow("building the model on the meta device", 0, SLOW_SECONDS):
-                self._built = build_model(self.asked.model)
+                self._built = replace(build_model(self.asked.model), card=self.asked.gpu.name)
             gc.freeze()  # excludes all current objects from later collections
         return self._built
 

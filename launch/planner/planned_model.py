@@ -82,6 +82,8 @@ class PlannedModel:
     """Batch of one row, on the meta device."""
     styles: Mapping[str, str] | None
     """Known tensor plan; None: the plan is searched."""
+    card: str = ""
+    """Name of the GPU, by which attention chooses its method; empty: unknown."""
     searched: dict[Hashable, FoundStyles] = field(default_factory=dict, repr=False, compare=False)
     """Cache of search results, shared by plans with equal search inputs."""
     programs: dict[Hashable, SearchedProgram] = field(default_factory=dict, repr=False, compare=False)
@@ -98,7 +100,7 @@ class PlannedModel:
             device = torch.device(find_accelerator() or "cpu")
             costs = profile_run(program, example, config, stages_wanted(config), device)
         found = self._search(config) if needs_search(config) else None
-        plan = build_plan(config, PlanRequest(program, example, costs=costs, found=found))
+        plan = build_plan(config, PlanRequest(program, example, costs=costs, found=found, card=self.card))
         if styles is None:
             return plan
         notes = [note for note in plan.notes if not note.startswith("parallel.tensor_plan is not proven")]

@@ -16,10 +16,31 @@ from engine.parallel.comm.traffic import megabytes
 
 Method = Literal["gather", "need", "heads", "ring"]
 
-FLOPS, BANDWIDTH, LATENCY = 4e14, 5e10, 2e-5
-"""Assumed rates of a GPU and its links: FLOP/s of attention, bytes/s sent, seconds of a call."""
 GAIN = 0.9
 """A method replaces gather if its exposed seconds are at most this fraction of those of gather."""
+
+
+class AttentionRates(NamedTuple):
+    """Rates of a GPU and of the links between context ranks, equal on all ranks."""
+
+    flops: float
+    """FLOP/s of attention."""
+    bandwidth: float
+    """Bytes per second that a rank sends."""
+    latency: float
+    """Seconds of a call."""
+    source: str
+
+
+ASSUMED = AttentionRates(4e14, 5e10, 2e-5, "assumed rates")
+"""Rates of a GPU of an unknown type."""
+
+
+class AskedMethod(NamedTuple):
+    """Method that a configuration asks for, and the rates by which "auto" chooses."""
+
+    method: Method | Literal["auto"]
+    rates: AttentionRates = ASSUMED
 
 
 class AttentionSizes(NamedTuple):
@@ -46,10 +67,10 @@ class AttentionSizes(NamedTuple):
         return self.rows * self.keys * self.key_heads * self.width * self.element
 
     @property
-    def seconds(self) -> float:
-        """Seconds in which a rank computes its attention."""
+    def flops(self) -> float:
+        """FLOPs of a rank's attention."""
         pairs = self.queries * self.keys / (2 if self.causal else 1)
-        return 2 * self.rows * self.heads * self.width * pairs / self.ranks / FLOPS
+        return 2 * self.rows * self.heads * self.width * pairs / self.ranks
 
     @property
     def served(self) -> int:
@@ -66,33 +87,34 @@ class MethodCost(NamedTuple):
     memory: int
 
 
-def costs_of(form: AttentionSizes) -> Mapping[Method, MethodCost]:
+def costs_of(form: AttentionSizes, rates: AttentionRates = ASSUMED) -> Mapping[Method, MethodCost]:
     """Returns the cost of each method that can run."""
     away, whole = form.ranks - 1, form.key_bytes
     gathered = whole * away // form.ranks
-    step = whole / form.ranks / BANDWIDTH + LATENCY
+    bandwidth, latency = rates.bandwidth, rates.latency
+    step, block = whole / form.ranks / bandwidth + latency, form.flops / rates.flops / form.ranks
     found: dict[Method, MethodCost] = {
-        "gather": MethodCost(gathered, gathered / BANDWIDTH + LATENCY, whole),
-        "ring": MethodCost(gathered, away * max(LATENCY, step - form.seconds / form.ranks), 2 * whole // form.ranks),
+        "gather": MethodCost(gathered, gathered / bandwidth + latency, whole),
+        "ring": MethodCost(gathered, away * max(latency, step - block), 2 * whole // form.ranks),
     }
     if form.heads % form.ranks == 0:
         moved = (
             form.rows * form.width * form.element * (form.queries * form.heads // form.ranks + form.keys * form.served)
         )
         sent = moved * away // form.ranks
-        found["heads"] = MethodCost(sent, sent / BANDWIDTH + 4 * LATENCY, moved)
+        found["heads"] = MethodCost(sent, sent / bandwidth + 4 * latency, moved)
     if form.sent is not None and form.needed is not None:
         sent = form.sent * form.element
-        found["need"] = MethodCost(sent, sent / BANDWIDTH + LATENCY, whole * form.needed // max(form.keys, 1))
+        found["need"] = MethodCost(sent, sent / bandwidth + latency, whole * form.needed // max(form.keys, 1))
     return MappingProxyType(found)
 
 
-def choose_method(form: AttentionSizes, limit: int | None) -> tuple[Method, str]:
+def choose_method(form: AttentionSizes, limit: int | None, rates: AttentionRates = ASSUMED) -> tuple[Method, str]:
     """Returns the method with the least exposed time within ``limit`` bytes of memory, and the reason.
 
     gather is replaced only for a clear gain, and ring is chosen if no method fits.
     """
-    costs = costs_of(form)
+    costs = costs_of(form, rates)
     fits = {name: cost for name, cost in costs.items() if limit is None or cost.memory <= limit} or {
         "ring": costs["ring"]
     }
@@ -103,4 +125,4 @@ def choose_method(form: AttentionSizes, limit: int | None) -> tuple[Method, str]
     reason = f"{megabytes(cost.bytes)} sent, {cost.exposed * 1e3:.2f} ms exposed, {megabytes(cost.memory)} of keys"
     if best != "gather":
         reason += f"; gather: {megabytes(plain.bytes)}, {plain.exposed * 1e3:.2f} ms, {megabytes(plain.memory)}"
-    return best, reason
+    return best, f"{reason}; {rates.source}"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.kernels.device import total_memory
 from engine.parallel.context.attention import KeyAttention, attend_keys, casts_for_autocast
-from engine.parallel.context.choose import AttentionSizes, Method, choose_method
+from engine.parallel.context.choose import ASSUMED, AttentionRates, AttentionSizes, Method, choose_method
 from engine.parallel.context.cuts import contiguous
 from engine.parallel.context.key_flow import KeyFlow, gathered_keys, needed_flow, own_keys, ring_of_keys
 from engine.parallel.context.recut import recut, sent_elements, take
@@ -45,8 +45,8 @@ _MEMORY_SHARE = 16
 class AttentionMethods:
     """Configured or chosen method of each attention of a model, with counts for the banner."""
 
-    def __init__(self, asked: Method | Literal["auto"] = "auto") -> None:
-        self.asked = asked
+    def __init__(self, asked: Method | Literal["auto"] = "auto", rates: AttentionRates = ASSUMED) -> None:
+        self.asked, self.rates = asked, rates
         self.used: Counter[tuple[Method, str]] = Counter()
         """Number of calls by method and reason, without the figures of each call."""
         self.figures: dict[Method, str] = {}
@@ -74,9 +74,11 @@ class AttentionMethods:
 class AttendingContext(GlobalTensorContext):
     """Context of global tensors with a method of attention over their positions."""
 
-    def __init__(self, axis: TensorAxis, rules: Rules, method: Method | Literal["auto"] = "auto") -> None:
+    def __init__(
+        self, axis: TensorAxis, rules: Rules, method: Method | Literal["auto"] = "auto", rates: AttentionRates = ASSUMED
+    ) -> None:
         super().__init__(axis, rules)
-        self.attention = AttentionMethods(method)
+        self.attention = AttentionMethods(method, rates)
 
     def clear(self) -> None:
         """Drops cached copies of plain tensors and masks at the end of a forward."""
@@ -181,7 +183,7 @@ def _method(call: _Call) -> tuple[Method, str]:
     asked = call.context.attention.asked
     if asked == "auto":
         form = _form(call)
-        method, reason = choose_method(form, _memory(call.key.device))
+        method, reason = choose_method(form, _memory(call.key.device), call.context.attention.rates)
         unknown = "" if form.sent is not None else "; need where a mask hides enough keys"
         call.context.attention.figures.setdefault(method, f"{reason}{unknown}")
         return method, "auto"

@@ -2,6 +2,7 @@
 
     q[:, None] >= k[None, :]      [S] and [S] -> a recipe of [S, S]: nothing is computed
     recipe & (doc_q == doc_k)     a recipe of both
+    torch.ones(S, S).tril()       a recipe; also full and triu
     recipe.box((rows, None))      the part of these rows, from the parts of the short tensors
     attention(q, k, v, recipe)    some rows of queries at a time over the keys that they see, each again in backward
     anything else                 the whole tensor, as torch makes it
@@ -49,6 +50,9 @@ _BY_ELEMENT = _functions(
     "__or__ __ror__ __invert__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __abs__ contiguous clone "
     "detach"
 )
+_CONSTANTS = (torch.ones, torch.full)
+_TRIANGLES = {torch.tril: True, Tensor.tril: True, torch.triu: False, Tensor.triu: False}
+"""Functions that keep a triangle; True: the lower one."""
 _SELECTS = (Tensor.index_select, torch.index_select)
 _ASKED = METADATA | _functions("size dim numel")
 _INDEXED = Tensor.__getitem__
@@ -124,6 +128,8 @@ def recipe_of(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
     if func in _BY_ELEMENT:
         return _by_element(func, args, kwargs, tensors)
     first = args[0] if args else None
+    if func in _TRIANGLES and type(first) is TensorRecipe:
+        return _triangle(func, first, *args[1:], **kwargs)
     if type(first) is not TensorRecipe or (len(tensors) > 1 and func not in _SELECTS):
         return None
     if func is Tensor.expand:
@@ -156,6 +162,42 @@ def _by_element(func: Function, args: Any, kwargs: Any, tensors: list[Tensor]) -
 
     device = next((leaf.device for leaf in tensors if leaf.ndim), tensors[0].device)
     return TensorRecipe(_like(func, args, kwargs, shape), device, part)
+
+
+def _constant(func: Function, args: Any, kwargs: Any) -> TensorRecipe | None:
+    """Returns the recipe of a large square of equal elements, as masks begin with; None for other tensors."""
+    if kwargs.keys() - {"size", "fill_value", "dtype", "device"} or not (args or "size" in kwargs):
+        return None
+    size, *more = (kwargs["size"], *args) if "size" in kwargs else args if isinstance(args[0], Sequence) else (args,)
+    shape, value = torch.Size(size), kwargs.get("fill_value", more[0] if more else 1)
+    if len(shape) < 2 or shape[-1] != shape[-2] or shape.numel() < _LARGE or isinstance(value, Tensor):
+        return None
+    device = torch.device(kwargs.get("device") or torch.get_default_device())
+    dtype = kwargs.get("dtype") or (torch.get_default_dtype() if func is torch.ones else torch.full((0,), value).dtype)
+
+    def part(wanted: Sequence[Part]) -> Tensor:
+        sizes = [_count(size, each) for size, each in zip(shape, wanted, strict=True)]
+        return torch.full(sizes, value, dtype=dtype, device=device)
+
+    return TensorRecipe(_shaped(shape, dtype), device, part)
+
+
+def _triangle(func: Function, given: TensorRecipe, diagonal: int = 0, **named: Any) -> TensorRecipe | None:
+    """Returns the recipe of ``tril`` or ``triu``; None if ``given`` is made, so that code may have written into it."""
+    if given.ndim < 2 or named or given.made is not None:
+        return None
+    box = given.part
+
+    def places(dim: int, wanted: Part) -> Tensor:
+        every = torch.arange(given.shape[dim], device=given.device)
+        return every if wanted is None else every[wanted]
+
+    def part(wanted: Sequence[Part]) -> Tensor:
+        edge, columns = places(-2, wanted[-2])[:, None] + diagonal, places(-1, wanted[-1])
+        hidden = columns > edge if _TRIANGLES[func] else columns < edge
+        return box(wanted).masked_fill(hidden, 0)
+
+    return TensorRecipe(_shaped(given.shape, given.dtype), given.device, part)
 
 
 def _like(func: Function, args: Any, kwargs: Any, shape: torch.Size) -> Tensor:
@@ -288,6 +330,8 @@ class RecipeMode(QuietMode):
     """Function mode that returns a :class:`TensorRecipe` for a large elementwise result of small tensors."""
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CONSTANTS and (made := _constant(func, args, kwargs or {})) is not None:
+            return made
         if func in _BY_ELEMENT and (made := recipe_of(func, args, kwargs or {})) is not None:
             return made
         return func(*args, **(kwargs or {}))

@@ -115,9 +115,11 @@ def context_cross_entropy(context: "GlobalTensorContext", func: Function, *args:
     total = func(logits.local, own, reduction="sum", **named)
     if a.reduction == "sum":
         return sum_parts(total, context.axis, LOSS)
-    count = (own != a.ignore_index).sum().to(total.dtype)
-    total, count = sum_parts(torch.stack((total, count)), context.axis, LOSS).unbind(0)
-    return total / count
+    # half types round a count from 257 rows on
+    wide = torch.promote_types(total.dtype, torch.float32)
+    count = (own != a.ignore_index).sum().to(wide)
+    whole, count = sum_parts(torch.stack((total.to(wide), count)), context.axis, LOSS).unbind(0)
+    return (whole / count).to(total.dtype)
 
 
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)

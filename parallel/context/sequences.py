@@ -15,7 +15,7 @@ from torch.nn import functional
 from engine.errors import EngineError
 from engine.kernels.ops.embedding import look_up_rows
 from engine.kernels.ops.linear import linear as fused_linear
-from engine.parallel.context.choose import Method
+from engine.parallel.context.choose import ASSUMED, AttentionRates, Method
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.context.methods import AttendingContext, context_attention
 from engine.parallel.context.recurrence.halo import HALO_RULES, POSITIONS
@@ -32,6 +32,7 @@ from engine.parallel.context.rules import context_cross_entropy
 from engine.parallel.model.operand_casts import QuietMode
 from engine.parallel.tensor.global_tensor.context import PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
+from engine.parallel.tensor.global_tensor.index_sets import Index
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
 from engine.parallel.tensor.layers.position_layer import layer_input
@@ -62,9 +63,10 @@ class ContextOfSequences(AttendingContext):
     plain = PlainGradient.PARTIAL
 
     def __init__(
-        self, axis: TensorAxis, method: Method | Literal["auto"] = "auto", unit: int = 1, in_blocks: bool = False
-    ) -> None:
-        super().__init__(axis, CONTEXT_RULES, method)
+        self, axis: TensorAxis, method: Method | Literal["auto"] = "auto", unit: int = 1, in_blocks: bool = False,
+        rates: AttentionRates = ASSUMED,
+    ) -> None:  # fmt: skip
+        super().__init__(axis, CONTEXT_RULES, method, rates)
         self.unit = unit
         """Divisor of the number of positions of each rank: tensor ranks shard them under sequence parallelism."""
         self.shard = contiguous if in_blocks else zigzag
@@ -89,6 +91,8 @@ class SequenceEntry(QuietMode):
 
     Token ids [.., S] of an embedding are sharded along the last dim, embeddings [B, S, H] and rows [.., S, H] of a
     product along the dim before the last one. Other uses of batch tensors read them in full.
+
+    A table of learned positions returns the rows of this rank alone.
     """
 
     def __init__(self, context: ContextOfSequences, batch: Iterable[Tensor]) -> None:
@@ -110,6 +114,8 @@ class SequenceEntry(QuietMode):
                     return args[0]
             elif not given.is_floating_point():
                 return self._followed(given, func(*args, **(kwargs or {})))
+        elif func in _TABLES and len(args) > place and (ids := self._positions(args[place])) is not None:
+            args = (*args[:place], ids, *args[place + 1 :])
         return func(*args, **(kwargs or {}))
 
     def _followed(self, given: Tensor, made: Any) -> Any:
@@ -122,6 +128,16 @@ class SequenceEntry(QuietMode):
         if tensor.numel():
             memory = tensor.untyped_storage()
             self._memory[memory.data_ptr()] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+
+    def _positions(self, ids: Any) -> GlobalTensor | None:
+        """Returns this rank's part of positions [S] or [.., S] that a table reads, if a sequence has their length."""
+        if type(ids) is not Tensor or not 0 < ids.ndim < 3 or ids.is_floating_point():
+            return None
+        index: Index | None = self._context.found((POSITIONS, ids.shape[-1]))
+        if index is None:
+            return None
+        sets = (*(None,) * (ids.ndim - 1), index)
+        return GlobalTensor(cut_operand_as(self._context, ids, sets), tuple(ids.shape), sets, self._context)
 
     def _is_given(self, tensor: Any) -> bool:
         if type(tensor) is not Tensor:
@@ -156,6 +172,7 @@ _READERS = frozenset((
     functional.embedding, torch.embedding, look_up_rows, functional.linear, fused_linear, torch.matmul, layer_input,
 ))  # fmt: skip
 """Functions that read token ids [.., S] or rows [.., S, H] of a sequence."""
+_TABLES = frozenset((functional.embedding, look_up_rows))
 _OF_CHANNELS = frozenset((functional.conv1d, torch.conv1d))
 """Functions that read [B, C, S]."""
 

@@ -12,6 +12,7 @@ from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.context import CONTEXT
 from tests.faults.context_attention import CONTEXT_ATTENTION
+from tests.faults.context_bytes import CONTEXT_BYTES
 from tests.faults.context_plan import CONTEXT_PLAN
 from tests.faults.context_recurrence import CONTEXT_RECURRENCE
 from tests.faults.context_rows import CONTEXT_ROWS
@@ -42,6 +43,7 @@ from tests.faults.optimizers_and_schedules import OPTIMIZERS_AND_SCHEDULES
 from tests.faults.outer_codecs import OUTER_CODECS
 from tests.faults.outer_http import OUTER_HTTP
 from tests.faults.outer_site import OUTER_SITE
+from tests.faults.outer_store import OUTER_STORE
 from tests.faults.pickled_weights import PICKLED_WEIGHTS
 from tests.faults.pipeline import PIPELINE
 from tests.faults.plain_torch import PLAIN_TORCH
@@ -80,8 +82,8 @@ AREAS = {
         *AWAITED_EXPERTS,
         *GROUPED_EXPERTS,
     ),
-    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE),
-    "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE),
+    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE, *CONTEXT_BYTES),
+    "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *UNEVEN_WORK, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

@@ -91,8 +91,8 @@ CHECKPOINT = (
         name="position-in-the-data-lost",
         about="A resumed run reads its data from the start again.",
         file="engine/checkpoint/contents/trainer_state.py",
-        old="thing.load_state_dict(stored[name])",
-        new="thing.load_state_dict(thing.state_dict())",
+        old="self.tracked[name].load_state_dict(stored[name])",
+        new="self.tracked[name].load_state_dict(self.tracked[name].state_dict())",
         tests=(f"{_CHECKPOINT}::test_what_is_registered_comes_back",),
     ),
     Fault(

@@ -50,8 +50,8 @@ CONTEXT = (
         name="mean-of-context-means",
         about="The mean loss is that of the ranks' means, though ranks have different numbers of labels.",
         file=_RULES,
-        old="sum_parts(torch.stack((total, count)), context.axis, LOSS)",
-        new="sum_parts(torch.stack((total / count, count / count)), context.axis, LOSS)",
+        old="sum_parts(torch.stack((total.to(wide), count)), context.axis, LOSS)",
+        new="sum_parts(torch.stack((total.to(wide) / count, count / count)), context.axis, LOSS)",
         tests=(_PADDED,),
     ),
     Fault(

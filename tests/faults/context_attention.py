@@ -141,4 +141,12 @@ CONTEXT_ATTENTION = (
             "tests/parallel/context/test_planned_once.py::test_layers_after_the_first_one_plan_nothing[False-ring]",
         ),
     ),
+    Fault(
+        name="attention-chooses-by-assumed-rates",
+        about="The method is chosen by assumed rates on a GPU whose rates are known.",
+        file=_METHODS,
+        old="choose_method(form, _memory(call.key.device), call.context.attention.rates)",
+        new="choose_method(form, _memory(call.key.device))",
+        tests=(f"{_TESTS}::test_attention_chooses_by_the_rates_of_its_context",),
+    ),
 )

@@ -112,8 +112,8 @@ FEWER_BITS = (
         name="blocks-over-two-parameters",
         about="Blocks hold the end of a parameter and the start of the next, so copies on tensor ranks drift apart.",
         file="engine/planning/flat_layouts.py",
-        old="max(formats.alignment, block_of_codes(config.optimizer))",
-        new="block_of_codes(config.optimizer)",
+        old="max(formats.alignment, block_of_codes(site_optimizer(config.outer, config.optimizer)))",
+        new="block_of_codes(site_optimizer(config.outer, config.optimizer))",
         tests=(f"{_ENGINES}::test_copies_on_tensor_ranks_keep_equal_bits",),
     ),
     Fault(

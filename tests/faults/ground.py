@@ -47,8 +47,8 @@ GROUND = (
         name="averages-in-no-inventory",
         about="The moving average of the weights is in no list of what a rank holds, so no checkpoint has it.",
         file="zero/state_inventory.py",
-        old="self.average.tensors() if self.average is not None else {}",
-        new="{}",
+        old="yield from self.element_state(companion.tensors())",
+        new="yield from self.element_state({})",
         tests=("tests/zero/test_state_inventory.py::test_the_plan_counts_what_the_inventory_lists",),
     ),
     Fault(

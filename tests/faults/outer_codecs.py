@@ -18,8 +18,8 @@ OUTER_CODECS = (
         name="residual-of-the-values-alone",
         about="The error of a message is computed without the last residual, so older errors are lost.",
         file="engine/outer/codecs.py",
-        old="        error_n = wanted_n - self.codec.decode(message_m, len(wanted_n))\n",
-        new="        error_n = values_n.double() - self.codec.decode(message_m, len(wanted_n))\n",
+        old="    error_n = wanted_n - codec.decode(message_m, len(wanted_n))\n",
+        new="    error_n = values_n.double() - codec.decode(message_m, len(wanted_n))\n",
         tests=(f"{_CODECS}::test_feedback_sends_all_in_time",),
     ),
     Fault(

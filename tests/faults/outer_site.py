@@ -1,17 +1,100 @@
-"""Faults of a site of the outer loop: updates that differ between sites, and outages that nobody sees."""
+"""Faults of a site: progress that is lost or counted twice, totals of one site, ranks that part, lost counters."""
 
 from tests.faults.fault import Fault
 
-ODD = "tests/engine/outer/test_odd_sites.py"
+_SITES = "tests/engine/outer/test_sites.py"
+_GRIDS = "tests/engine/outer/test_grid_sites.py"
+_ODD = "tests/engine/outer/test_odd_sites.py"
 
 OUTER_SITE = (
+    Fault(
+        name="pushed-progress-counts-twice",
+        about="The anchor stays where it was at a push, so a late take-over adds the pushed progress once more.",
+        file="engine/outer/site_weights.py",
+        old="            self.anchors.of(piece).copy_(weights)\n        return _joined(body)\n",
+        new="        return _joined(body)\n",
+        tests=(f"{_SITES}::test_one_site_gets_its_own_weights_back",),
+    ),
+    Fault(
+        name="progress-since-the-push-is-lost",
+        about="A late take-over replaces the weights, so the steps since the push have no effect.",
+        file="engine/outer/site_weights.py",
+        old="                weights.copy_(merged.double() + progress)\n",
+        new="                weights.copy_(merged)\n",
+        tests=(f"{_SITES}::test_one_site_gets_its_own_weights_back",),
+    ),
+    Fault(
+        name="difference-in-single-precision",
+        about="Differences are rounded to fp32 before they are sent as fp64, so a site drifts from its own weights.",
+        file="engine/outer/site_weights.py",
+        old="        delta = piece.chosen(self.anchors.of(piece)).double() - piece.chosen(weights).double()\n",
+        new="        delta = piece.chosen(self.anchors.of(piece)) - piece.chosen(weights)\n",
+        tests=(f"{_SITES}::test_one_site_gets_its_own_weights_back",),
+    ),
+    Fault(
+        name="mixed-the-wrong-way",
+        about="The fraction of the site's own weights is that of the merged weights.",
+        file="engine/outer/site_weights.py",
+        old="mixing * weights.detach().cpu().double() + (1 - mixing) * merged.double()",
+        new="(1 - mixing) * weights.detach().cpu().double() + mixing * merged.double()",
+        tests=("tests/engine/outer/test_sites.py::test_mixing_takes_that_fraction_of_the_own_weights",),
+    ),
+    Fault(
+        name="loss-weight-of-one-site",
+        about="Summed gradients of all sites are divided by the loss weight of one, so every update is too large.",
+        file="engine/outer/site.py",
+        old="            self._use_totals(step, flights[0])\n",
+        new="",
+        tests=(f"{_SITES}::test_two_sites_at_period_one_are_two_data_ranks_bit_for_bit",),
+    ),
+    Fault(
+        name="rates-of-the-last-step",
+        about="A store's optimizer gets the learning rate of the step before.",
+        file="engine/outer/site.py",
+        old="        self._rates.prepare(self._made)\n",
+        new="",
+        tests=(f"{_SITES}::test_two_sites_at_period_one_are_two_data_ranks_bit_for_bit",),
+    ),
+    Fault(
+        name="take-over-without-a-gather",
+        about="Merged weights stay in the shards of their owners, so data ranks compute with different parameters.",
+        file="engine/outer/site_weights.py",
+        old="        self._optimizer.refresh(self.local.buckets(fragment))\n",
+        new="",
+        tests=(f"{_GRIDS}::test_sites_on_different_grids_are_sites_of_one_rank",),
+    ),
+    Fault(
+        name="gathers-of-the-own-buckets",
+        about="A rank gathers only buckets of which it owns some of a fragment, so others wait for it: the step hangs.",
+        file="engine/outer/local_pieces.py",
+        old="        return [flat for flat in self.flats if any(slot.name in names for slot in flat.bucket.slots)]\n",
+        new="        own = {id(each.flat) for each in self.of(fragment)}\n"
+        "        return [flat for flat in self.flats if names and id(flat) in own]\n",
+        tests=(f"{_GRIDS}::test_sites_on_different_grids_are_sites_of_one_rank",),
+    ),
+    Fault(
+        name="flights-forgotten-by-checkpoints",
+        about="A site from a checkpoint takes a merge over that contains its push before the due step.",
+        file="engine/outer/site.py",
+        old='            self._earlier = {int(number): int(step) for number, step in state["flights"]}\n',
+        new="",
+        tests=(f"{_GRIDS}::test_a_site_continues_on_another_grid",),
+    ),
+    Fault(
+        name="anchors-not-saved",
+        about="A checkpoint has no anchors, so a site that continues forgets its own progress.",
+        file="engine/build/step_parts.py",
+        old="    request.inventory.companions.append(weights.anchors)\n",
+        new="",
+        tests=(f"{_GRIDS}::test_a_site_continues_on_another_grid",),
+    ),
     Fault(
         name="parameters-of-other-sites-are-skipped",
         about="At period 1 a site skips the update of a parameter that only another site has used, so weights differ.",
         file="engine/step/update.py",
         old="else runtime.reducer.unused - step.used\n",
         new="else runtime.reducer.unused\n",
-        tests=(f"{ODD}::test_a_parameter_that_another_site_uses_is_updated_as_in_one_process",),
+        tests=(f"{_ODD}::test_a_parameter_that_another_site_uses_is_updated_as_in_one_process",),
     ),
     Fault(
         name="outage-of-a-store-is-silent",
@@ -29,7 +112,7 @@ OUTER_SITE = (
         file="engine/outer/exchange.py",
         old="                if failed == _WARNED and",
         new="                if failed >= _WARNED and",
-        tests=(f"{ODD}::test_an_outage_is_one_warning_and_its_end_one_note",),
+        tests=(f"{_ODD}::test_an_outage_is_one_warning_and_its_end_one_note",),
     ),
     Fault(
         name="renewal-ends-the-outage-of-a-push",

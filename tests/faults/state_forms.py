@@ -20,7 +20,7 @@ STATE_FORMS = (
         name="blocks-over-shards",
         about="Parameters and shards begin inside of blocks, so each number of data ranks has other scales.",
         file="engine/planning/flat_layouts.py",
-        old="max(formats.alignment, block_of_codes(config.optimizer))",
+        old="max(formats.alignment, block_of_codes(site_optimizer(config.outer, config.optimizer)))",
         new="formats.alignment",
         tests=(f"{_PARITY}::test_data_ranks_train_as_one_process",),
     ),

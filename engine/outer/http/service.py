@@ -3,19 +3,27 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from ipaddress import ip_address
+from pathlib import Path
 from threading import Thread
 from typing import Any, cast
+from urllib.parse import urlsplit
 
+from engine.config import Config
+from engine.config.outer_section import OuterConfig, shared_settings
 from engine.errors import LaunchError, first_line
+from engine.outer.fragments import Fragment
+from engine.outer.http.open_link import read_token
 from engine.outer.store.store import Store
 
 try:
     import starlette  # noqa: F401
     import uvicorn
 
+    from engine.outer.http.line import HttpLink
     from engine.outer.http.server import StoreServer
 except ImportError as error:
     raise LaunchError(
@@ -154,3 +162,28 @@ def serving(open_store: Callable[[], Store], token: str, listening: socket.socke
         loop.close()
     if failures:
         raise failures[0]
+
+
+class HostedLink(HttpLink):
+    """Connection to a store of this process; the store ends when the site leaves.
+
+    Raises:
+        LaunchError: the address cannot be served, or a store without a token would serve other hosts.
+    """
+
+    def __init__(self, config: Config, outer: OuterConfig, fragments: Sequence[Fragment]) -> None:
+        token, address = read_token(outer), urlsplit(outer.urls[0])
+        host = address.hostname or ""
+        check_host(host, token)
+        settings = shared_settings(outer, config.optimizer, config.gradient_clipping)
+        folder = Path(outer.folder) if outer.folder is not None else None
+        self._served = ExitStack()
+        listening = self._served.enter_context(listen(host, address.port or 80))
+        open_store = partial(Store, settings, folder, snapshot_every=outer.snapshot_every)
+        self._served.enter_context(serving(open_store, token, listening))
+        super().__init__(outer.urls, fragments, token)
+
+    def leave(self, life: int) -> None:
+        """Ends the life, and the store after the requests under way."""
+        super().leave(life)
+        self._served.close()

@@ -11,6 +11,5 @@ arithmetic  merges: sums, the store's optimizer, or the mean of differences and 
 records     events as JSON
 journal     events and bodies on disk
 snapshot    all state on disk
-recovery    start from the newest snapshot and the journal
-replay      all versions again, from the journal and the bodies
+replay      all versions again from journal and bodies, and the start of a store
 """

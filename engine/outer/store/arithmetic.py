@@ -33,7 +33,6 @@ from engine.zero.optim.master_weights import clip_factor, gradient_norm
 class Contribution:
     """Push of one site in a merge."""
 
-    site: int
     finite: bool
     """True if every value is finite; other contributions have no effect, except on SUMS."""
     share: float
@@ -69,11 +68,12 @@ class MergeArithmetic:
         self._updates = None if content is Content.SUMS else _make_update(content, settings, tensors, groups)
 
     def merge(self, weights: Flats, contributions: Sequence[Contribution]) -> Flats:
-        """Returns the next version of the weights; the current ones do not change."""
-        ordered = sorted(contributions, key=lambda each: each.site)
+        """Returns the next version of the weights, from contributions in the order of their sites; the current ones do
+        not change.
+        """
         if self._updates is None:
-            return _sum(ordered)
-        used = [each for each in ordered if each.finite]
+            return _sum(contributions)
+        used = [each for each in contributions if each.finite]
         if self._content is Content.DELTAS:
             gradient = self._mean(used)
             return weights if gradient is None else self._updates.update(weights, gradient, ())

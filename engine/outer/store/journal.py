@@ -85,12 +85,13 @@ class Journal:
             os.ftruncate(self._trace, position)
             self.position = position
 
-    def write(self, event: Event) -> None:
-        """Appends an event; on return it is on disk."""
+    def write(self, event: Event, synced: bool = True) -> None:
+        """Appends an event; on return it is on disk, without ``synced`` only after the next event that is."""
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         with named(self.folder / TRACE):
             self._files.write(self._trace, memoryview(line))
-            self._files.sync(self._trace)
+            if synced:
+                self._files.sync(self._trace)
         self.position += len(line)
 
     def write_body(self, name: str, body: Tensor) -> None:

@@ -149,6 +149,19 @@ def check_layout(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> N
             )
 
 
+def check_body(body: Tensor, expected: int, subject: str) -> None:
+    """Refuses a body of another size or dtype.
+
+    Raises:
+        StoreRefusedError: names the ``subject``.
+    """
+    if body.dtype != torch.uint8 or body.dim() != 1 or len(body) != expected:
+        raise StoreRefusedError(
+            f"{subject}: the body has {body.numel():,} elements of {str(body.dtype).removeprefix('torch.')}, but its "
+            f"registered pieces take {expected:,} bytes; send exactly these as uint8."
+        )
+
+
 def check_coverage(layouts: Mapping[int, RankLayout], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses layouts of all ranks by which an element would be pushed twice, or never.
 

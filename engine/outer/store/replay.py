@@ -1,12 +1,47 @@
-"""Replay of a store's journal: all versions again, in one process, from the stored bodies."""
+"""Replay of a store's journal from stored bodies: of all of it, or at a start of what follows the newest snapshot."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from engine.errors import CheckpointError
-from engine.outer.store.journal import TRACE, read_events
-from engine.outer.store.recovery import apply_stored
-from engine.outer.store.state import DifferentMergeError, StoreState
+from torch import Tensor
+
+from engine.errors import COPY_AGAIN, CheckpointError
+from engine.outer.store.journal import TRACE, Journal, read_body, read_events
+from engine.outer.store.records import Event, hash_of, read_key
+from engine.outer.store.snapshot import read_snapshot
+from engine.outer.store.state import DifferentMergeError, StoreState, push_name, seed_name
+
+_MAY_CHANGE = ("lease", "grace", "sites", "least", "staleness")
+"""Settings that decide when merges are made and which are in the journal, so that a new start may change them."""
+
+
+def body_name(event: Event) -> str | None:
+    """Returns the name of an event's body; None for events without one."""
+    match event["kind"]:
+        case "seed":
+            return seed_name(event["life"], event["fragment"], event["rank"])
+        case "push":
+            return push_name(read_key(event), event["rank"])
+    return None
+
+
+def apply_stored(state: StoreState, folder: Path, event: Event) -> None:
+    """Applies an event of the journal, with its stored body.
+
+    Raises:
+        CheckpointError: the body is missing or damaged.
+        DifferentMergeError: a merge has other bits than the journal says.
+    """
+
+    def stored(name: str) -> Tensor:
+        body = read_body(folder, name)
+        if hash_of((body,)) != event["hash"]:
+            raise CheckpointError(f"{folder / 'bodies' / name} is damaged: it has another hash; {COPY_AGAIN}")
+        return body
+
+    state.apply(event, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +89,42 @@ def replay(folder: str | Path) -> Replayed:
 
 def _versions(state: StoreState) -> tuple[int, ...]:
     return tuple(fragment.version for fragment in state.fragments.values())
+
+
+def recover(journal: Journal, state: StoreState, settings: Mapping[str, Any]) -> None:
+    """Restores the state from the journal's folder; cuts a half-written last line, and removes bodies that nothing
+    refers to.
+
+    Raises:
+        CheckpointError: the folder is damaged, or a store with other settings has written it.
+    """
+    first = next((event for _, event in read_events(journal.folder)), None)
+    if first is not None:
+        _check_settings(journal.folder, first, settings, state.number)
+    position = read_snapshot(journal.folder, state)
+    needed = set[str]()
+    for end, event in read_events(journal.folder, position):
+        try:
+            apply_stored(state, journal.folder, event)
+        except DifferentMergeError as error:
+            raise CheckpointError(
+                f"{journal.folder}: {error}; start the store with the software that has written the journal."
+            ) from error
+        needed.update(filter(None, [body_name(event)]))
+        position = end
+    journal.cut(position)
+    for fragment in state.fragments.values():
+        needed.update(push_name(key, rank) for key, push in fragment.pushes.items() for rank in push.bodies)
+        needed.update(seed_name(state.seeder or 0, fragment.index, rank) for rank in fragment.seeds)
+    if first is None or not first["keep"]:
+        journal.remove_bodies(set(journal.body_names()) - needed)
+
+
+def _check_settings(folder: Path, first: Event, settings: Mapping[str, Any], number: int) -> None:
+    known = {**first["settings"], "number of the store": first["store"]}
+    for name, value in {**settings, "number of the store": number}.items():
+        if name not in _MAY_CHANGE and known.get(name) != value:
+            raise CheckpointError(
+                f'{folder} was written with "{name}" {known.get(name)!r}, but the configuration has {value!r}; give '
+                "another folder, or the configuration of before."
+            )

@@ -302,7 +302,7 @@ class StoreState:
         values = partial(fragment.tensors.assemble, push.life.layouts, push.bodies, self.codec)
         weight = float(sum(share.weight for _, share in sorted(push.shares.items())))
         share = shares[self.settings["weights"]]
-        return Contribution(push.life.site, push.finite, share, weight, meta.rates, values)
+        return Contribution(push.finite, share, weight, meta.rates, values)
 
     def _count(self, fragment: FragmentState, push: StoredPush) -> None:
         """Counts a push as merged in the newest version."""

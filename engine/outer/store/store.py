@@ -17,7 +17,6 @@ from torch import Tensor
 from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM
 from engine.errors import first_line
 from engine.outer.messages import (
-    DISK_FULL,
     Content,
     JoinReply,
     JoinRequest,
@@ -32,7 +31,7 @@ from engine.outer.messages import (
 )
 from engine.outer.store.journal import Journal
 from engine.outer.store.members import Life, Progress
-from engine.outer.store.placement import check_coverage, check_layout
+from engine.outer.store.placement import check_body, check_coverage, check_layout
 from engine.outer.store.records import (
     Event,
     check_model,
@@ -43,12 +42,13 @@ from engine.outer.store.records import (
     model_record,
     push_record,
 )
-from engine.outer.store.recovery import recover
+from engine.outer.store.replay import recover
 from engine.outer.store.snapshot import write_snapshot
 from engine.outer.store.state import FragmentState, StoreState, push_name, seed_name
 
-_MEND_SECONDS = 1.0
-"""Seconds between a failed write and the next try."""
+_DISK_FULL = 507
+"""Status of a refusal because the store cannot write; the same request succeeds later."""
+_MEND_SECONDS = 1.0  # from a failed write to the next try
 Listener = Callable[[Event], None]
 """Function called with every event after it has changed the state; it returns at once and calls no store."""
 
@@ -86,8 +86,7 @@ class Store:
         self._settings, self._clock, self._lock = json_values(settings), clock, threading.RLock()
         self._state = StoreState(self._settings, number)
         self._received = self._sent = self._merges = 0
-        self._keep, self._every = keep, snapshot_every
-        self._closed, self._failure, self._mends_at = False, "", 0.0
+        self._keep, self._every, self._closed, self._failure, self._mends_at = keep, snapshot_every, False, "", 0.0
         self._journal = None if folder is None else Journal(Path(folder))
         if self._journal is not None:
             try:
@@ -190,7 +189,7 @@ class Store:
                     "them once they have come.",
                     409,
                 )
-            _check_size(body, part.tensors.seed_bytes(layout), f"initial weights of fragment {fragment}, rank {rank}")
+            check_body(body, part.tensors.seed_bytes(layout), f"initial weights of fragment {fragment}, rank {rank}")
             if not bool(body.clone().view(torch.float32).isfinite().all()):
                 raise StoreRefusedError(
                     f"the initial weights of fragment {fragment} on rank {rank} have a number that is not finite; "
@@ -205,7 +204,7 @@ class Store:
             life, fragment = self._find(meta.key.life), self._fragment(meta.key.fragment)
             layout = self._layout(life, rank)
             size = fragment.tensors.message_bytes(layout, self._state.codec)
-            _check_size(body, size, f"push {meta.key}, rank {rank}")
+            check_body(body, size, f"push {meta.key}, rank {rank}")
             found = hash_of((body,))
             known = self._known(life, fragment, meta, rank, found)
             if known is not None:
@@ -422,7 +421,8 @@ class Store:
         if self._journal is not None:
             if body is not None:
                 self._journal.write_body(name, own)
-            self._journal.write(event)
+            # the base of the next push repeats which version was taken, so that a power failure may lose this event
+            self._journal.write(event, synced=event["kind"] != "taken")
         self._received += own.numel()
         self._state.now = self._clock()
         self._state.apply(event, lambda _: own)
@@ -473,12 +473,12 @@ class Store:
                     "on."
                 )
                 self._mends_at = self._clock() + _MEND_SECONDS
-                raise StoreRefusedError(self._failure, DISK_FULL) from error
+                raise StoreRefusedError(self._failure, _DISK_FULL) from error
 
     def _mend(self, journal: Journal) -> None:
         """Restores the state from the folder after a failed write."""
         if self._clock() < self._mends_at:
-            raise StoreRefusedError(self._failure, DISK_FULL)
+            raise StoreRefusedError(self._failure, _DISK_FULL)
         journal.close()
         self._state = StoreState(self._settings, self._state.number)
         self._journal = Journal(journal.folder)
@@ -488,11 +488,3 @@ class Store:
     def _announce(self, event: Event) -> None:
         for listener in self.listeners:
             listener(event)
-
-
-def _check_size(body: Tensor, expected: int, subject: str) -> None:
-    if body.dtype != torch.uint8 or body.dim() != 1 or len(body) != expected:
-        raise StoreRefusedError(
-            f"{subject}: the body has {body.numel():,} elements of {str(body.dtype).removeprefix('torch.')}, but its "
-            f"registered pieces take {expected:,} bytes; send exactly these as uint8."
-        )

@@ -10,11 +10,12 @@ Logits exist in full where the head cannot leave them to the loss: on context ra
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import lcm, prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.planning.cost_model.estimate import (
@@ -22,6 +23,7 @@ from engine.planning.cost_model.estimate import (
     SLACK,
     BlockSample,
     RankMemory,
+    blocks_held,
     closed_memory,
     message_buffers,
     working_bytes,
@@ -46,8 +48,8 @@ GROWTH = 8
 """Largest ratio of a sampled length to the one before it."""
 CLOSE = 0.05
 """Relative difference between a found length and a sampled one at which no other sample is made."""
-GATHERED = 4
-"""Gathered tensors of the width between blocks in the backward of a block under sequence parallelism."""
+GATHERED_INPUTS: Mapping[Recomputation, int] = MappingProxyType({"none": 1, "selective": 4, "full": 0})
+"""Inputs of layers that a block stores with the positions of all tensor ranks."""
 MOST_SAMPLED = 4
 """Most kinds of blocks that are sampled."""
 
@@ -201,7 +203,9 @@ def _memory(
     memory = closed_memory(work, layout, EngineTraits(), stage)
     _, logits, again = working_bytes(work, layout, EngineTraits())
     logits = 0.0 if _leaves_logits(layout) else logits * (layout.pp == 1 or stage.heads > 0)
-    activations, around = memory.activations, max(logits, again + _backward_bytes(work, layout))
+    inputs = GATHERED_INPUTS[layout.recomputation] * _gathered_bytes(work, layout)
+    activations = memory.activations + inputs * blocks_held(layout, stage.blocks, microbatches_held(layout))
+    around = max(logits, again + _backward_bytes(work, layout))
     if curves is not None:
         sample = curves.at(length)
         activations = sample.kept * layout.micro * stage.blocks * microbatches_held(layout)
@@ -222,7 +226,12 @@ def _backward_bytes(work: Workload, layout: TrainingLayout) -> float:
     Gradients of the widest input and output live together. Under sequence parallelism the block's input, the input of
     a layer and both gradients exist for the positions of all tensor ranks.
     """
-    tokens = layout.micro * work.context / layout.cp
+    tokens = layout.micro * work.context / layout.cp / layout.tp
     widest = max(product.outer for product in work.products) + max(product.inner for product in work.products)
-    gathered = GATHERED * work.width if layout.tp > 1 and layout.sequence else 0
-    return 2 * tokens * (widest / layout.tp + gathered)
+    return 2 * tokens * widest + 4 * _gathered_bytes(work, layout)
+
+
+def _gathered_bytes(work: Workload, layout: TrainingLayout) -> float:
+    """Returns the bytes of a tensor between blocks with the positions of all tensor ranks; 0 if they share none."""
+    shares = layout.tp > 1 and layout.sequence
+    return 2.0 * layout.micro * work.context / layout.cp * work.width if shares else 0.0

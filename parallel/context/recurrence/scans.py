@@ -53,7 +53,7 @@ def relay_scans(model: nn.Module, patches: ForwardPatches) -> None:
         made = dict(_methods(type(module), relayed))
         if made:
             with patches.changing(
-                module, PatchLayer.KERNEL, "runs scans and autograd functions on the positions of each rank"
+                module, PatchLayer.TENSOR, "runs scans and autograd functions on the positions of each rank"
             ):
                 for name, method in made.items():
                     if name not in vars(module):

@@ -57,10 +57,10 @@ class Region:
             self._owned = False
 
     def enter(self, layer: torch.nn.Module, x: Tensor, again: bool = False) -> Shared:
-        """Returns the copy of ``x`` for a column layer; one copy per tensor object until the region closes.
+        """Returns the copy of ``x`` that column layers of this region share: one for each input tensor.
 
-        A second call by the same layer starts a new run of the region, since recomputation may stop before the row
-        layer; ``again``: the layer has several inputs, and this is another one.
+        A second call by the same ``layer`` begins a new forward of the region, because recomputation may stop before
+        the row layer. ``again``: this is another input of the layer in the same forward.
         """
         if not self._entered or (id(layer) in self._entered and not again):
             self._open(layer.training, x.device)

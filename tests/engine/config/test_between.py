@@ -297,3 +297,11 @@ def test_elementwise_kinds_may_lie_on_the_host(kind: str) -> None:
 
 def test_elementwise_lists_may_lie_on_the_host() -> None:
     load_config({"train_batch_size": 1, "optimizer": [LIST[0], {}]} | OFFLOAD)
+
+
+def test_several_stores_of_gradients_cannot_clip() -> None:
+    outer = {"url": ["http://a:8140", "http://b:8140"], "rule": "bsp"}
+    given = BATCH | {"optimizer": {"type": "AdamW"}, "outer": outer}
+    assert load_config(given | {"gradient_clipping": 0.0}).outer is not None
+    with pytest.raises(ConfigError, match=r"gradient_clipping: 0\.5 with rule bsp and 2 stores, each of which has the"):
+        load_config(given | {"gradient_clipping": 0.5})

@@ -1,5 +1,6 @@
 """Sites of several ranks on different grids meet in a store over HTTP."""
 
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -99,11 +100,14 @@ def run_grids(
         return [each.result() for each in [pool.submit(start, *pair) for pair in enumerate(grids)]], store
 
 
-def test_sites_on_different_grids_are_sites_of_one_rank(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("zero", [ZERO2, pytest.param(ZERO3, marks=pytest.mark.long)], ids=["ZeRO 2", "ZeRO 3"])
+def test_sites_on_different_grids_are_sites_of_one_rank(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, zero: dict[str, Any]
+) -> None:
     form = {"rule": "diloco", "period": 2, "fragments": 2}
     alone = ThreadSites(monkeypatch).run(form, 3, 5)
     monkeypatch.undo()
-    mixed, _ = run_grids(run_ranks, form, [TP2, PP2, ZERO3], 5)
+    mixed, _ = run_grids(run_ranks, form, [TP2, PP2, zero], 5)
     for one, other in zip(alone, mixed, strict=True):
         assert one.losses == pytest.approx(other.losses, rel=1e-6)
         assert apart(one.weights, other.weights) < 1e-5
@@ -125,6 +129,19 @@ def test_two_sites_of_tensor_ranks_are_two_data_ranks_bit_for_bit(
     for run in apart_run:
         assert run.losses == together.losses
         assert all(torch.equal(a, b) for a, b in zip(run.weights, together.weights, strict=True))
+
+
+def test_site_0_serves_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = {"rule": "average", "period": 2}
+    alone = ThreadSites(monkeypatch).run(form, 2, 5)
+    monkeypatch.undo()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    body = partial(train_site, outer={**form, "url": url, "serve": True}, changes={})
+    with ThreadPoolExecutor() as pool:
+        runs = [each.result() for each in [pool.submit(body, site, 2, 5) for site in range(2)]]
+    for run, one in zip(runs, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(run.weights, one.weights, strict=True))
 
 
 FORMS: dict[str, dict[str, Any]] = {

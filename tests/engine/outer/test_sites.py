@@ -85,6 +85,14 @@ def test_differences_follow_the_formula(sites: ThreadSites, form: dict[str, Any]
     assert apart(runs[0].weights, train_alone(9).weights) > 1e-3, "the sites have met"
 
 
+def test_mixing_takes_that_fraction_of_the_own_weights(sites: ThreadSites) -> None:
+    runs = [
+        sites.run({"rule": "diloco", "period": 3, "mixing": mixing}, 1, 3)[0].weights for mixing in (0.0, 0.25, 1.0)
+    ]
+    assert apart(runs[1], [0.75 * a + 0.25 * b for a, b in zip(runs[0], runs[2], strict=True)]) < 1e-6
+    assert apart(runs[2], train_alone(3).weights) == 0
+
+
 def outer_loop(form: dict[str, Any], sites: int, steps: int) -> list[list[Tensor]]:
     """Returns the weights of each site by the formulas of DiLoCo, with plain torch and one engine a site."""
     period, delay, mixing = form["period"], form.get("delay", 0), form.get("mixing")

@@ -19,8 +19,8 @@ from engine.outer.site import OuterState
 from engine.outer.store.store import Store
 from tests import models
 
-ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}}
-SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}}
+SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 ROWS = 8
 """Rows of a site in one step."""
 

@@ -116,7 +116,7 @@ def test_a_search_writes_a_configuration_that_loads(
 
 
 def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    raw = {**LLAMA, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 90000}
+    raw = {**LLAMA, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 90000}
     (llama / "config.json").write_text(json.dumps(raw))
     config = tmp_path / "run.json"
     config.write_text(json.dumps({**GRID, "parallel": {}, "zero_optimization": {"stage": 0}}))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from engine.parallel.context.choose import AttentionSizes, Method, choose_method, costs_of
+from engine.parallel.context.choose import AttentionRates, AttentionSizes, Method, choose_method, costs_of
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.context.sequences import ContextOfSequences
 from engine.parallel.context.sight import needed_keys
@@ -305,6 +305,36 @@ def _form(**changed: Any) -> AttentionSizes:
 def test_the_chosen_method_has_the_least_exposed_time(changed: Any, limit: int | None, method: str) -> None:
     found, reason = choose_method(_form(**changed), limit)
     assert found == method and "exposed" in reason
+
+
+@pytest.mark.parametrize(
+    ("rates", "method"),
+    [
+        (AttentionRates(4e14, 5e10, 2e-5, "slow links"), "heads"),
+        (AttentionRates(1e12, 5e10, 2e-5, "slow products"), "ring"),  # blocks hide the keys of the next rank
+        (AttentionRates(4e14, 5e13, 2e-5, "fast links"), "gather"),  # the calls alone cost time
+    ],
+)
+def test_the_rates_of_the_card_decide(rates: AttentionRates, method: str) -> None:
+    found, reason = choose_method(_form(queries=4096, keys=4096), None, rates)
+    assert found == method and reason.endswith(rates.source)
+
+
+def test_attention_chooses_by_the_rates_of_its_context() -> None:
+    index = zigzag(LENGTH, 2)
+
+    def body(axis: TensorAxis) -> ContextOfSequences:
+        context = ContextOfSequences(axis, "auto", rates=AttentionRates(1.0, 1.0, 0.0, "slow products"))
+        q, k, v = (
+            GlobalTensor(_part(x, index, axis.index), tuple(x.shape), (None, None, index, None), context)
+            for x in _drawn(HEADS)[:3]
+        )
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return context
+
+    for context in run_tensor_ranks(2, body):
+        assert [used for used, _ in context.attention.used] == ["ring"]
+        assert context.attention.figures["ring"].endswith("slow products")
 
 
 def test_a_rank_without_queries_of_a_document_needs_none_of_its_keys() -> None:

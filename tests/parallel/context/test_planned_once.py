@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from engine.parallel.context.rows.call_forms import SeenCall, SeenTensor, SequenceSize, flatten_leaves
 from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 from engine.parallel.context import choose, cuts, key_flow, methods, recut, sight
 from engine.parallel.context.choose import Method
 from engine.parallel.context.cuts import zigzag
+from engine.parallel.context.rows.call_forms import SeenCall, SeenTensor, SequenceSize, flatten_leaves
 from engine.parallel.context.sequences import ContextOfSequences
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks

@@ -39,6 +39,9 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "expanded": lambda q, k: (k <= q)[None, None].expand(2, -1, -1, -1),
     "sliced": lambda q, k: (k <= q)[3:, ..., 5:40:2].unsqueeze(0),
     "picked": lambda q, k: (k <= q).index_select(0, torch.tensor([4, 40, 7, 9])).index_select(1, torch.tensor([5, 8])),
+    "lower": lambda q, k: torch.ones(S, S, dtype=torch.bool).tril(),
+    "upper": lambda q, k: torch.triu(torch.full((S, S), -1e9), diagonal=1)[None],
+    "band": lambda q, k: torch.tril(torch.ones((S, S)), 2).triu(-3) == 0,
     "negated": lambda q, k: ~(k > q) | (q == 3),
 }
 

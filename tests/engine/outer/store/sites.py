@@ -67,6 +67,17 @@ def fused_layout() -> tuple[RankLayout, ...]:
     return tuple(found)
 
 
+def expert_layout() -> tuple[RankLayout, ...]:
+    """Returns the layouts of two expert ranks, each with the columns of two tensor ranks."""
+    found = []
+    for expert, tensor in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        part = Part((4, 6), 1, ((3 * tensor, 3 * tensor + 3),), (2 * expert, 2 * expert + 2))
+        others = [NamedPiece(name, Part(shape).whole()) for name, shape in TENSORS[1:]]
+        piece = NamedPiece("wide", part.whole())
+        found.append(RankLayout((piece, *(others if (expert, tensor) == (0, 1) else [])), (piece, *others)))
+    return tuple(found)
+
+
 def pipeline_layout() -> tuple[RankLayout, ...]:
     """Returns the layouts of two pipeline ranks."""
     pieces = [NamedPiece(name, Part(shape).whole()) for name, shape in TENSORS]

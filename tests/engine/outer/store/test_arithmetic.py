@@ -19,6 +19,7 @@ from tests.engine.outer.store.sites import (
     SiteOfTests,
     Values,
     data_parallel_layout,
+    expert_layout,
     fused_layout,
     pipeline_layout,
     settings_of,
@@ -31,6 +32,7 @@ CUTS: dict[str, Callable[[], tuple[RankLayout, ...]]] = {
     "tp-columns": lambda: tensor_parallel_layout(1),
     "tp-rows": lambda: tensor_parallel_layout(0),
     "fused-tp2-dp2": fused_layout,
+    "ep2-tp2": expert_layout,
     "pp2": pipeline_layout,
     "dp2": data_parallel_layout,
 }

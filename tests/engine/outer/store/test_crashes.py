@@ -260,3 +260,34 @@ def test_a_replay_needs_all_bodies(tmp_path: Path) -> None:
     Store(SETTINGS["bsp"], tmp_path).close()
     with pytest.raises(CheckpointError, match="removes merged bodies"):
         replay(tmp_path)
+
+
+@pytest.mark.parametrize("rule", SETTINGS)
+def test_a_power_failure_may_lose_that_a_version_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """A pull waits for no disk; the store that restarts without its event continues with the same bits."""
+    settings = SETTINGS[rule] | {"sites": 1}
+
+    def trained(store: Store, lose: bool) -> Values:
+        site = SiteOfTests(store, settings)
+        site.seed(values_of(99))
+        weights_of(site)
+        for step in range(3):
+            site.push(values_of(step))
+            offer = store.offer(site.life, 0)
+            assert offer is not None
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", lambda handle: pytest.fail("a pull waits for the disk"))
+                found = weights_of(site)
+            if lose:
+                store.close()
+                lines = (tmp_path / "trace.jsonl").read_bytes().splitlines(keepends=True)
+                assert b'"taken"' in lines[-1]
+                (tmp_path / "trace.jsonl").write_bytes(b"".join(lines[:-1]))
+                store = Store(settings, tmp_path)
+                site.store = store
+        store.close()
+        return found
+
+    assert same([trained(Store(settings, tmp_path), True)], [trained(Store(settings), False)])

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from engine.outer.messages import PushShare
 from engine.outer.store.records import Event
 from engine.outer.store.store import Store
-from tests.engine.outer.store.sites import SiteOfTests, settings_of, values_of
+from tests.engine.outer.store.sites import SiteOfTests, data_parallel_layout, settings_of, values_of
 
 
 class Clock:
@@ -94,7 +95,22 @@ def test_nobody_waits_for_a_site_that_is_silent_and_it_may_come_back() -> None:
     assert meeting.store.status().members.keys() == {0, 1, 2}
 
 
-def test_a_complete_push_of_a_dead_site_is_merged_once_and_a_partial_one_never() -> None:
+def test_a_partial_push_of_a_dead_site_is_never_merged() -> None:
+    meeting = Meeting(1, rule="quorum", least=1, grace=0.0)
+    dead = SiteOfTests(meeting.store, meeting.settings, 1, data_parallel_layout())
+    dead.take()
+    meeting.store.push(dead.meta(), 0, PushShare(), dead.body(values_of(1), 0))
+    again = SiteOfTests(meeting.store, meeting.settings, 1, data_parallel_layout())
+    assert again.joined.rows == 0
+    again.take()
+    meeting.lives |= {dead.life: 1, again.life: 1}
+    again.push(values_of(1))
+    meeting.push(0)
+    assert meeting.merges == [[1], [0]]
+    assert not meeting.store._state.fragments[0].pushes
+
+
+def test_a_complete_push_of_a_dead_site_is_merged_once() -> None:
     meeting = Meeting(2, rule="diloco", sites=2)
     meeting.push(1)
     assert meeting.merges == []
