@@ -128,6 +128,6 @@ OUTER_SITE = (
         file="engine/outer/exchange.py",
         old="        leave = leave and not self._link.outage\n",
         new="",
-        tests=(f"{ODD}::test_the_end_of_a_site_asks_only_a_store_that_answers",),
+        tests=(f"{_ODD}::test_the_end_of_a_site_asks_only_a_store_that_answers",),
     ),
 )
