@@ -134,8 +134,9 @@ class StoreExchange:
         return result
 
     def close(self, leave: bool) -> None:
-        """Ends the threads; with ``leave``, tells the store that this site does not come back soon."""
+        """Ends the threads; with ``leave``, tells a store that answers that this site does not come back soon."""
         self._ended.set()
+        leave = leave and not self._link.outage
         if leave:
             wait_for(self._pushes, _PATIENCE)
         if leave and self._rank == 0:

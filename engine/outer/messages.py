@@ -192,6 +192,10 @@ class StoreLink(Protocol):
     No method waits for a merge. Every method but ``join`` renews the lease of the life.
     """
 
+    @property
+    def outage(self) -> str:
+        """Sentence about a store that does not answer; empty if all do."""
+
     def join(self, request: JoinRequest) -> JoinReply:
         """Starts a new life of a site; its earlier life ends, and its unmerged complete pushes remain. Rank 0 only."""
 

@@ -40,6 +40,9 @@ from engine.outer.messages import (
 class SharedWeights:
     """Weights of all sites of one host in a file of its memory, as a :class:`StoreLink` of one rank."""
 
+    outage = ""
+    """Empty: memory answers."""
+
     def __init__(self, outer: OuterConfig, fragments: Sequence[Fragment]) -> None:
         if outer.folder is None:
             raise ConfigError("outer.folder: missing; give a folder that all sites share, such as /dev/shm/my-run.")

@@ -114,4 +114,20 @@ OUTER_SITE = (
         new="                if failed >= _WARNED and",
         tests=(f"{_ODD}::test_an_outage_is_one_warning_and_its_end_one_note",),
     ),
+    Fault(
+        name="renewal-ends-the-outage-of-a-push",
+        about="A store with a full disk renews leases, and the site takes the outage of its push for ended.",
+        file="engine/outer/http/connection.py",
+        old='        self.outage = next(iter(list(self._in_trouble.values())), "")\n',
+        new='        self.outage = ""\n',
+        tests=("tests/engine/outer/http/test_link.py::test_a_renewal_describes_a_push_that_the_store_cannot_write",),
+    ),
+    Fault(
+        name="end-waits-for-a-silent-store",
+        about="A site that is interrupted while its store does not answer waits for its pushes before it ends.",
+        file="engine/outer/exchange.py",
+        old="        leave = leave and not self._link.outage\n",
+        new="",
+        tests=(f"{_ODD}::test_the_end_of_a_site_asks_only_a_store_that_answers",),
+    ),
 )

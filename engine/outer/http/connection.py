@@ -54,6 +54,10 @@ class _TroubleError(Exception):
     """Failure of one request that may succeed later."""
 
 
+class _DescribedTroubleError(_TroubleError):
+    """Failure that the store describes in a sentence of its own."""
+
+
 @dataclass(slots=True)
 class BodyTraffic:
     """Bytes of bodies: each body once, however often a part of it was repeated."""
@@ -83,6 +87,8 @@ class StoreConnection:
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
         self._closed, self._until = Event(), FOREVER
         self._silent_since: float | None = None
+        self._in_trouble: dict[object, str] = {}
+        """Outage of each request that is repeated now."""
         weakref.finalize(self, self._client.close)
 
     def close(self) -> None:
@@ -110,7 +116,7 @@ class StoreConnection:
 
     def repeat(self, request: Callable[[], T], patience: float = FOREVER) -> T:
         """Repeats a request until it succeeds, is refused, or ``patience`` seconds are over."""
-        began, pause = monotonic(), _FIRST_PAUSE
+        began, pause, own = monotonic(), _FIRST_PAUSE, object()
         while True:
             if self._closed.is_set():
                 raise GridError(f"the connection to the store {self.url} has been closed; start the engine again.")
@@ -121,18 +127,32 @@ class StoreConnection:
                     raise  # httpx raises it for a client that is closed in another thread
                 now = monotonic()
                 waited, self._silent_since = now - began, self._silent_since or began
-                why = str(error) if isinstance(error, _TroubleError) else f"{type(error).__name__}: {first_line(error)}"
-                self.outage = (
-                    f"the store {self.url} does not answer for {now - self._silent_since:,.0f} s ({why}); start it "
-                    "with `trine outer`, or check address and network."
-                )
+                self.outage = self._in_trouble[own] = self._sentence(error, now - self._silent_since)
                 if waited + pause > patience or monotonic() > self._until:
-                    raise GridError(self.outage) from error
+                    raise GridError(self._in_trouble.pop(own)) from error
                 self._closed.wait(uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE)
+            except StoreRefusedError:
+                self._answered(own)
+                raise
             else:
-                self.outage, self._silent_since = "", None
+                self._answered(own)
                 return result
+
+    def _answered(self, request: object) -> None:
+        """Ends the outage, unless another request is still repeated."""
+        self._in_trouble.pop(request, None)
+        self.outage = next(iter(list(self._in_trouble.values())), "")
+        self._silent_since = self._silent_since if self.outage else None
+
+    def _sentence(self, error: Exception, seconds: float) -> str:
+        if isinstance(error, _DescribedTroubleError):
+            return f"the store {self.url} cannot serve for {seconds:,.0f} s: {error}"
+        why = str(error) if isinstance(error, _TroubleError) else f"{type(error).__name__}: {first_line(error)}"
+        return (
+            f"the store {self.url} does not answer for {seconds:,.0f} s ({why}); start it with `trine outer`, or check "
+            "address and network."
+        )
 
     def _reply(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         response = self._client.request(method, path, **request)
@@ -144,7 +164,9 @@ class StoreConnection:
         if status < _REDIRECTED:
             return
         if status in _LATER or status >= _IN_TROUBLE:
-            raise _TroubleError(f"status {status}{_reason(response, ': ')}")
+            if reason := _reason(response):
+                raise _DescribedTroubleError(reason)
+            raise _TroubleError(f"status {status}")
         if status < _REFUSED:
             target = response.headers.get("location", "another address")
             raise StoreRefusedError(f"the store {self.url} redirects to {target}; give that address.", status)
@@ -264,7 +286,7 @@ def _field(response: httpx.Response, name: str) -> object:
         return None
 
 
-def _reason(response: httpx.Response, before: str = "") -> str:
+def _reason(response: httpx.Response) -> str:
     """Returns the sentence in a refusal; empty if it has none."""
     reason = _field(response, "error")
-    return f"{before}{reason}" if reason else ""
+    return f"{reason}" if reason else ""

@@ -170,7 +170,7 @@ class HttpLink:
         """Renews the lease on every store that answers.
 
         Raises:
-            GridError: describes a store that does not answer.
+            GridError: describes a store that does not answer, or not every request.
         """
         silent: GridError | None = None
         for number, store in enumerate(self._stores):
@@ -178,6 +178,8 @@ class HttpLink:
                 store.ask(wire.RENEW, wire.LifeCall(self._life(life, number)), wire.Done, _BRIEF_SECONDS)
             except GridError as outage:
                 silent = outage
+            else:  # other requests may repeat without success
+                silent = GridError(store.outage) if store.outage else silent
         if silent is not None:
             raise silent
 

@@ -70,6 +70,9 @@ class Store:
         CheckpointError: the folder is damaged, in use, or of a store with other settings.
     """
 
+    outage = ""
+    """Empty: a store in this process answers."""
+
     def __init__(
         self,
         settings: Mapping[str, Any],

@@ -62,10 +62,19 @@ class _Silent:
     """Store that refuses no training, and whose renewals fail until ``answers``."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self.answers, self.renewed = store, Event(), Event()
+        self._store, self.answers, self.renewed, self.left = store, Event(), Event(), False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+    @property
+    def outage(self) -> str:
+        """Sentence until the store answers."""
+        return "" if self.answers.is_set() else "the store does not answer."
+
+    def leave(self, life: int) -> None:
+        """Stores that the site has asked to leave."""
+        self.left = True
 
     def renew(self, life: int) -> None:
         """Fails until the store answers."""
@@ -96,3 +105,17 @@ def test_an_outage_is_one_warning_and_its_end_one_note(
     said = [record.getMessage() for record in caplog.records if "answer" in record.getMessage()]
     assert said == ["the store does not answer. The site takes no merge over until the store answers.",
                     "the store answers again"]  # fmt: skip
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_end_of_a_site_asks_only_a_store_that_answers(sites: ThreadSites, answers: bool) -> None:
+    links = dict[int, _Silent]()
+
+    def link(site: int, store: Store) -> Any:
+        made = links.setdefault(site, _Silent(store))
+        if answers:
+            made.answers.set()
+        return made
+
+    sites.run({"rule": "diloco", "period": 2}, 1, 1, link=link)
+    assert links[0].left == answers

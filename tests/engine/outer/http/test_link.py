@@ -14,8 +14,9 @@ from torch import Tensor
 from engine.errors import GridError
 from engine.outer.fragments import Fragment, divide
 from engine.outer.http import bodies, connection
+from engine.outer.http import requests as wire
 from engine.outer.http.line import LIFE_BITS, HttpLink, joined_lives, life_on
-from engine.outer.messages import Offer, PushShare, PushState, StoreLink, StoreRefusedError, StoreStatus
+from engine.outer.messages import Offer, PushKey, PushShare, PushState, StoreLink, StoreRefusedError, StoreStatus
 from engine.outer.store.store import Store
 from tests.engine.outer.http.served import (
     ELEMENTS,
@@ -330,3 +331,29 @@ def test_trouble_is_repeated_and_a_refusal_is_not(status: int, tries: int) -> No
         else:
             link.register(0, 0, layout_of())
     assert transport.count == tries
+
+
+def test_a_renewal_describes_a_push_that_the_store_cannot_write() -> None:
+    full, tried = Event(), Event()
+    full.set()
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == wire.RENEW or not full.is_set():
+            return httpx.Response(200, json={})
+        tried.set()
+        return httpx.Response(507, json={"error": "the store cannot write to its folder; free space there."})
+
+    link = HttpLink(["http://store0"], transport=lambda _: httpx.MockTransport(handle))
+    with ThreadPoolExecutor(1) as pool:
+        withdrawn = pool.submit(link.withdraw, PushKey(0, 0, 0))
+        assert tried.wait(30)
+        while not link.outage:
+            sleep(0.01)
+        try:
+            with pytest.raises(GridError, match=r"store0 cannot serve for 0 s: the store cannot write to its folder"):
+                link.renew(0)
+        finally:
+            full.clear()
+        withdrawn.result(30)
+    link.renew(0)
+    link.close()
