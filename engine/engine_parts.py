@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.build.assemble import build, measure_model, plan_run, search_model
 from engine.build.request import Request
@@ -158,9 +159,11 @@ class EngineResources:
         """Closes, except in a forked child, whose parent still uses everything, and at interpreter exit.
 
         An engine that a script has not closed outlives the names of this module, which the interpreter clears first.
+        The collector may run inside of a trace or transform of another engine, which must not see these calls.
         """
         if not is_finalizing() and getpid() == self._process:
-            self.close()
+            with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), _disable_current_modes():
+                self.close()
 
 
 class EngineParts:

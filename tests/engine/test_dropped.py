@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.overrides import TorchFunctionMode
 
 import engine
 from engine.build.place_model import place_model
@@ -415,3 +416,24 @@ def test_a_script_that_closes_nothing_ends_without_a_word() -> None:
     script = SCRIPT.format(config=CONFIG)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode == 0 and "ignored" not in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_a_trace_does_not_see_the_end_of_another_engine() -> None:
+    """Python may collect an engine in any allocation, also within a trace or a transform."""
+    seen: list[object] = []
+
+    class Recorder(TorchFunctionMode):
+        """Trace that records every call."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    eng = engine.initialize(models.decoder(), {"train_batch_size": 2}, loss_fn=loss_sum)
+    eng.train_batch(models.batches_for("decoder", 2, 1)[0])
+    eng.itself = eng  # type: ignore[attr-defined]
+    gc.collect()
+    del eng
+    with Recorder():
+        gc.collect()
+    assert not seen
