@@ -49,9 +49,10 @@ Table = dict[tuple[str, str], str]
 def race(sites: LiveSites) -> tuple[Table, bool]:
     """Trains four sites, one four times slower, by each rule until the loss is reached."""
     pauses, cells, seconds = (PAUSE,) * (SITES - 1) + (SLOWER * PAUSE,), Table(), dict[str, float | None]()
-    for name, outer in {
+    forms: dict[str, dict[str, Any]] = {
         "bsp": {"rule": "bsp"}, "ssp, staleness 3": {"rule": "ssp", "staleness": 3}, "async": {"rule": "async"},
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for name, outer in forms.items():
         row = f"one of {SITES} sites {SLOWER} x slower: {name}"
         found = sites.train(_job(outer, SLOW_STEPS, pauses), lambda now: now.seconds_until(TARGET, WINDOW) is not None)
         seconds[name] = taken = found.seconds_until(TARGET, WINDOW)
@@ -101,12 +102,13 @@ def links() -> tuple[Table, bool]:
         apart = sites.train(_job({"rule": "diloco", "period": LINK_STEPS + 1}, LINK_STEPS // 2, (0.0, 0.0)))
         compute = median(step.ended - step.began - step.waited for step in apart.steps)
         corner = f"link of {rate / 1e6:.1f} MB/s"
-        for name, outer in (
+        forms: tuple[tuple[str, dict[str, Any]], ...] = (
             ("synchronous, period 1", {"rule": "average", "period": 1}),
             (f"DiLoCo, period {PERIOD}", {"rule": "diloco", "period": PERIOD}),
             (f"DiLoCo, period {PERIOD}, {FRAGMENTS} fragments, delay {DELAY}",
              {"rule": "diloco", "period": PERIOD, "fragments": FRAGMENTS, "delay": DELAY}),
-        ):  # fmt: skip
+        )  # fmt: skip
+        for name, outer in forms:
             found = sites.train(_job(outer, LINK_STEPS, (0.0, 0.0)))
             seconds = max(step.ended for step in found.steps) - min(step.began for step in found.steps)
             period, fragments, delay = (int(outer.get(key, least)) for key, least in _FORM.items())

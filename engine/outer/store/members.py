@@ -113,5 +113,7 @@ class Members:
         if life.ended:
             newer = max(other.number for other in self.of_site(life.site))
             reason = f"life {newer} of site {life.site} has replaced it" if newer > number else "it has left"
-            raise StoreRefusedError(f"life {number} has ended, since {reason}; join again as a new life.", 410)
+            raise StoreRefusedError(
+                f"life {number} has ended, since {reason}; start it again, with a number that no other site has.", 410
+            )
         return life

@@ -33,7 +33,7 @@ def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_shared_settings(request: JoinRequest, ours: Mapping[str, Any]) -> None:
+def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
     """Refuses a site with other settings than those of the store.
 
     Raises:

@@ -35,7 +35,7 @@ from engine.outer.store.placement import check_body, check_coverage, check_layou
 from engine.outer.store.records import (
     Event,
     check_model,
-    check_shared_settings,
+    check_shared,
     hash_of,
     json_values,
     layout_record,
@@ -318,7 +318,7 @@ class Store:
         return seeder is not None and seeder.live and seeder.site != site
 
     def _check_join(self, request: JoinRequest, model: Event) -> None:
-        check_shared_settings(request, self._settings)
+        check_shared(request, self._settings)
         if request.site < 0 or request.ranks < 1:
             raise StoreRefusedError(
                 f"site {request.site} joins with {request.ranks} ranks; count sites from 0, with at least one rank."
