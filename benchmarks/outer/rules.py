@@ -53,7 +53,11 @@ Table = dict[tuple[str, str], str]
 def race(sites: LiveSites) -> tuple[Table, bool]:
     """Trains four sites, one four times slower, by each rule until the loss is reached."""
     pauses, cells = (PAUSE,) * (SITES - 1) + (SLOWER * PAUSE,), Table()
-    rules = {"bsp": {"rule": "bsp"}, "ssp(3)": {"rule": "ssp", "staleness": 3}, "async": {"rule": "async"}}
+    rules: dict[str, dict[str, Any]] = {
+        "bsp": {"rule": "bsp"},
+        "ssp(3)": {"rule": "ssp", "staleness": 3},
+        "async": {"rule": "async"},
+    }
     passed, first = True, 0.0
     for kind, rates in RACES.items():
         for name, rate in rates.items():
@@ -110,12 +114,13 @@ def links() -> tuple[Table, bool]:
         )
         apart = sites.train(_job({"rule": "diloco", "period": LINK_STEPS + 1}, LINK_STEPS // 2, (0.0, 0.0)))
         compute = mean(step.ended - step.began - step.waited for own in _by_site(apart) for step in own[1:])
-        for name, outer in (
+        forms: tuple[tuple[str, dict[str, Any]], ...] = (
             ("synchronous, period 1", {"rule": "average", "period": 1}),
             (f"DiLoCo, period {PERIOD}", {"rule": "diloco", "period": PERIOD}),
             (f"DiLoCo, period {PERIOD}, {FRAGMENTS} fragments, delay {DELAY}",
              {"rule": "diloco", "period": PERIOD, "fragments": FRAGMENTS, "delay": DELAY}),
-        ):  # fmt: skip
+        )  # fmt: skip
+        for name, outer in forms:
             found = sites.train(_job(outer, LINK_STEPS, (0.0, 0.0)))
             joined = min(own[0].ended for own in _by_site(found))
             seconds = max(step.ended for step in found.steps) - joined
