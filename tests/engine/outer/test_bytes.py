@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
-from engine.models.decoder import Decoder, DecoderConfig
+import engine
+from engine.build import step_parts
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.outer.codecs import make_delta_codec
-from tests.engine.outer.thread_sites import ROWS, ThreadSites
+from tests.engine.outer.thread_sites import ROWS, ThreadSites, config_of, make_store
 
 PERIOD = 100
 WHOLE: dict[str, Any] = {"train_micro_batch_size_per_gpu": ROWS}
@@ -43,3 +45,16 @@ def test_pushed_bytes_are_planned_to_the_byte_for_widths_that_fill_no_block(
     (run,) = ThreadSites(monkeypatch).run({"rule": "average", "period": 2, **wire}, 1, 2, model=model)
     assert run.outer is not None
     assert run.outer.pushed_bytes == planned(model, wire["wire"])
+
+
+@pytest.mark.parametrize(("outer", "moments"), [(None, 2), ({"rule": "average", "period": 1}, 2), ({"rule": "ssp"}, 0)])
+def test_a_site_has_no_optimizer_state_if_the_store_has_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch, outer: dict[str, Any] | None, moments: int
+) -> None:
+    model = small_decoder(64)
+    if outer is not None:
+        store = make_store(config_of(outer))
+        monkeypatch.setattr(step_parts, "open_link", lambda config, fragments: store)
+    eng = engine.initialize(model, config_of(outer), loss_fn=loss_sum)
+    assert eng.plan.state(eng.grid.coord()).device["optimizer"] == moments * planned(model, "fp32")
+    eng.close()
