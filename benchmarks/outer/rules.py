@@ -36,7 +36,7 @@ COSINE = {
 TARGET, WINDOW, DRAWS = 3.2, 20, 4
 """Training loss that ends the race; steps of all sites over which it is a mean; draws of rows in a step."""
 RACES = {"SGD": {"bsp": 0.05, "ssp(3)": 0.05, "async": 0.05}, "AdamW": {"bsp": 3e-3, "ssp(3)": 1.5e-3}}
-"""Learning rate of each rule: one for all with SGD, the best tried with AdamW."""
+"""Learning rate of each rule: one for all with SGD; with AdamW, a smaller one for updates by the rows of one site."""
 SLICE = 50
 """Ratio of the rate of loopback to that of a slow link."""
 PERIOD, FRAGMENTS, DELAY = 50, 4, 5
