@@ -43,6 +43,10 @@ RUN = (
 """Executed here, in this order, in one folder."""
 
 TESTED = {
+    "trine outer config.json --host 0.0.0.0":
+        "tests/engine/outer/http/test_service.py::test_the_command_prints_its_address_and_ends_at_sigterm",
+    "trine outer status http://store:8140": "tests/engine/outer/http/test_service.py::test_status_is_a_table",
+    "trine outer replay outer-store": "tests/engine/outer/http/test_service.py::test_a_replay_compares_all_merges",
     "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",
     "trine check config.json optimizer.params.lr=1e-4 parallel.tensor=4 'keep_fp32=[\"*norm*\"]'":
         "tests/launch/test_cli.py::test_check_takes_overrides",
@@ -204,6 +208,9 @@ REASONS = {
     "mypy engine tests benchmarks": "the last line of .ci/run",
     "python -m tests.reliability R4 R5": "runs tests of the suite for minutes",
     "bash .ci/run": "runs all tests, this one too",
+    'pip install "trine[outer]"': "needs an index of packages",
+    "export TRINE_OUTER_TOKEN=a-secret": "a setting of the commands after it",
+    "torchrun --nproc_per_node 8 train.py": "run above with another number of ranks",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",
 }
 """Command -> why no test runs it."""

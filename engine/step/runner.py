@@ -157,6 +157,9 @@ class StepRunner:
         self._config, self._comm, self._device = runtime.plan.config, runtime.comm, runtime.program.device
         plan = runtime.plan
         self._counts = StepCounts(plan, runtime.comm, self._device)
+        usual, self._given = self._config.accumulation, self._config.given_microbatches
+        self._usual = {trains: self._counts.row(usual, trains) for trains in (True, False)}
+        """Actions of this rank in a training step and in an evaluation of the usual number of microbatches."""
         self._trains = any(row.trainable for row in plan.table)
         self._attachment = Attachment(model, (*runtime.buckets, *runtime.frozen))
         self._finished = 0
@@ -301,7 +304,7 @@ class StepRunner:
             for part in self._runtime.parts.having(StepPart.begin_step):
                 part.begin_step()
         rows, config = self._runtime.program.rows, self._config
-        take = partial(rows.take_microbatches, batch, config.micro, config.given_microbatches)
+        take = partial(rows.take_microbatches, batch, config.micro, self._given)
         taken = self._take(take, step)
         count = self._count(taken, step)
         step.rows = count.rows
@@ -323,7 +326,8 @@ class StepRunner:
 
     def _row(self, microbatches: MicrobatchRunner) -> RankSchedule:
         """Returns the actions of a step on this rank; of an evaluation, forwards only."""
-        return self._counts.row(microbatches.scheduled, microbatches.kind == "train")
+        trains = microbatches.kind == "train"
+        return self._usual[trains] if self._given else self._counts.row(microbatches.scheduled, trains)
 
     def _count(self, taken: Sequence[Batch], step: StepState) -> StepCount:
         """Returns the numbers of microbatches of a step; data ranks agree on them if they may differ."""
