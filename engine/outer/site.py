@@ -129,6 +129,8 @@ class OuterLoop(StepPart):
         self._life = self._clock = self._staleness = self._members = 0
         self._steps, self._made, self._tokens = 0, 0, 0.0
         self._rows: int | None = None
+        self._pushed_rows = 0
+        """Rows up to the last push."""
         self._began = 0
         """Local step at which this life has begun."""
         self._pushed_bytes = self._pulled_bytes = 0
@@ -177,10 +179,11 @@ class OuterLoop(StepPart):
         step.figures |= self.state_now.figures
 
     def restarted(self, made: int) -> None:
-        """Joins again at the next step, because weights were loaded."""
+        """Joins again if weights were loaded. Collective."""
         self._made = made
         if self._exchange is not None:
             self._leave(leave=False)
+            self._join()
 
     def close(self) -> None:
         """Leaves the stores."""
@@ -190,14 +193,15 @@ class OuterLoop(StepPart):
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters of the outer loop for a checkpoint, as JSON values."""
         return {
-            "steps": self._steps, "rows": self._rows or 0, "tokens": self._tokens, "versions": self._versions,
-            "since": [list(each) for each in self._since],
+            "steps": self._steps, "rows": self._rows or 0, "pushed_rows": self._pushed_rows, "tokens": self._tokens,
+            "versions": self._versions, "since": [list(each) for each in self._since],
             "flights": [[number, flight.meta.step + self._began] for number, flight in sorted(self._flights.items())],
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters; the next step joins the stores with them."""
         self._steps, self._rows, self._tokens = int(state["steps"]), int(state["rows"]), float(state["tokens"])
+        self._pushed_rows = int(state["pushed_rows"])
         if len(state["versions"]) == len(self._versions):
             self._versions = [int(version) for version in state["versions"]]
             self._since = [(int(steps), float(tokens)) for steps, tokens in state["since"]]
@@ -218,7 +222,8 @@ class OuterLoop(StepPart):
                 f"site {self._outer.site} has made {self._made} updates and the other sites {joined.clock}, but at "
                 "period 1 all sites are equal; load the checkpoint of another site."
             )
-        resumed = self.weights.anchors.filled
+        # a checkpoint older than the last push has progress that is in the store already
+        resumed = self.weights.anchors.filled and joined.rows <= self._pushed_rows
         self._rows = self._rows if resumed and self._rows is not None else max(joined.rows, self._rows or 0)
         self._began, self._flights, self._late = self._steps, {}, set()
         self._seq, self._taken = [0] * len(self._seq), [[] for _ in self._taken]
@@ -381,6 +386,7 @@ class OuterLoop(StepPart):
         self._seq[fragment] += 1
         self._taken[fragment] = []
         self._pushed_bytes += body.nbytes
+        self._pushed_rows = self._rows or 0
         return flight
 
     def _adopt(self, flight: PushFlight) -> None:

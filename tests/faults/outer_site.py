@@ -130,4 +130,12 @@ OUTER_SITE = (
         new="",
         tests=(f"{_ODD}::test_the_end_of_a_site_asks_only_a_store_that_answers",),
     ),
+    Fault(
+        name="progress-of-an-old-checkpoint-counts-twice",
+        about="A site adds the progress of a checkpoint that a later push has sent already.",
+        file="engine/outer/site.py",
+        old="self.weights.anchors.filled and joined.rows <= self._pushed_rows\n",
+        new="self.weights.anchors.filled\n",
+        tests=(f"{_SITES}::test_a_checkpoint_older_than_the_last_push_counts_no_progress_twice",),
+    ),
 )

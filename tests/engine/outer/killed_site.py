@@ -62,7 +62,9 @@ def main() -> None:
     torch.set_num_threads(1)
     data, model = text(), make_model()
     example = batch_of(data, site, 0)
-    eng = engine.initialize(model, config_of(url, site), loss_fn=loss_sum, example_batch=example)
+    config = config_of(url, site) | {"checkpoint": {"folder": str(log.with_suffix(".saved")), "every": 100, "keep": 2}}
+    eng = engine.initialize(model, config, loss_fn=loss_sum, example_batch=example)
+    eng.load_checkpoint(missing_ok=True)
     assert eng.outer is not None
     with log.open("a") as file:
         while not stop.exists():

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import engine
+from engine.build import step_parts
 from engine.models.decoder import loss_sum
 from engine.outer.messages import Offer
 from engine.outer.store.store import Store
@@ -23,6 +25,7 @@ from tests.engine.outer.thread_sites import (
     ThreadSites,
     apart,
     config_of,
+    make_store,
     share,
     train_alone,
 )
@@ -201,3 +204,25 @@ def test_a_quorum_site_trains_on_while_the_store_is_silent(sites: ThreadSites) -
     assert run.outer.versions[0] >= 1
     assert run.outer.rows == 40 * ROWS
     assert run.outer.pushed_bytes <= 18 * 4 * sum(p.numel() for p in run.weights), "one push is under way at a time"
+
+
+def test_a_checkpoint_older_than_the_last_push_counts_no_progress_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The site is killed after a push; its checkpoint is from before, so the store has later rows."""
+    config = config_of({"rule": "average", "period": 2, "wire": "fp64", "sites": 1})
+    store, batches = make_store(config), models.batches_for("decoder", ROWS, 6)
+    monkeypatch.setattr(step_parts, "open_link", lambda outer, fragments: store)
+    eng = engine.initialize(models.decoder(), config, loss_fn=loss_sum)
+    for step, batch in enumerate(batches, start=1):
+        eng.train_batch(batch)
+        if step == 3:
+            eng.save_checkpoint(tmp_path).wait()
+    pushed = [p.detach().clone() for p in eng.module.parameters()]
+    again = engine.initialize(models.decoder(), config, loss_fn=loss_sum, example_batch=batches[0])
+    again.load_checkpoint(tmp_path)
+    assert again.outer is not None
+    assert again.outer.rows == 6 * ROWS
+    assert apart([p.detach() for p in again.module.parameters()], pushed) == 0
+    assert again.optimizer.state, "the moments are those of the checkpoint"
+    again.close()
