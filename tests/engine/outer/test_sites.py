@@ -134,7 +134,10 @@ def outer_loop(form: dict[str, Any], sites: int, steps: int) -> list[list[Tensor
                         else:
                             own.copy_(mixing * own + (1 - mixing) * shared[name])
                         anchors[site][name] = shared[name].detach().clone()
-    return [[p.detach().clone() for p in eng.module.parameters()] for eng in engines]
+    found = [[p.detach().clone() for p in eng.module.parameters()] for eng in engines]
+    for eng in engines:
+        eng.close()
+    return found
 
 
 def _outer_optimizer(rule: str, chosen: dict[str, Any], tensors: list[Tensor]) -> torch.optim.Optimizer:
@@ -226,3 +229,4 @@ def test_a_checkpoint_older_than_the_last_push_counts_no_progress_twice(
     assert apart([p.detach() for p in again.module.parameters()], pushed) == 0
     assert again.optimizer.state, "the moments are those of the checkpoint"
     again.close()
+    eng.close()

@@ -1,5 +1,6 @@
 """Sites of one process: an engine of one rank in each thread, and the store that they share."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -96,10 +97,15 @@ class ThreadSites:
                 runs[site].error = error
 
         threads = [Thread(target=train, args=(site,), daemon=True) for site in range(sites)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(100)
+        gc.collect()
+        gc.disable()  # engines that other tests have left would end within a step of these threads
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(100)
+        finally:
+            gc.enable()
         for run in runs:
             if run.error is not None:
                 raise run.error
