@@ -7,7 +7,6 @@ trine outer replay FOLDER              compute all merges again from a store's f
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,11 +74,11 @@ def _serve(options: Namespace) -> None:
     with listening:
         settings = shared_settings(outer, config.optimizer, config.gradient_clipping)
         stored = {"keep": options.keep, "number": number, "snapshot_every": outer.snapshot_every}
-        open_store = partial(Store, settings, folder, **stored)
+        store = Store(settings, folder, **stored)
         place = f"store {number} of {count}" if count > 1 else "store"
         address = service.address_of(listening)
         line = f"{place} at {address}: {outer.rule}, period {outer.steps}, folder {folder}"
-        service.serve(open_store, token, listening, lambda: print(line, flush=True))
+        service.serve(store, token, listening, lambda: print(line, flush=True))
     print(f"{place} at {address} has ended", flush=True)
 
 

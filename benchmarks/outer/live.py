@@ -198,7 +198,7 @@ def _settings(job: Job) -> dict[str, Any]:
 def _served(job: Job, hosts: Hosts, folder: Path | None) -> Iterator[str]:
     """Serves a store, in memory without ``folder``; yields its address."""
     settings = _settings(replace(job, outer=job.outer | {"url": "http://store:1"}))
-    with listen(hosts.address, 0) as listening, serving(lambda: Store(settings, folder), TOKEN, listening):
+    with listen(hosts.address, 0) as listening, serving(Store(settings, folder), TOKEN, listening):
         yield address_of(listening)
 
 

@@ -41,13 +41,13 @@ from engine.outer.http.bodies import (
 )
 from engine.outer.http.values import dump_json, from_json, parse_json
 from engine.outer.messages import JoinReply, Offer, PushState, StoreRefusedError
-from engine.outer.store.store import Listener, Store
+from engine.outer.store.store import DISK_FULL, Store
 
 MESSAGE_BYTES = 64 << 20
 """Maximum bytes of a request without a range."""
-_TICK_SECONDS, _OPEN_SECONDS = 0.25, 2.0
+_TICK_SECONDS = 0.25
 _POLL_SECONDS = 0.5
-_FULL, _IN_TROUBLE = 507, 500
+_IN_TROUBLE = 500
 _SAME_VERSION = "use the same version of trine on sites and stores."
 logger = logging.getLogger("trine")
 T = TypeVar("T")
@@ -68,16 +68,12 @@ class StoreServer:
     """HTTP application over a store.
 
     Args:
-        open_store: opens the store, and opens it again after its disk was full.
+        store: the store; the end of the application closes it.
         token: secret that every request but ``healthz`` carries; empty: none.
     """
 
-    def __init__(self, open_store: Callable[[], Store], token: str = "") -> None:
-        self.store, self._open_store = open_store(), open_store
-        self.problem = ""
-        """Sentence about the disk while the store cannot write to it."""
-        self._opened = monotonic()
-        self._listener: Listener = lambda event: None
+    def __init__(self, store: Store, token: str = "") -> None:
+        self.store = store
         self.failure: BaseException | None = None
         """Error that has ended the ticks."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -121,16 +117,14 @@ class StoreServer:
         def listener(event: object) -> None:
             loop.call_soon_threadsafe(self._wake)
 
-        self._listener = listener
-        self.store.listeners.append(self._listener)
+        self.store.listeners.append(listener)
         ticks = asyncio.create_task(self._tick_forever())
         try:
             yield
         finally:
             ticks.cancel()
             await asyncio.wait([ticks])
-            self._listener = lambda event: None
-            self.store.listeners.clear()
+            self.store.listeners.remove(listener)
             await loop.run_in_executor(self._thread, self.store.close)
             await asyncio.to_thread(self._thread.shutdown)
 
@@ -151,7 +145,7 @@ class StoreServer:
             try:
                 await self._run(self._tick)
             except StoreRefusedError:
-                pass  # ``problem`` has the sentence
+                pass  # the store cannot write, and has said so
             except Exception as error:
                 self.failure = error
                 self.on_failure()
@@ -159,32 +153,13 @@ class StoreServer:
             await asyncio.sleep(_TICK_SECONDS)
 
     def _tick(self) -> None:
-        if self.problem and monotonic() - self._opened > _OPEN_SECONDS:
-            self._opened = monotonic()
-            self.store.close()
-            self.store = self._open_store()
-            self.store.listeners.append(self._listener)
-            self.problem = ""
         self.store.tick()
         for bodies in (self._uploads, self._downloads):
             bodies.expire(monotonic())
 
     async def _run(self, work: Callable[..., T], *given: object) -> T:
-        """Runs work on the store in its thread; a full disk becomes a refusal."""
-        if self.problem and work != self._tick:
-            raise StoreRefusedError(self.problem, _FULL)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *given))
-        except (OSError, StoreRefusedError) as error:
-            reason = error if isinstance(error, OSError) else error.__cause__
-            if not isinstance(reason, OSError):
-                raise
-            if not self.problem:
-                self.problem = (
-                    f"the store cannot write to its folder ({first_line(reason)}); free space there, and it continues."
-                )
-                logger.warning("%s", self.problem)
-            raise StoreRefusedError(self.problem, _FULL) from reason
+        """Runs work on the store in its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *given))
 
     # ---------------------------------------------------------------- requests without a body
 
@@ -233,7 +208,7 @@ class StoreServer:
         return _reply(await self._run(self.store.status))
 
     async def _health(self, request: Request) -> Response:
-        return _reply({"status": "full"}, _FULL) if self.problem else _reply({"status": "ok"})
+        return _reply({"status": "full"}, DISK_FULL) if self.store.problem else _reply({"status": "ok"})
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         if isinstance(error, StoreRefusedError):

@@ -5,7 +5,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Thread
@@ -84,8 +83,8 @@ def address_of(listening: socket.socket) -> str:
 class StoreService:
     """HTTP server of a store on a socket."""
 
-    def __init__(self, open_store: Callable[[], Store], token: str, listening: socket.socket) -> None:
-        self._application, self._listening = StoreServer(open_store, token), listening
+    def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
+        self._application, self._listening = StoreServer(store, token), listening
         self._server = _Server(
             uvicorn.Config(
                 cast(Any, self._application),  # ASGI applications have loose types
@@ -114,11 +113,11 @@ class StoreService:
         self._server.should_exit = True
 
 
-def serve(open_store: Callable[[], Store], token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
+def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
     """Serves a store until SIGTERM or SIGINT."""
 
     async def run() -> None:
-        service = StoreService(open_store, token, listening)
+        service = StoreService(store, token, listening)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, service.stop)
         ready()
@@ -137,13 +136,13 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def serving(open_store: Callable[[], Store], token: str, listening: socket.socket) -> Iterator[None]:
+def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None]:
     """Serves a store in a thread of this process until the block ends.
 
     Raises:
         Exception: the error that has ended the store's ticks.
     """
-    service, loop = StoreService(open_store, token, listening), asyncio.new_event_loop()
+    service, loop = StoreService(store, token, listening), asyncio.new_event_loop()
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -179,8 +178,8 @@ class HostedLink(HttpLink):
         folder = Path(outer.folder) if outer.folder is not None else None
         self._served = ExitStack()
         listening = self._served.enter_context(listen(host, address.port or 80))
-        open_store = partial(Store, settings, folder, snapshot_every=outer.snapshot_every)
-        self._served.enter_context(serving(open_store, token, listening))
+        store = Store(settings, folder, snapshot_every=outer.snapshot_every)
+        self._served.enter_context(serving(store, token, listening))
         super().__init__(outer.urls, fragments, token)
 
     def leave(self, life: int) -> None:

@@ -3,6 +3,7 @@
 A request becomes an event. The event and its body are on disk before the state changes, and merges follow at once.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,9 +47,10 @@ from engine.outer.store.replay import recover
 from engine.outer.store.snapshot import write_snapshot
 from engine.outer.store.state import FragmentState, StoreState, push_name, seed_name
 
-_DISK_FULL = 507
+DISK_FULL = 507
 """Status of a refusal because the store cannot write; the same request succeeds later."""
 _MEND_SECONDS = 1.0  # from a failed write to the next try
+logger = logging.getLogger("trine")
 Listener = Callable[[Event], None]
 """Function called with every event after it has changed the state; it returns at once and calls no store."""
 
@@ -86,7 +88,9 @@ class Store:
         self._settings, self._clock, self._lock = json_values(settings), clock, threading.RLock()
         self._state = StoreState(self._settings, number)
         self._received = self._sent = self._merges = 0
-        self._keep, self._every, self._closed, self._failure, self._mends_at = keep, snapshot_every, False, "", 0.0
+        self._keep, self._every, self._closed, self._mends_at = keep, snapshot_every, False, 0.0
+        self.problem = ""
+        """Sentence about the disk while the store cannot write to it."""
         self._journal = None if folder is None else Journal(Path(folder))
         if self._journal is not None:
             try:
@@ -464,26 +468,27 @@ class Store:
             if self._closed:
                 raise StoreRefusedError("the store has been closed; start it again.", 503)
             try:
-                if self._failure and self._journal is not None:
+                if self.problem and self._journal is not None:
                     self._mend(self._journal)
                 yield
             except OSError as error:
-                self._failure = (
+                self.problem = (
                     f"the store cannot write to its folder ({first_line(error)}); free space there, and the sites go "
                     "on."
                 )
+                logger.warning("%s", self.problem)
                 self._mends_at = self._clock() + _MEND_SECONDS
-                raise StoreRefusedError(self._failure, _DISK_FULL) from error
+                raise StoreRefusedError(self.problem, DISK_FULL) from error
 
     def _mend(self, journal: Journal) -> None:
         """Restores the state from the folder after a failed write."""
         if self._clock() < self._mends_at:
-            raise StoreRefusedError(self._failure, _DISK_FULL)
+            raise StoreRefusedError(self.problem, DISK_FULL)
         journal.close()
         self._state = StoreState(self._settings, self._state.number)
         self._journal = Journal(journal.folder)
         self._start(self._journal)
-        self._failure = ""
+        self.problem = ""
 
     def _announce(self, event: Event) -> None:
         for listener in self.listeners:

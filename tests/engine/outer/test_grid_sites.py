@@ -51,7 +51,7 @@ CP2: dict[str, Any] = {"parallel": {"context": 2}}
 @contextmanager
 def served(store: Store) -> Iterator[str]:
     """Serves a store on a free port of this host; yields its address."""
-    with service.listen("127.0.0.1", 0) as listening, service.serving(lambda: store, "", listening):
+    with service.listen("127.0.0.1", 0) as listening, service.serving(store, "", listening):
         yield service.address_of(listening)
 
 

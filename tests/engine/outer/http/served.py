@@ -1,7 +1,7 @@
 """Stores served in this process without a socket, and sites that talk to them."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Thread
 from typing import Any
@@ -62,9 +62,9 @@ def settings_of(**keys: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def served(open_store: Callable[[], Store], token: str = "") -> Iterator[AppTransport]:
+def served(store: Store, token: str = "") -> Iterator[AppTransport]:
     """Serves a store."""
-    transport = AppTransport(StoreServer(open_store, token))
+    transport = AppTransport(StoreServer(store, token))
     try:
         yield transport
     finally:

@@ -126,7 +126,7 @@ def test_lost_replies_and_doubled_requests_change_no_bit(monkeypatch: pytest.Mon
     settings = settings_of(rule="diloco", sites=2, period=10, fragments=2)
     quiet = Store(settings)
     expected = train([quiet, quiet], settings, 6)
-    with served(lambda: Store(settings)) as app:
+    with served(Store(settings)) as app:
         lossy = [Lossy(app, seed) for seed in range(2)]
         with linked(lossy[0]) as first, linked(lossy[1]) as second:
             found = train([first, second], settings, 6)
@@ -143,7 +143,7 @@ def test_two_stores_compute_the_weights_of_one() -> None:
     one = Store(settings)
     expected = train([one, one], settings, 3)
     both = {**settings_of(rule="diloco", sites=2, period=10), "stores": 2}
-    with served(lambda: Store(both, number=0)) as first, served(lambda: Store(both, number=1)) as second:
+    with served(Store(both, number=0)) as first, served(Store(both, number=1)) as second:
         second.server.store.join(join_request(5, both))  # so that lives differ between the stores
         second.server.store.leave(0)
         apps, parts = (first, second), parts_of(both)
@@ -179,7 +179,7 @@ def test_a_large_body_continues_at_the_last_range(monkeypatch: pytest.MonkeyPatc
     for module in ("bodies", "connection", "server"):
         monkeypatch.setattr(f"engine.outer.http.{module}.RANGE", size)
     weights = torch.randn(elements)
-    with served(lambda: Store(settings_of(rule="diloco", period=10))) as app:
+    with served(Store(settings_of(rule="diloco", period=10))) as app:
         breaking = Breaking(app, "/v1/seed", {3})
         link, life = ready(app, elements)(breaking)
         link.seed(life, 0, 0, body_of(weights))
@@ -207,7 +207,7 @@ def test_a_body_that_arrives_damaged_is_sent_again() -> None:
             changed = httpx.Request(request.method, request.url, headers=request.headers, content=bytes(data))
             return app.handle_request(changed)
 
-    with served(lambda: Store(settings_of(rule="diloco", period=10))) as app:
+    with served(Store(settings_of(rule="diloco", period=10))) as app:
         link, life = ready(app, 50)(Damaging())
         link.seed(life, 0, 0, body_of(torch.ones(50)))
         assert torch.equal(link.pull(life, 0, 0, link.offer(life, 0).version), torch.ones(50))  # type: ignore[union-attr]
@@ -216,7 +216,7 @@ def test_a_body_that_arrives_damaged_is_sent_again() -> None:
 
 def test_a_late_double_of_an_offer_does_not_end_the_version_that_is_pulled() -> None:
     settings = settings_of(rule="async", period=10)
-    with served(lambda: Store(settings)) as app, linked(app) as first, linked(app) as second:
+    with served(Store(settings)) as app, linked(app) as first, linked(app) as second:
         sent: list[httpx.Request] = []
 
         class Recording(httpx.BaseTransport):
@@ -240,7 +240,7 @@ def test_a_late_double_of_an_offer_does_not_end_the_version_that_is_pulled() -> 
 
 def test_a_renewal_during_a_long_merge_counts_before_leases_end(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, store = settings_of(rule="diloco", period=10), Store(settings_of(rule="diloco", period=10))
-    with served(lambda: store) as app, linked(app) as link:
+    with served(store) as app, linked(app) as link:
         life = start(link, 0, settings)
         waiting, merging, done, order = app.server._thread._work_queue, Event(), Event(), list[str]()
 

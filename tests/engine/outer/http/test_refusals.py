@@ -80,7 +80,7 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with served(lambda: Store(SETTINGS), TOKEN) as app:
+    with served(Store(SETTINGS), TOKEN) as app:
         bench = started(app)
         yield bench
         bench.client.close()
@@ -186,7 +186,7 @@ def test_a_full_disk_is_one_sentence_and_the_push_follows_later(
     def full(*given: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with served(lambda: Store(SETTINGS, tmp_path), TOKEN) as app:
+    with served(Store(SETTINGS, tmp_path), TOKEN) as app:
         bench = started(app)
         before = bench.weights
         with monkeypatch.context() as patched:
@@ -197,7 +197,7 @@ def test_a_full_disk_is_one_sentence_and_the_push_follows_later(
                 assert "the store cannot write to its folder ([Errno 28] No space left" in response.json()["error"]
             assert bench.client.get(wire.HEALTH).status_code == 507
             assert bench.weights == before
-        monkeypatch.setattr("engine.outer.http.server._OPEN_SECONDS", 0.0)
+        monkeypatch.setattr("engine.outer.store.store._MEND_SECONDS", 0.0)
         while bench.client.get(wire.HEALTH).status_code != 200:
             sleep(0.01)
         assert bench.weights == before

@@ -40,7 +40,7 @@ from tests.engine.outer.http.served import (
 def running(store: Store, token: str = "") -> Iterator[tuple[str, service.StoreService]]:
     """Serves a store on a free port of this host, in a thread."""
     listening = service.listen("127.0.0.1", 0)
-    served = service.StoreService(lambda: store, token, listening)
+    served = service.StoreService(store, token, listening)
     loop = asyncio.new_event_loop()
     thread = Thread(target=lambda: loop.run_until_complete(served.run()))
     address = service.address_of(listening)
