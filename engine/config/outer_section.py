@@ -21,6 +21,8 @@ from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Problems, Real
 
 Rule = Literal["average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild"]
 RULES = ("average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild")
+WAITING_RULES = ("average", "diloco", "bsp")
+"""Rules under which all live sites meet, and a merge is taken over after a fixed step."""
 SERVER_RULES = ("bsp", "ssp", "async")
 """Rules under which the store has the optimizer of the training, at period 1."""
 CODECS = ("fp64", "fp32", "bf16", "int8", "int4", "topk")
@@ -217,7 +219,7 @@ def check_outer(
             problems.add("outer.url", f'address {number} is "{url}"; give http://HOST:PORT with a number as the port.')
     if outer.least > outer.sites > 1:
         problems.add("outer.least", f"{outer.least} with {outer.sites} sites, which never push that often; give fewer.")
-    if outer.site >= outer.sites and outer.sites > 1 and outer.rule in ("average", "diloco", "bsp"):
+    if outer.site >= outer.sites and outer.sites > 1 and outer.rule in WAITING_RULES:
         problems.add("outer.sites", f"{outer.sites} with site {outer.site}; count every site that starts the training.")
     _check_period(outer, problems)
     _check_store_optimizer(outer, training, problems)

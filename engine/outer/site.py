@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config.outer_section import OuterConfig, shared_settings
+from engine.config.outer_section import WAITING_RULES, OuterConfig, shared_settings
 from engine.errors import EngineError
 from engine.optim.lr_schedules import LearningRate
 from engine.outer.exchange import PushFlight, StoreExchange
@@ -45,8 +45,6 @@ from engine.step.parts import PartOrder, StepPart
 from engine.step.state import StepState, StepTotals
 
 logger = logging.getLogger("trine")
-_WAITING_RULES = ("average", "diloco", "bsp")
-"""Rules under which a merge is taken over after a fixed step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +334,7 @@ class OuterLoop(StepPart):
         outer = self._outer
         for number, fragment in enumerate(self.weights.local.fragments):
             if due(self._steps, outer.steps, outer.fragments, fragment.index) or number in self._late:
-                if number in self._flights and (outer.rule == "ssp" or outer.rule in _WAITING_RULES):
+                if number in self._flights and (outer.rule == "ssp" or outer.rule in WAITING_RULES):
                     self._finish(number)  # a site of ssp is too far ahead, and waits here
                 if number in self._flights:
                     self._late.add(number)
@@ -348,7 +346,7 @@ class OuterLoop(StepPart):
         """Takes over the merges that are due, or that all ranks have pulled."""
         assert self._exchange is not None
         outer, delay = self._outer, self._outer.delay
-        waits = outer.rule in _WAITING_RULES or outer.rule == "hogwild"
+        waits = outer.rule in WAITING_RULES or outer.rule == "hogwild"
         for number, flight in list(self._flights.items()):
             ahead = self._steps - (flight.meta.step + self._began)
             if (waits and ahead >= delay) or (outer.most_steps and ahead >= outer.most_steps):

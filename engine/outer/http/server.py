@@ -145,7 +145,7 @@ class StoreServer:
             try:
                 await self._run(self._tick)
             except StoreRefusedError:
-                pass  # the store cannot write, and has said so
+                pass  # the store cannot write, and has logged it
             except Exception as error:
                 self.failure = error
                 self.on_failure()

@@ -472,11 +472,13 @@ class Store:
                     self._mend(self._journal)
                 yield
             except OSError as error:
+                known = bool(self.problem)
                 self.problem = (
                     f"the store cannot write to its folder ({first_line(error)}); free space there, and the sites go "
                     "on."
                 )
-                logger.warning("%s", self.problem)
+                if not known:
+                    logger.warning("%s", self.problem)
                 self._mends_at = self._clock() + _MEND_SECONDS
                 raise StoreRefusedError(self.problem, DISK_FULL) from error
 

@@ -139,10 +139,11 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     """Returns the newest weights of a store's folder."""
     config = load_config(config_of("http://store:1", 0), 1)
     assert config.outer is not None
-    store = Store(shared_settings(config.outer, config.optimizer, config.gradient_clipping), folder, keep=True)
+    settings = shared_settings(config.outer, config.optimizer, config.gradient_clipping)
+    store = Store(settings, folder, keep=True)
     model = make_model()
     shapes = tuple((name, tuple(p.shape)) for name, p in model.named_parameters())
-    life = store.join(JoinRequest(SITES, 1, shapes, ({},), (0,) * len(shapes), _settings(config))).life
+    life = store.join(JoinRequest(SITES, 1, shapes, ({},), (0,) * len(shapes), settings)).life
     pieces = tuple(NamedPiece(name, Part(shape).whole()) for name, shape in shapes)
     store.register(life, 0, RankLayout(pieces, pieces))
     offer = store.offer(life, 0)
@@ -151,10 +152,6 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     store.close()
     parts = torch.split(flat, [each.piece.elements for each in pieces])
     return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
-
-
-def _settings(config: Any) -> dict[str, Any]:
-    return shared_settings(config.outer, config.optimizer, config.gradient_clipping)
 
 
 def validation(weights: dict[str, Tensor]) -> float:
