@@ -58,8 +58,9 @@ class OuterConfig:
     """Outer loop: this engine is one of several sites that meet in a store."""
 
     url: tuple[str, ...] | str | None = setting(None, AnyOf(
-        rules=(Text(noun="an address", null=True), ListOf(each=Text(), least=1, noun="a list of addresses")),
-        remedy='give the address of the store such as "http://store:8140", or a list of addresses'))  # fmt: skip
+        rules=(Text(noun="an address"), ListOf(each=Text(), least=1, noun="a list of addresses")),
+        remedy='give the address of the store such as "http://store:8140", or a list of addresses',
+        null=True))  # fmt: skip
     """Address of the store, or of several stores that divide the tensors among them."""
     serve: bool = setting(False, Flag())
     """true: rank 0 of site 0 serves the store at ``url`` from a thread; false: ``trine outer`` does."""

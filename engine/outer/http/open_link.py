@@ -33,9 +33,9 @@ def read_token(outer: OuterConfig) -> str:
 def open_link(outer: OuterConfig, fragments: Sequence[Fragment]) -> StoreLink:
     """Returns a connection to the stores, or to shared memory of this host; nothing is sent."""
     if outer.rule == "hogwild":
-        from engine.outer.shared_weights import SharedWeights
+        from engine.outer.store.shared_weights import SharedWeights
 
-        return SharedWeights(outer, fragments)
+        return SharedWeights(outer)
     from engine.outer.http.line import HttpLink
 
     return HttpLink(outer.urls, fragments, read_token(outer))

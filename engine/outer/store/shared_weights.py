@@ -11,18 +11,15 @@ Concurrent additions to one element may lose one of them, so two runs differ (Re
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.checkpoint.format.pieces import Piece
 from engine.config.outer_section import OuterConfig
 from engine.errors import ConfigError
 from engine.outer.codecs import make_delta_codec
-from engine.outer.fragments import Fragment
 from engine.outer.messages import (
     JoinReply,
     JoinRequest,
@@ -35,6 +32,7 @@ from engine.outer.messages import (
     StoreRefusedError,
     StoreStatus,
 )
+from engine.outer.store.placement import FlatTensors
 
 
 class SharedWeights:
@@ -43,13 +41,12 @@ class SharedWeights:
     outage = ""
     """Empty: memory answers."""
 
-    def __init__(self, outer: OuterConfig, fragments: Sequence[Fragment]) -> None:
+    def __init__(self, outer: OuterConfig) -> None:
         if outer.folder is None:
             raise ConfigError("outer.folder: missing; give a folder that all sites share, such as /dev/shm/my-run.")
         self._folder = Path(outer.folder)
         self._codec = make_delta_codec("fp32")
-        self._names = [set(fragment.names) for fragment in fragments]
-        self._starts = dict[str, int]()
+        self._tensors = FlatTensors.of((), 1)
         self._layout = RankLayout((), ())
         self._values: Tensor | None = None
         self._seeders = 0
@@ -83,22 +80,22 @@ class SharedWeights:
                     f"{self._folder} has weights of another model: {each.name!r} has shape "
                     f"{list(each.piece.part.shape)} here; give another outer.folder, or remove this one."
                 )
-        end = 0
-        for name, shape in sizes.items():
-            self._starts[name], end = end, end + prod(shape)
+        self._tensors = FlatTensors.of(((name, shape, 0) for name, shape in sizes.items()), 1)
         self._layout, self._seeders = layout, known["ranks"]
-        self._values = torch.from_file(str(self._folder / "weights"), shared=True, size=end, dtype=torch.float32)
+        path, (size,) = str(self._folder / "weights"), self._tensors.sizes
+        self._values = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
 
     def seed(self, life: int, rank: int, fragment: int, body: Tensor) -> None:
         """Writes initial weights."""
-        self._add(fragment, body.view(torch.float32), replaces=True)
-        if fragment == len(self._names) - 1:
-            (self._folder / f"seeded-{rank}").touch()
+        for shared, own in self._pushed(body.view(torch.float32)):
+            shared.copy_(own)
+        (self._folder / f"seeded-{rank}").touch()
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
         """Subtracts differences from the shared weights; other sites may write at the same time."""
         values = self._codec.decode(body, body.numel() // 4).float()
-        self._add(meta.key.fragment, values, replaces=False)
+        for shared, own in self._pushed(values):
+            shared.sub_(own)
         self._merged, self._moved[0] = meta.key.seq, self._moved[0] + body.nbytes
         return PushState.MERGED
 
@@ -114,14 +111,7 @@ class SharedWeights:
     def pull(self, life: int, rank: int, fragment: int, version: int) -> Tensor:
         """Returns a copy of the weights, fp32 [elements]."""
         assert self._values is not None, "this rank has registered its pieces"
-        own = [each for each in self._layout.pulled if each.name in self._names[fragment]]
-        found = torch.empty(sum(each.piece.elements for each in own))
-        end = 0
-        for each in own:
-            for full, local, count in _spans(each.piece):
-                start = self._starts[each.name] + full
-                found[end + local : end + local + count] = self._values[start : start + count]
-            end += each.piece.elements
+        found = self._tensors.cut((self._values,), self._layout)
         self._moved[1] += found.nbytes
         return found
 
@@ -136,25 +126,14 @@ class SharedWeights:
         """Returns the bytes that this rank has moved."""
         return StoreStatus((self._merged + 1,), received_bytes=self._moved[0], sent_bytes=self._moved[1])
 
-    def _add(self, fragment: int, values: Tensor, replaces: bool) -> None:
+    def _pushed(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields shared and own values of each range that is contiguous in both, for all pushed pieces."""
         assert self._values is not None, "this rank has registered its pieces"
-        end = 0
-        for each in self._layout.pushed:
-            if each.name not in self._names[fragment]:
-                continue
-            for full, local, count in _spans(each.piece):
-                start = self._starts[each.name] + full
-                shared, own = self._values[start : start + count], values[end + local : end + local + count]
-                if replaces:
-                    shared.copy_(own)
-                else:
-                    shared.sub_(own)
-            end += each.piece.elements
-
-
-def _spans(piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """Yields (offset in the full tensor, offset in the piece, elements) of contiguous ranges."""
-    yield from zip(*(column.tolist() for column in piece.spans()), strict=True)
+        sizes = [each.piece.elements for each in self._layout.pushed]
+        for each, own in zip(self._layout.pushed, torch.split(values, sizes) if sizes else (), strict=True):
+            start = self._tensors.places[each.name].start
+            for full, local, count in zip(*(column.tolist() for column in each.piece.spans()), strict=True):
+                yield self._values[start + full : start + full + count], own[local : local + count]
 
 
 def _create(path: Path, text: str) -> bool:

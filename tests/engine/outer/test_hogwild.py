@@ -1,0 +1,57 @@
+"""Sites of one host whose weights are in shared memory, without a store."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine
+from engine.config import load_config
+from engine.errors import EngineError
+from engine.models.decoder import loss_sum
+from tests import models
+from tests.engine.outer.test_grid_sites import TP2, ZERO2, train_site
+from tests.engine.outer.thread_sites import ROWS, SiteRun, apart, config_of, train_alone
+
+RunRanks = Callable[..., list[Any]]
+
+
+def train(folder: Path, steps: int = 4) -> SiteRun:
+    """Trains one site of this process."""
+    return train_site(0, 1, steps, {"rule": "hogwild", "url": None, "folder": str(folder)}, {})
+
+
+def test_a_site_of_shared_memory_trains_as_alone_and_the_next_one_continues(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    assert apart(run.weights, train_alone(4).weights) < 1e-6
+    assert run.outer is not None
+    assert (run.outer.clock, run.outer.rows) == (4, 4 * ROWS)
+    again = train(tmp_path, 1)
+    assert again.losses[0] < run.losses[0] or apart(again.weights, run.weights) < 0.05
+    assert again.losses[0] != run.losses[0], "the second site begins with the weights of the first"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [TP2, ZERO2], ids=["tp2", "ZeRO 2"])
+def test_a_site_of_several_ranks_trains_as_one_rank(run_ranks: RunRanks, tmp_path: Path, grid: dict[str, Any]) -> None:
+    outer = {"rule": "hogwild", "url": None, "folder": str(tmp_path / "ranks")}
+    ranks: SiteRun = run_ranks(partial(train_site, outer=outer, changes=grid), 2, 0, 1, 4)[0]
+    alone = train(tmp_path / "alone")
+    assert ranks.losses == pytest.approx(alone.losses, rel=1e-6)
+    assert apart(ranks.weights, alone.weights) < 1e-5
+
+
+def test_a_configuration_of_shared_memory_reads_back() -> None:
+    read = load_config({"train_batch_size": 4, "outer": {"rule": "hogwild", "folder": "shared"}}, 1)
+    assert load_config(read.to_json(), 1) == read
+
+
+def test_shared_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    config = config_of({"rule": "hogwild", "url": None, "folder": str(tmp_path)})
+    with pytest.raises(EngineError, match="has weights of another model"):
+        engine.initialize(models.decoder(layers=3), config, loss_fn=loss_sum).train_batch(
+            models.batches_for("decoder", ROWS, 1)[0]
+        )
