@@ -10,6 +10,16 @@ from engine.errors import COPY_AGAIN, CheckpointError
 _Value = TypeVar("_Value")
 
 
+def decode_json(data: bytes | bytearray) -> Any:
+    """Returns the JSON value in UTF-8 text, without duplicate keys, NaN and infinity.
+
+    Raises:
+        ValueError: the text is no such value.
+        RecursionError: the value is nested too deeply.
+    """
+    return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
 def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
     """Parses a JSON object without duplicate keys.
 
@@ -17,7 +27,7 @@ def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
         CheckpointError: the text is not such an object.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = decode_json(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is damaged: {type(error).__name__}, {error}; {COPY_AGAIN}") from error
     if not isinstance(value, dict):
@@ -104,9 +114,9 @@ def _named(value: Any) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
+        raise ValueError("a key occurs twice in its JSON")
     return found
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+    raise ValueError(f"its JSON has the number {name}")

@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from engine.checkpoint.format.pieces import Piece
+from engine.checkpoint.format.strict_json import decode_json
 
 _LARGEST = 2**62
 """Bound of integers, so that sums and products of two of them cause no surprise in int64."""
@@ -47,7 +48,7 @@ def parse_json(data: bytes | bytearray) -> dict[str, Any]:
         ValueError: it is not one, or a key occurs twice in it.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = decode_json(data)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     if not isinstance(value, dict):
@@ -153,14 +154,3 @@ def _checked(value: Any, kind: type[T], at: str) -> T:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice in its JSON")
-    return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"its JSON has the number {name}")
