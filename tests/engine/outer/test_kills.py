@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.outer.text import make_model
 from engine.checkpoint.format.pieces import Part
 from engine.config import load_config
 from engine.config.outer_section import shared_settings
@@ -25,7 +26,7 @@ from engine.models.decoder import loss_sum
 from engine.outer.messages import JoinRequest, NamedPiece, RankLayout
 from engine.outer.store.replay import replay
 from engine.outer.store.store import Store
-from tests.engine.outer.killed_site import SITES, batch_of, config_of, make_model, text
+from tests.engine.outer.killed_site import SITES, batch_of, config_of
 from tests.network import Network, network
 
 SCRIPT = Path(__file__).with_name("killed_site.py")
@@ -156,10 +157,10 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 def validation(weights: dict[str, Tensor]) -> float:
     """Returns the loss of weights on rows that no site reads."""
-    model, data = make_model(), text()
+    model = make_model()
     model.load_state_dict(weights, strict=False)
     with torch.no_grad():
-        pairs = [loss_sum(model(batch["input_ids"]), batch) for batch in (batch_of(data, 99, 8 * i) for i in range(32))]
+        pairs = [loss_sum(model(batch["input_ids"]), batch) for batch in (batch_of(99, 8 * i) for i in range(32))]
     return float(sum(total for total, _ in pairs)) / float(sum(weight for _, weight in pairs))
 
 
