@@ -79,6 +79,20 @@ def make_llama() -> nn.Module:
     )  # fmt: skip
 
 
+def make_mixtral() -> nn.Module:
+    """Builds a small random Mixtral model of four experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(7)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
+            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=128,
+            use_cache=False,
+        )
+    )  # fmt: skip
+
+
 def make_batches(steps: int = 3) -> list[dict[str, torch.Tensor]]:
     """Draws the global batches of ``steps`` steps."""
     generator = torch.Generator().manual_seed(3)
@@ -155,7 +169,7 @@ def _quantized() -> Finding:
 
 def grid_config(name: str) -> Config:
     """Parses a configuration from a case such as "dp2 tp2 zero1 sequence 1f1b"."""
-    axes = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
+    axes = {"dp": "data", "cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
     words = name.split()
     parallel: Config = {axes[word[:2]]: int(word[2:]) for word in words if word[:2] in axes}
     if "sequence" in words:
@@ -174,8 +188,10 @@ def run_ranks(names: Sequence[str]) -> None:
 
     def body(name: str) -> Finding:
         config = grid_config(name)
-        size = prod(value for value in config["parallel"].values() if type(value) is int)
-        found = verify(make_llama, config, make_batches(), threads=size, device=device_kind())
+        grid = config["parallel"]
+        size = prod(grid.get(axis, 1) for axis in ("data", "context", "tensor", "pipeline"))
+        build = make_mixtral if "expert" in grid else make_llama
+        found = verify(build, config, make_batches(), threads=size, device=device_kind())
         return judged(found, BOUNDS[True])
 
     each(names, body)

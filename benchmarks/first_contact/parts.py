@@ -17,6 +17,7 @@ CASES = (
 """Single-rank cases, each compared with plain torch or with itself."""
 RANKS = (
     "dp2 zero0", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sequence", "pp2 1f1b", "pp2 zb-h1", "dp2 tp2 pp2",
+    "cp2 zero1", "cp2 tp2", "dp2 ep2 zero1", "dp2 ep2 tp2",
 )  # fmt: skip
 GLOO = ("gloo dp2 zero0", "gloo dp2 zero1", "gloo tp2", "gloo pp2")
 STEPS: Mapping[str, float] = MappingProxyType(
@@ -108,7 +109,7 @@ def _runs(tiny: bool, scratch: Path) -> list[Part]:
 
 def _checks(tiny: bool) -> list[Part]:
     """Make the parts that compare."""
-    tests = (TINY_TESTS,) if tiny else ("-m", "gpu", GPU_TESTS)
+    tests = (TINY_TESTS,) if tiny else ("-n", "4", "-m", "gpu", GPU_TESTS)
     pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "--maxfail", "40")
     return [
         _own("parity", "each mode computes what plain torch does", 150, CASES, beside=True),
