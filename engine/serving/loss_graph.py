@@ -208,7 +208,9 @@ def _outcome(arguments: list[Any]) -> tuple[Tensor, Mapping[str, float]]:
 
 def _metrics(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in metrics.items():
-        if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float):
+        if isinstance(value, Tensor) and value.numel() == 1:
+            yield str(name), float(value.detach())
+        elif isinstance(value, int | float):
             yield str(name), float(value)
 
 
