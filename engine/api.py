@@ -99,7 +99,8 @@ def initialize(
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replacing_sections(resolved, optimizer, lr_scheduler, (*notes, *rows.notes))
         forward = ForwardInputs.of(made, loss_fn is not None, inputs, {KEY} if resolved.router_replay else ())
-        request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward)
+        request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward,
+                          lender=world.lender)  # fmt: skip
         resources.add(request.patches.remove)
         resolved = freeze_untrained(take_model(made, request.patches), resolved, optimizer, request.patches)
         return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources, words)
@@ -167,6 +168,8 @@ def _initialize(
 def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[Comm, Watchdog | None]:
     """Connects all ranks, refuses different input, then creates the groups and, for several processes, the watchdog."""
     grid = config.grid(world.rank)
+    if world.lender is not None:
+        return world.lender.comm.lend(), None
     if world.connect is not None:
         return Comm(grid, world.connect(grid)), None
     end_with_agent(os.environ)
