@@ -64,7 +64,9 @@ class SamplingOptions:
 
     def ends(self, default: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Returns the stop sequences; ``default``: tokens that end a completion if ``stop`` is None."""
-        return tuple((end,) if isinstance(end, int) else tuple(end) for end in (default if self.stop is None else self.stop))
+        return tuple(
+            (end,) if isinstance(end, int) else tuple(end) for end in (default if self.stop is None else self.stop)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Logits of the next token of every row of a batch: with a cache, or by a forward of whole sequences.
 
-    CachedSteps   prompts padded on the left; afterwards one token a row
-    WholeSteps    sequences padded on the right, which a causal model does not see; ``predict`` of the step runner
+CachedSteps   prompts padded on the left; afterwards one token a row
+WholeSteps    sequences padded on the right, which a causal model does not see; ``predict`` of the step runner
 """
 
 import inspect
