@@ -1,8 +1,8 @@
 """Skeleton of the base model, and what the base's engine lends to the engines of tenants.
 
-    base       parameters on the ranks, frozen; process groups
-    skeleton   the same modules with parameters on the meta device, made before the base is sharded
-    tenant     a copy of the skeleton with adapters; its frozen parameters are the base's tensors on each rank
+base       parameters on the ranks, frozen; process groups
+skeleton   the same modules with parameters on the meta device, made before the base is sharded
+tenant     a copy of the skeleton with adapters; its frozen parameters are the base's tensors on each rank
 """
 
 import copy
