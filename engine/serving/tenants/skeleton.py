@@ -41,11 +41,11 @@ def _without_memory(model: nn.Module) -> nn.Module:
 def lender_of(base: Engine, model: nn.Module) -> Lender:
     """Returns what ``base`` lends to an engine of the adapted ``model``: tensors by the names in ``model``."""
     runtime = base._runtime
-    placed = dict(base.module.named_parameters(remove_duplicate=False))
+    placed, here = dict(base.module.named_parameters()), runtime.plan.table.held_by(runtime.comm.grid.holder())
     names = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     inside = {slot.name for flat in runtime.inventory.frozen for slot in flat.bucket.slots}
     tensors: Mapping[str, Tensor] = {
-        name: placed[ours].data for ours, name in names.items() if ours in placed and ours not in inside
+        names[row.name]: placed[row.name].data for row in here if row.name in names and row.name not in inside
     }
     shards = {tuple(names[slot.name] for slot in flat.bucket.slots): flat.kept for flat in runtime.inventory.frozen}
     return Lender(runtime.comm, tensors, shards)
