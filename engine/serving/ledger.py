@@ -58,7 +58,7 @@ class Ledger:
         self,
         queue: FairQueue,
         journal: CommandJournal | None,
-        limits: LedgerLimits = LedgerLimits(),
+        limits: LedgerLimits,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.queue, self.journal, self.limits, self.clock = queue, journal, limits, clock
