@@ -135,7 +135,7 @@ class _Remote(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
         found = ctx.call.backward(gradients)

@@ -6,6 +6,7 @@ Bodies are safetensors in both directions.
 
 import json
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -19,14 +20,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from engine.errors import EngineError, GridError, first_line
+from engine.remote.names import NUMBER, SESSION, TENSORS, VERSION
 
 try:
     import httpx
 except ImportError as error:
     raise GridError("engine.remote needs httpx, which is not installed; run: pip install httpx.") from error
 
-SESSION, NUMBER, VERSION = "x-trine-session", "x-trine-number", "x-trine-version"
-TENSORS = "application/octet-stream"
 _LATER = (408, 429)
 _TROUBLE = 500
 _REFUSED = 400
@@ -64,6 +64,7 @@ class RemoteLine:
         headers = {SESSION: uuid.uuid4().hex, **({"authorization": f"Bearer {token}"} if token else {})}
         timeout = httpx.Timeout(60.0, connect=5.0)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+        weakref.finalize(self, self._client.close)  # sockets end with the line
         self._numbers, self._tickets, self._lock = count(1), count(1), Lock()
 
     def post(self, path: str, tensors: Tensors, options: Mapping[str, str] | None = None) -> Reply:
@@ -119,7 +120,7 @@ class RemoteLine:
                     began, wait = monotonic(), 0.0  # the server works, and has a place for the reply
                 elif status < _REFUSED:
                     return response
-                elif status in _LATER or status >= _TROUBLE:
+                elif (status in _LATER or status >= _TROUBLE) and not _field(response, "final"):
                     why = _sentence(response) or f"status {status}"
                     wait = max(pause, _retry_after(response))
                 else:
@@ -137,11 +138,15 @@ def _reply(response: httpx.Response) -> Reply:
         raise RemoteError(f"the reply of {response.url} is no set of tensors: {first_line(error)}") from error
 
 
-def _sentence(response: httpx.Response) -> str:
+def _field(response: httpx.Response, name: str) -> Any:
     try:
-        return str(json.loads(response.content)["error"])
+        return json.loads(response.content)[name]
     except (ValueError, KeyError, TypeError):
-        return ""
+        return None
+
+
+def _sentence(response: httpx.Response) -> str:
+    return str(_field(response, "error") or "")
 
 
 def _retry_after(response: httpx.Response) -> float:

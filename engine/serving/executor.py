@@ -6,6 +6,7 @@ client are results; they are raised before any communication, equal on all ranks
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from engine.serving.commands import (
     DefineLoss,
     Done,
     DropTicket,
+    DropWeights,
     Failure,
     ForwardBackward,
     ForwardTensors,
@@ -76,6 +78,7 @@ class Executor:
             OptimStep: lambda command: self._trainer(command.model).optim_step(command),
             SaveWeights: self._save,
             LoadWeights: self._load,
+            DropWeights: self._drop_weights,
             UnloadModel: self._unload,
             DefineLoss: self._define,
             Sample: self._sample,
@@ -163,6 +166,11 @@ class Executor:
         trainer.load(folder, command.optimizer)
         self._spoilt.discard(command.model)
         return Done({"name": command.name, "version": trainer.version})
+
+    def _drop_weights(self, command: DropWeights) -> Done:
+        if self._pool.base.grid.rank == 0:
+            shutil.rmtree(self._folder / command.name, ignore_errors=True)
+        return Done()
 
     def _editions(self, name: str) -> list[Path]:
         """Returns the folders saved under a name, the newest last."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine
+from engine.errors import EngineError, first_line
 from engine.program.batch import tensors_by_path
 from engine.serving.commands import (
     Array,
@@ -75,7 +76,7 @@ class TensorCalls:
                 value.requires_grad_(value.is_floating_point())
         args, kwargs = _arguments(own)
         with torch.set_grad_enabled(wanted):
-            outputs = dict(_outputs(engine(*args, **kwargs)))
+            outputs = dict(_outputs(_called(engine, args, kwargs)))
         if wanted:
             self._retained[command.ticket] = _Retained(command.model, trainer.version, own, outputs, rows)
         joined = {name: rows.joined(value.detach(), engine) for name, value in outputs.items()}
@@ -195,6 +196,16 @@ def _arguments(given: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Ten
     if places != [str(index) for index in range(len(places))]:
         raise ServedError(f"positional tensors are named {', '.join(places)}; name them 0, 1, 2 without gaps.")
     return [given[name] for name in places], {name: value for name, value in given.items() if not name.isdigit()}
+
+
+def _called(engine: Engine, args: list[Tensor], kwargs: dict[str, Tensor]) -> Any:
+    """Returns the model's output; its own errors, such as about shapes, are the client's."""
+    try:
+        return engine(*args, **kwargs)
+    except EngineError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        raise ServedError(f"the model failed on these tensors: {first_line(error)}") from error
 
 
 def _outputs(output: Any) -> Iterable[tuple[str, Tensor]]:

@@ -12,8 +12,8 @@ from engine.config import load_config
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.serving.commands import (
-    Adapter,
     AdamParameters,
+    Adapter,
     BackwardTensors,
     CallFunction,
     Command,
