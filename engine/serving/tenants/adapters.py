@@ -76,7 +76,9 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _in_attention(model: nn.Module, name: str) -> bool:
     parts = name.split(".")[:-1]
     around = (".".join(parts[: end + 1]) for end in range(len(parts)))
-    return any(_ATTENTION.search(f"{path.rpartition('.')[2]} {type(model.get_submodule(path)).__name__}") for path in around)
+    return any(
+        _ATTENTION.search(f"{path.rpartition('.')[2]} {type(model.get_submodule(path)).__name__}") for path in around
+    )
 
 
 def adapted(model: nn.Module, adapter: Adapter) -> nn.Module:
@@ -92,7 +94,9 @@ def adapted(model: nn.Module, adapter: Adapter) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise PlanError(f"a tenant's adapters need PEFT, which cannot be imported ({error}); pip install peft.") from error
+        raise PlanError(
+            f"a tenant's adapters need PEFT, which cannot be imported ({error}); pip install peft."
+        ) from error
     exact = "^(" + "|".join(re.escape(name) for name in targets) + ")$"
     settings = LoraConfig(r=adapter.rank, lora_alpha=ALPHA, target_modules=exact, lora_dropout=0.0)
     with torch.random.fork_rng(devices=()):  # PEFT draws A with the process's generator

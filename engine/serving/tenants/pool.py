@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -16,7 +15,8 @@ from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.parallel.comm.world import Lender, World, read_world
 from engine.program.batch import Batch
-from engine.serving.commands import Adapter
+from engine.reporting.step_report import StepReport
+from engine.serving.commands import AdamParameters, Adapter
 from engine.serving.tenants.adapters import adapted
 from engine.serving.tenants.skeleton import Skeleton, lender_of, tenant_config
 
@@ -55,6 +55,9 @@ class _Tenant:
 
 class TenantPool:
     """Engines of tenants by id, on the ranks of one base model. All calls are collective, in one order on all ranks.
+
+    A tenant's engine accumulates the gradients of any number of ``eng.backward`` until :meth:`step`. On a pipeline,
+    ``eng(batch)`` returns the output on every rank (``open_pipeline``).
 
     Args:
         build_base: builds the base model, equal on all ranks.
@@ -122,6 +125,21 @@ class TenantPool:
         self._park_others(tenant)
         return tenant.engine
 
+    def step(self, model_id: str, adam: AdamParameters) -> StepReport | None:
+        """Updates a tenant's weights with the accumulated gradient by AdamW with these parameters. Collective.
+
+        Raises:
+            EngineError: there is no such tenant, or it has no gradient.
+        """
+        engine = self.get(model_id)
+        for group in engine.optimizer.param_groups:
+            group.update(lr=adam.lr, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
+        engine.set_gradient_accumulation_boundary(True)
+        try:
+            return engine.step(max_norm=adam.max_norm)
+        finally:
+            engine.set_gradient_accumulation_boundary(False)
+
     def drop(self, model_id: str) -> None:
         """Removes a tenant, and frees its memory; the base stays.
 
@@ -152,8 +170,8 @@ class TenantPool:
         limits, full = self._limits, sum(tenant.full for tenant in self._tenants.values())
         if adapter is None and full >= limits.full:
             raise ConfigError(
-                f"{full} full-parameter tenants exist and the limit tenants.full is {limits.full}; train adapters, drop "
-                "a tenant, or raise the limit."
+                f"{full} full-parameter tenants exist and the limit tenants.full is {limits.full}; train adapters, "
+                "drop a tenant, or raise the limit."
             )
         if adapter is not None and len(self._tenants) - full >= limits.adapters:
             raise ConfigError(
@@ -179,12 +197,15 @@ class TenantPool:
             return
         for tenant in self._tenants.values():
             if tenant.full and tenant is not chosen and not tenant.parked:
-                tenant.engine.offload_states()
+                tenant.engine.offload_states(unfinished=True)
                 tenant.parked = True
         if chosen is not None and chosen.parked:
             chosen.engine.reload_states()
             chosen.parked = False
 
     def _initialize(self, model: nn.Module, config: Config, lender: Lender | None = None) -> Engine:
-        world: Any = replace(self._world, lender=lender)
-        return initialize(model, config, None, self._example, world=world)
+        engine = initialize(model, config, None, self._example, world=replace(self._world, lender=lender))
+        if config.pp > 1:
+            engine.open_pipeline()
+        engine.set_gradient_accumulation_boundary(False)  # until ``step``
+        return engine
