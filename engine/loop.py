@@ -101,7 +101,7 @@ class TrainingLoop:
         bytes).
 
         Raises:
-            EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline.
+            EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline without ``open_pipeline``.
         """
         loop = self._looped("clip_gradients")
         with self._parts.comm.within(self._parts.update.made):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from engine.api import initialize
@@ -15,10 +16,10 @@ from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.parallel.comm.world import Lender, World, read_world
 from engine.program.batch import Batch
-from engine.reporting.step_report import StepReport
-from engine.serving.commands import AdamParameters, Adapter
+from engine.serving.commands import Adapter
 from engine.serving.tenants.adapters import adapted
 from engine.serving.tenants.skeleton import Skeleton, lender_of, tenant_config
+from engine.serving.training import LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,10 @@ class _Tenant:
 class TenantPool:
     """Engines of tenants by id, on the ranks of one base model. All calls are collective, in one order on all ranks.
 
-    A tenant's engine accumulates the gradients of any number of ``eng.backward`` until :meth:`step`. On a pipeline,
-    ``eng(batch)`` returns the output on every rank (``open_pipeline``).
-
     Args:
         build_base: builds the base model, equal on all ranks.
         config: grid, ZeRO, precision and optimizer of the base and of every tenant; AdamW by default.
-        example_batch: a microbatch as tenants are called with; None: tenants must fit a plan without one.
+        example_batch: a microbatch as tenants are called with; None: token ids, as :class:`Trainer` passes them.
         world: identity of this rank, for ranks that are threads; None: read from the launcher.
     """
 
@@ -75,7 +73,8 @@ class TenantPool:
         world: World | None = None,
     ) -> None:
         self._build, self._limits = build_base, limits or TenantLimits()
-        self._world, self._example = world or read_world(), example_batch
+        self._world = world or read_world()
+        self._example = example_batch or {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
         config = config.resolve(self._world.size)
         self._config = replace(
             config,
@@ -124,21 +123,6 @@ class TenantPool:
             raise EngineError(f"there is no tenant {model_id!r}; create it first.")
         self._park_others(tenant)
         return tenant.engine
-
-    def step(self, model_id: str, adam: AdamParameters) -> StepReport | None:
-        """Updates a tenant's weights with the accumulated gradient by AdamW with these parameters. Collective.
-
-        Raises:
-            EngineError: there is no such tenant, or it has no gradient.
-        """
-        engine = self.get(model_id)
-        for group in engine.optimizer.param_groups:
-            group.update(lr=adam.lr, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
-        engine.set_gradient_accumulation_boundary(True)
-        try:
-            return engine.step(max_norm=adam.max_norm)
-        finally:
-            engine.set_gradient_accumulation_boundary(False)
 
     def drop(self, model_id: str) -> None:
         """Removes a tenant, and frees its memory; the base stays.
@@ -204,8 +188,4 @@ class TenantPool:
             chosen.parked = False
 
     def _initialize(self, model: nn.Module, config: Config, lender: Lender | None = None) -> Engine:
-        engine = initialize(model, config, None, self._example, world=replace(self._world, lender=lender))
-        if config.pp > 1:
-            engine.open_pipeline()
-        engine.set_gradient_accumulation_boundary(False)  # until ``step``
-        return engine
+        return initialize(model, config, None, self._example, world=replace(self._world, lender=lender))
