@@ -23,6 +23,7 @@ from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.engine_parts import PLANNING, EngineParts, EngineResources, RankBuilder
+from engine.errors import EngineError
 from engine.kernels.device import is_host
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
 from engine.optim.param_groups import as_trainable, included_frozen, read_optimizer, replacing_sections
@@ -145,6 +146,8 @@ def _initialize(
     comm, watchdog = _open_comm(config, world, given)
     resources.add(comm.close)
     resources.refuse_by(comm.failures.refuse)
+    if request.lender is not None:
+        resources.refuse_by(_refuse_writes)
     if watchdog is not None:
         resources.add(watchdog.close)
         comm.recorder, words.heard = watchdog.recorder, watchdog.recorder.say
@@ -163,6 +166,15 @@ def _initialize(
     if not waits:
         parts.complete(request.example_batch)
     return Engine(parts)
+
+
+def _refuse_writes(call: str) -> None:
+    """Refuses calls that would write, move or free the frozen parameters of another engine."""
+    if call in ("offload_states", "full_parameters", "copy_weights_from"):
+        raise EngineError(
+            f"{call} was called on an engine that borrows its frozen parameters from another engine, where it would "
+            "change them too; call it on that engine."
+        )
 
 
 def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[Comm, Watchdog | None]:

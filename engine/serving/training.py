@@ -171,9 +171,7 @@ class Trainer:
         for group in engine.optimizer.param_groups:
             _set_group(group, command.adam)
         engine.set_gradient_accumulation_boundary(True)
-        if command.adam.max_norm:
-            engine.clip_gradients(command.adam.max_norm)
-        report = engine.step()
+        report = engine.step(max_norm=command.adam.max_norm)
         self.version, self._seen = self.version + 1, 0
         norm = report.grad_norm if report is not None else math.nan
         return Done({"metrics": {"grad_norm": norm, "version": float(self.version)}})

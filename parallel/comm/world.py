@@ -47,7 +47,7 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """What an engine lends to a later engine on the same grid: its groups, and frozen parameters as placed on this rank.
+    """Groups and placed frozen parameters that an engine lends to later engines on the same grid.
 
     The borrower neither writes, moves nor frees the tensors, and ends before the lender.
     """

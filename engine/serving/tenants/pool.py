@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+import torch
 from torch import nn
 
 from engine.api import initialize
@@ -19,6 +19,7 @@ from engine.program.batch import Batch
 from engine.serving.commands import Adapter
 from engine.serving.tenants.adapters import adapted
 from engine.serving.tenants.skeleton import Skeleton, lender_of, tenant_config
+from engine.serving.training import LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class TenantPool:
     Args:
         build_base: builds the base model, equal on all ranks.
         config: grid, ZeRO, precision and optimizer of the base and of every tenant; AdamW by default.
-        example_batch: a microbatch as tenants are called with; None: tenants must fit a plan without one.
+        example_batch: a microbatch as tenants are called with; None: token ids, as :class:`Trainer` passes them.
         world: identity of this rank, for ranks that are threads; None: read from the launcher.
     """
 
@@ -72,7 +73,8 @@ class TenantPool:
         world: World | None = None,
     ) -> None:
         self._build, self._limits = build_base, limits or TenantLimits()
-        self._world, self._example = world or read_world(), example_batch
+        self._world = world or read_world()
+        self._example = example_batch or {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
         config = config.resolve(self._world.size)
         self._config = replace(
             config,
@@ -152,8 +154,8 @@ class TenantPool:
         limits, full = self._limits, sum(tenant.full for tenant in self._tenants.values())
         if adapter is None and full >= limits.full:
             raise ConfigError(
-                f"{full} full-parameter tenants exist and the limit tenants.full is {limits.full}; train adapters, drop "
-                "a tenant, or raise the limit."
+                f"{full} full-parameter tenants exist and the limit tenants.full is {limits.full}; train adapters, "
+                "drop a tenant, or raise the limit."
             )
         if adapter is not None and len(self._tenants) - full >= limits.adapters:
             raise ConfigError(
@@ -179,12 +181,11 @@ class TenantPool:
             return
         for tenant in self._tenants.values():
             if tenant.full and tenant is not chosen and not tenant.parked:
-                tenant.engine.offload_states()
+                tenant.engine.offload_states(unfinished=True)
                 tenant.parked = True
         if chosen is not None and chosen.parked:
             chosen.engine.reload_states()
             chosen.parked = False
 
     def _initialize(self, model: nn.Module, config: Config, lender: Lender | None = None) -> Engine:
-        world: Any = replace(self._world, lender=lender)
-        return initialize(model, config, None, self._example, world=world)
+        return initialize(model, config, None, self._example, world=replace(self._world, lender=lender))

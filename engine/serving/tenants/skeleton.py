@@ -52,7 +52,7 @@ def lender_of(base: Engine, model: nn.Module) -> Lender:
 
 
 def tenant_config(config: Config, base: Engine, model: nn.Module) -> Config:
-    """Returns the configuration of a tenant's engine with the plan of the base: its stages and its quantized weights."""
+    """Returns the configuration of a tenant's engine with the base's stages and quantized weights."""
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if plan.partition is not None:
