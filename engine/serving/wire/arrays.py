@@ -24,11 +24,9 @@ def array_from(message: Any, name: str) -> Array:
     Raises:
         RequestRefusedError: 400, bytes and shape do not match; 413, it has too many elements.
     """
-    dtype = _DTYPES.get(message.dtype)
+    dtype, what = _DTYPES.get(message.dtype), f"tensor {name[:60]!r}"
     if dtype is None:
-        raise RequestRefusedError(
-            f"tensor {name[:60]!r} has the dtype {message.dtype}; give fp32, int64, int32 or bf16."
-        )
+        raise RequestRefusedError(f"{what} has the dtype {message.dtype}; give fp32, int64, int32 or bf16.")
     shape = tuple(message.shape)
     if len(shape) > 2 or any(size < 0 for size in shape):
         raise RequestRefusedError(f"{what} has the shape {shape[:4]}; give [n] or [n, k].")

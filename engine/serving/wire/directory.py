@@ -1,4 +1,4 @@
-"""Sessions, training runs, samplers and saved weights by their ids. Paths of clients are looked up here, and name no file.
+"""Sessions, training runs, samplers and saved weights by their ids. Paths of clients are looked up, and name no file.
 
     tinker://RUN/weights/NAME            with the optimizer's state
     tinker://RUN/sampler_weights/NAME    weights to sample from
@@ -180,17 +180,8 @@ class Directory:
 
     def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
         """Returns the named saves of a run, or of all, newest first, as Tinker's JSON."""
-        kinds = {"weights": "training", "sampler_weights": "sampler"}
         found = [
-            {
-                "checkpoint_id": "/".join(path.split("/")[3:]),
-                "checkpoint_type": kinds[note["kind"]],
-                "time": note["time"],
-                "tinker_path": path,
-                "public": False,
-                "expires_at": note["expires_at"],
-                "user_metadata": note["user_metadata"],
-            }  # fmt: skip
+            _checkpoint(path, note)
             for path, note in list(self.notes(WEIGHTS).items())
             if not note["unnamed"] and run in (None, note["run"])
         ]
@@ -210,3 +201,10 @@ class Directory:
             "last_request_time": note["time"], "last_checkpoint": of_kind.get("training"),
             "last_sampler_checkpoint": of_kind.get("sampler"), "user_metadata": note.get("user_metadata"),
         }  # fmt: skip
+
+
+def _checkpoint(path: str, note: Mapping[str, Any]) -> dict[str, Any]:
+    kind = "training" if note["kind"] == "weights" else "sampler"
+    kept = {name: note[name] for name in ("time", "expires_at", "user_metadata")}
+    name = "/".join(path.split("/")[3:])
+    return {"checkpoint_id": name, "checkpoint_type": kind, "tinker_path": path, "public": False, **kept}

@@ -98,8 +98,8 @@ class RequestReader:
         targets = inputs.get("target_tokens")
         if targets is not None and (targets.dtype.kind != "i" or targets.ndim < 1 or len(targets) != len(tokens)):
             raise RequestRefusedError(
-                f"target_tokens is {targets.dtype} {list(targets.shape)}, and model_input has {len(tokens)} tokens; give "
-                "an integer target for each token."
+                f"target_tokens is {targets.dtype} {list(targets.shape)}, and model_input has {len(tokens)} tokens; "
+                "give an integer target for each token."
             )
         if targets is not None:
             self._check_ids(targets, "target_tokens")
@@ -137,7 +137,7 @@ class RequestReader:
 
     def _save(self, route: str, kind: str, body: BodyFields) -> ReadRequest:
         model, number = body.text("model_id"), body.integer("seq_id", low=1, high=LONGEST_SEQUENCE_NUMBER)
-        name, about = body.text("path", None), {"type": route}
+        name, about = body.text("path", None), dict[str, Any](type=route)
         if route == "save_weights_for_sampler" and name is None:
             sampler = body.integer("sampling_session_seq_id", high=LONGEST_SEQUENCE_NUMBER)
             about["sampler"] = f"{model.split(':')[0]}:sample:{sampler}"
@@ -214,8 +214,7 @@ class RequestReader:
         """Reads a create_model."""
         session, number = body.text("session_id"), body.integer("model_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         model, base = f"{session}:train:{number}", body.text("base_model")
-        if base not in self._model.names:
-            raise RequestRefusedError(f"base_model {base[:80]!r} is not served; give {' or '.join(self._model.names)}.")
+        self.check_base(base)
         self._check_optimizer(body)
         adapter = None
         lora = body.mapping("lora_config", {})
@@ -249,6 +248,11 @@ class RequestReader:
         )
         return ReadRequest((entry,), {"model_id": model})
 
+    def check_base(self, base: str) -> None:
+        """Refuses the name of a base model that is not served."""
+        if base not in self._model.names:
+            raise RequestRefusedError(f"base_model {base[:80]!r} is not served; give {' or '.join(self._model.names)}.")
+
     def _check_optimizer(self, body: BodyFields) -> None:
         given = body.mapping("optimizer_config", {}).text("type", "adamw")
         if given != "adamw":
@@ -260,7 +264,7 @@ class RequestReader:
         inputs = [BodyFields(_object(one, "inputs"), "inputs.").text("name") for one in body.items("inputs", most=16)]
         if not inputs or inputs[0] != "logprobs" or len(set(inputs)) != len(inputs):
             raise RequestRefusedError(
-                "inputs of a loss are other names than logprobs first, each once; give those.", 422
+                "inputs of a loss do not begin with logprobs or repeat a name; give each once.", 422
             )
         graph = body.mapping("graph")
         for node in graph.items("nodes", most=MOST_NODES):
