@@ -24,6 +24,7 @@ from engine.serving.commands import (
     Done,
     DropWeights,
     Failure,
+    LoadWeights,
     Result,
     SaveWeights,
     UnloadModel,
@@ -109,7 +110,7 @@ class Ledger:
         with self._lock:
             session = self.session(entries[0].session)
             for entry in entries:
-                entry.digest = digest_of(entry)
+                entry.digest = entry.digest or digest_of(entry)
                 known = session.entries.get(entry.key)
                 if known is not None and known.digest != entry.digest:
                     raise RequestRefusedError(
@@ -129,9 +130,8 @@ class Ledger:
 
     def enter(self, session: ClientSession, entry: FutureEntry) -> None:
         """Adds an entry to its session and line."""
-        assert entry.command is not None
         session.entries[entry.key] = entry
-        entry.cost = cost_of(entry.command)
+        entry.cost = 1 if entry.command is None else cost_of(entry.command)
         if isinstance(entry.command, CreateModel):
             self.lines[entry.command.model] = ModelLine(entry.command.model, entry.session)
             session.models.append(entry.command.model)
@@ -141,6 +141,8 @@ class Ledger:
                 entry.number = line.assigned + 1
             line.assigned = max(line.assigned, entry.number)
             line.uncovered.append((entry.number, entry.key))
+            if isinstance(entry.command, LoadWeights):
+                line.loaded.append((entry.number, entry.command.name))
 
     def _check(self, session: ClientSession, new: list[FutureEntry]) -> None:
         """Refuses commands of unknown models, numbers of long ago, and more than the queue takes."""
@@ -218,7 +220,7 @@ class Ledger:
         if line is None or not entry.number:
             self.queue.put(entry)
             return
-        entry.state = EntryState.HELD
+        entry.state = EntryState.HELD if entry.command is not None else EntryState.DONE
         line.hold(entry)
         for released in line.released():
             self.queue.put(released)
@@ -463,6 +465,11 @@ class Ledger:
         """Leaves records out of the next copy of the journal."""
         if self.journal is not None and identities:
             self.journal.forget(identities)
+
+    def loads(self, name: str) -> bool:
+        """Returns True if a start would load weights of this name: then their files are needed."""
+        with self._lock:
+            return any(line.would_load(name) for line in self.lines.values())
 
     def note(self, kind: str, name: str, values: Mapping[str, Any]) -> JournalRecord:
         """Keeps values of the HTTP side; returns their record for the journal."""

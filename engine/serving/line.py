@@ -24,12 +24,18 @@ class ModelLine:
     """Last number whose effect the newest snapshot has."""
     uncovered: list[tuple[int, str]] = field(default_factory=list)
     """Numbers and keys of commands that a start would run again."""
+    loaded: list[tuple[int, str]] = field(default_factory=list)
+    """Numbers and names of loads of saved weights."""
     snapshot: str | None = None
     """Name of the newest snapshot's weights."""
     is_clean: bool = True
     """True if no gradient is accumulated, which a snapshot would lose."""
     is_saving: bool = False
     """True while a snapshot is being made."""
+
+    def would_load(self, name: str) -> bool:
+        """Returns True if a start would load these weights again."""
+        return any(own == name and (self.snapshot is None or at > self.covered) for at, own in self.loaded)
 
     def waits_for(self, number: int) -> bool:
         """Returns True if later numbers wait for ``number``: then it is accepted even by a full queue."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
-from engine.serving.commands import Command, encode
+from engine.serving.commands import Failure, encode
 from engine.serving.entry import FutureEntry
 from engine.serving.journal import JournalRecord
 from engine.serving.line import ModelLine
@@ -12,7 +12,8 @@ from engine.serving.line import ModelLine
 
 def digest_of(entry: FutureEntry) -> str:
     """Returns the SHA-256 of route and command: equal for repeats of a request, whatever the order of its fields."""
-    return sha256(entry.route.encode() + b"\0" + encode(_command(entry))).hexdigest()
+    assert entry.command is not None
+    return sha256(entry.route.encode() + b"\0" + encode(entry.command)).hexdigest()
 
 
 def record_of(entry: FutureEntry) -> JournalRecord:
@@ -21,7 +22,10 @@ def record_of(entry: FutureEntry) -> JournalRecord:
         "session": entry.session, "line": entry.line, "number": entry.number, "route": entry.route,
         "about": dict(entry.about), "digest": entry.digest,
     }  # fmt: skip
-    return JournalRecord(f"entry/{entry.key}", values, encode(_command(entry)))
+    if entry.command is None:
+        assert isinstance(entry.result, Failure)
+        return JournalRecord(f"entry/{entry.key}", values | {"error": entry.result.error})
+    return JournalRecord(f"entry/{entry.key}", values, encode(entry.command))
 
 
 def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalRecord:
@@ -33,8 +37,3 @@ def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalReco
         rows.append([entry.key, entry.number, entry.route, dict(entry.about), entry.digest, len(bodies[-1])])
     values = {"session": line.session, "number": line.covered, "name": line.snapshot, "results": rows}
     return JournalRecord(f"snapshot/{line.model}", values, b"".join(bodies))
-
-
-def _command(entry: FutureEntry) -> Command:
-    assert entry.command is not None
-    return entry.command

@@ -50,7 +50,7 @@ class Restart:
         self._snapshots: dict[str, JournalRecord] = {}
         self._ends: dict[str, Mapping[str, Any]] = {}
         self._gone: set[str] = set()
-        self._stored = list[tuple[FutureEntry, Command]]()
+        self._stored = list[tuple[FutureEntry, Command | None]]()
         for record in records:
             try:
                 self._read(record)
@@ -71,7 +71,9 @@ class Restart:
             case "gone":
                 self._gone.add(name)
             case "entry":
-                command = decode(record.body)
+                command = decode(record.body) if record.body else None
+                if command is None:
+                    self._ends[name] = values
                 entry = FutureEntry(
                     name, values["session"], command, values["line"], values["number"], values["route"],
                     values["about"], values["digest"],
@@ -106,7 +108,7 @@ class Restart:
             yield from self._runs(session, entry, command)
         ledger.is_replaying = False
 
-    def _runs(self, session: ClientSession, entry: FutureEntry, command: Command) -> Iterator[FutureEntry]:
+    def _runs(self, session: ClientSession, entry: FutureEntry, command: Command | None) -> Iterator[FutureEntry]:
         """Yields what runs for one stored command."""
         line = self._ledger.lines.get(entry.line or "")
         end = self._ends.get(entry.key)
