@@ -45,33 +45,33 @@ def serve_folder(config: Config, folder: Path) -> None:
         ConfigError: the folder is no causal language model.
         EngineError: configuration, address or journal have a mistake, or a rank is lost.
     """
-    serve = config.serve or ServeConfig()
-    limits = TenantLimits(adapters=serve.tenants.most, full=serve.tenants.full)
+    settings = config.serve or ServeConfig()
+    limits = TenantLimits(adapters=settings.tenants.most, full=settings.tenants.full)
     example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
     pool = TenantPool(lambda: read_model(folder), config, limits, example)
-    model = describe(pool.base, serve.models or (folder.resolve().name,), read_tokenizer(folder))
-    serve_ranks(Executor(pool, Path(serve.folder) / WEIGHTS), serve, model)
+    model = describe(pool.base, settings.models or (folder.resolve().name,), read_tokenizer(folder))
+    serve_ranks(Executor(pool, Path(settings.folder) / WEIGHTS), settings, model)
 
 
-def serve_engine(
-    engine: Engine, functions: Mapping[str, Function] | None = None, serve: ServeConfig | None = None
+def serve(
+    engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None
 ) -> None:
     """Serves one engine as the model that all clients share, until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
 
     Args:
         functions: functions that clients call by name, each from tensors to tensors.
-        serve: address, limits and folder; None: the section of the engine's configuration, or its defaults.
+        settings: address, limits and folder; None: ``serve`` of the engine's configuration, or its defaults.
 
     Raises:
         EngineError: address or journal have a mistake, or a rank is lost.
     """
-    serve = serve or engine.config.serve or ServeConfig()
-    executor = Executor(_OneEngine(engine), Path(serve.folder) / WEIGHTS, functions)
+    settings = settings or engine.config.serve or ServeConfig()
+    executor = Executor(_OneEngine(engine), Path(settings.folder) / WEIGHTS, functions)
     executor.adopt(SHARED, engine)
-    serve_ranks(executor, serve, describe(engine, serve.models or (SHARED,)))
+    serve_ranks(executor, settings, describe(engine, settings.models or (SHARED,)))
 
 
-def serve_ranks(executor: Executor, serve: ServeConfig, model: ServedModel) -> None:
+def serve_ranks(executor: Executor, settings: ServeConfig, model: ServedModel) -> None:
     """Runs the command loop of this rank, and on rank 0 the HTTP server.
 
     Raises:
@@ -80,7 +80,7 @@ def serve_ranks(executor: Executor, serve: ServeConfig, model: ServedModel) -> N
     grid = executor.grid
     host = TorchHostGroup(grid.rank, grid.world_size, _PATIENCE_SECONDS, "serve a model")
     try:
-        _run_loop(executor, host, serve, model)
+        _run_loop(executor, host, settings, model)
     finally:
         executor.close()
         host.close()
@@ -90,12 +90,12 @@ _PATIENCE_SECONDS = 600.0
 """Seconds after which a rank that runs one command is considered lost."""
 
 
-def _run_loop(executor: Executor, host: HostGroup, serve: ServeConfig, model: ServedModel) -> None:
+def _run_loop(executor: Executor, host: HostGroup, settings: ServeConfig, model: ServedModel) -> None:
     if host.rank:
         with _signals_to(lambda: None):  # rank 0 ends the loop of all
             CommandLoop(host, executor.run, executor.spoil).run()
         return
-    with open_front(serve, model, lambda line: print(line, flush=True)) as source, _signals_to(source.stop):
+    with open_front(settings, model, lambda line: print(line, flush=True)) as source, _signals_to(source.stop):
         CommandLoop(host, executor.run, executor.spoil, source).run()
 
 

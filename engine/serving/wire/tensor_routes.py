@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine.remote.names import NUMBER, SESSION, TENSORS, VERSION
+from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 from engine.serving.commands import (
     AdamParameters,
     Array,

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from engine.errors import EngineError, GridError, first_line
-from engine.remote.names import NUMBER, SESSION, TENSORS, VERSION
+from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
 try:
     import httpx
