@@ -146,7 +146,7 @@ def _field(response: httpx.Response, name: str) -> Any:
 
 
 def _sentence(response: httpx.Response) -> str:
-    return str(_field(response, "error") or "")
+    return str(_field(response, "detail") or "")
 
 
 def _retry_after(response: httpx.Response) -> float:

@@ -152,7 +152,7 @@ def _reply(result: Result | None) -> Response:
     if result is None:
         return Response(status_code=_WAITING)
     if isinstance(result, Failure):
-        return JSONResponse({"error": result.error, "final": True}, 400 if result.category == "user" else 500)
+        return JSONResponse({"detail": result.error, "final": True}, 400 if result.category == "user" else 500)
     if isinstance(result, TensorOutput):
         body = save({name: np.ascontiguousarray(value) for name, value in result.tensors.items()})
         return Response(body, _DONE, {VERSION: str(result.version)}, TENSORS)

@@ -16,7 +16,7 @@ from engine.serving.executor import Executor
 from engine.serving.ledger import Ledger
 from engine.serving.loop import CommandLoop
 from engine.serving.queue import FairQueue
-from engine.serving.service import LedgerSource
+from engine.serving.front import LedgerSource
 from engine.serving.session import LedgerLimits
 from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.serving.wire.application import ServiceApplication
@@ -37,7 +37,7 @@ def tensor_server(
     executor = Executor(pool, folder, functions)
     executor.run(CreateModel("shared", "", None))
     ledger = Ledger(FairQueue(), None, LedgerLimits())
-    source = LedgerSource(ledger, None, lambda: None)
+    source = LedgerSource(ledger, iter(()))
     loop = CommandLoop(TorchHostGroup(0, 1, 10.0), executor.run, executor.spoil, source)
     ranks = Thread(target=loop.run, daemon=True)
     ranks.start()
