@@ -7,8 +7,9 @@ trine serve --replay FOLDER                          read the journal in a servi
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from engine.config import load_config
+from engine.config import load_config, load_raw
 from engine.config.config_file import OVERRIDES_HELP
 from engine.config.serve_section import ServeConfig
 from engine.errors import ConfigError
@@ -40,8 +41,14 @@ def run_serve(options: Namespace) -> None:
         raise ConfigError("trine serve needs a configuration and --model FOLDER; or --replay FOLDER alone.")
     from engine.serving.service import serve_folder
 
-    config = load_config(options.config, options.rest)
+    config = load_config(_sized(load_raw(options.config, options.rest)))
     serve_folder(replace(config, serve=settings_of(config.serve, options)), options.model)
+
+
+def _sized(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with one datum a microbatch; clients choose the number of data of an update."""
+    sizes = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
+    return {name: value for name, value in (raw | sizes).items() if value is not None}
 
 
 def settings_of(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
