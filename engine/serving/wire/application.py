@@ -26,7 +26,7 @@ from engine.serving.wire.served_model import ServedModel
 from engine.serving.wire.statistics import ServiceStatistics
 
 STATUS = "/v1/status"
-_TICK_SECONDS = 1.0
+_TICK_SECONDS, _RETRY_SECONDS = 1.0, 2
 _OPEN = (f"{PREFIX}healthz", "/")
 _TINKER_KEY = b"tml-"
 """Beginning that Tinker's client demands of a key; a token without it is accepted with it."""
@@ -82,6 +82,9 @@ class ServiceApplication:
                 "the request has a wrong X-API-Key or none; give TINKER_API_KEY the token of the service.", 401
             )
             await _error_reply(error)(scope, receive, counted)
+        elif self.ledger.is_replaying and scope["path"] not in _OPEN:
+            error = RequestRefusedError("the service loads its models; repeat the request soon.", 503, _RETRY_SECONDS)
+            await _error_reply(error)(scope, receive, counted)
         else:
             await self._app(scope, receive, counted)
         route = scope.get("route")
@@ -115,10 +118,12 @@ class ServiceApplication:
 
     async def _tick_forever(self) -> None:
         while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            if self.ledger.is_replaying:
+                continue
             self.ledger.tick()
             self.directory.forget_sessions()
             self.directory.remove_expired()
-            await asyncio.sleep(_TICK_SECONDS)
 
     async def _body(self, request: Request) -> bytes:
         """Returns the body of a request; one that is too long is refused before it is read."""
