@@ -2,9 +2,9 @@
 
 import asyncio
 import hmac
-import logging
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from time import monotonic
 from typing import Any, cast
 
@@ -30,7 +30,9 @@ _TICK_SECONDS, _RETRY_SECONDS = 1.0, 2
 _OPEN = (f"{PREFIX}healthz", "/")
 _TINKER_KEY = b"tml-"
 """Beginning that Tinker's client demands of a key; a token without it is accepted with it."""
-logger = logging.getLogger("trine")
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+"""Policy of the page: it loads nothing, and asks this service only."""
 
 
 class ServiceApplication:
@@ -60,6 +62,7 @@ class ServiceApplication:
                 Route(checkpoint, listings.delete_checkpoint, methods=["DELETE"]),
                 *(Route(PREFIX + path, handler, methods=["GET"]) for path, handler in listings.gets().items()),
                 Route(STATUS, self._status, methods=["GET"]),
+                Route("/", self._page, methods=["GET"]),
             ],
             lifespan=lambda _: self._ticking(),
             exception_handlers={RequestRefusedError: refused, HTTPException: refused, ClientDisconnect: refused},
@@ -146,6 +149,9 @@ class ServiceApplication:
 
     async def _status(self, request: Request) -> Response:
         return json_reply(self.statistics.status(self.model, self.ledger))
+
+    async def _page(self, request: Request) -> Response:
+        return Response(_PAGE.read_bytes(), 200, {"Content-Security-Policy": _PAGE_MAY}, "text/html; charset=utf-8")
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):

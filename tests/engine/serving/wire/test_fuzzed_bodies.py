@@ -27,8 +27,9 @@ _EVENTS = (
     "ctypes",
 )
 _ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1 << 70, -(1 << 70), 1.5, 1e308, "", "a" * 3000, "../../etc/passwd", "tinker://x/weights/y", "\x00",
-    "\ud800", [], [[]], {}, {"a": {}}, [1] * 50, ["x"] * 50, {"__class__": "os.system"}, "__import__('os')", "s:train:0",
+    None, True, -1, 0, 1 << 70, -(1 << 70), 1.5, 1e308, "", "a" * 3000, "../../etc/passwd",
+    "tinker://x/weights/y", "\x00", "\ud800", [], [[]], {}, {"a": {}}, [1] * 50, ["x"] * 50, {"__class__": "os.system"},
+    "__import__('os')", "s:train:0",
 )  # fmt: skip
 
 
