@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from engine.engine import Engine
-from engine.errors import EngineError, first_line
+from engine.errors import ConfigError, EngineError, first_line
 from engine.parallel.comm.agreement import take_from
 from engine.parallel.grid import Grid
 from engine.serving.commands import (
@@ -152,7 +152,7 @@ class Executor:
         return self._trainers[model]
 
     def _create(self, command: CreateModel) -> Done:
-        engine = self._pool.create(command.model, command.adapter)
+        engine = self._made(command.model, command.adapter)
         self._trainers[command.model] = Trainer(engine, self._graphs)
         self._adapters[command.model] = command.adapter
         return Done({"model": command.model})
@@ -240,13 +240,26 @@ class Executor:
         if model in self._samplers:
             del self._samplers[model]
         else:
-            while len(self._samplers) >= SAMPLERS:
-                oldest = next(iter(self._samplers))
-                del self._samplers[oldest]
-                self._pool.drop(oldest)
-            Trainer(self._pool.create(model, adapter), {}).load(folder, optimizer=False)
+            if len(self._samplers) >= SAMPLERS:
+                self._drop_sampler()
+            Trainer(self._made(model, adapter), {}).load(folder, optimizer=False)
         self._samplers[model] = None
         return self._pool.get(model)
+
+    def _made(self, model: str, adapter: Adapter | None) -> Engine:
+        """Creates a tenant; samplers give way to it if the pool is full."""
+        while True:
+            try:
+                return self._pool.create(model, adapter)
+            except ConfigError:
+                if not self._samplers:
+                    raise
+                self._drop_sampler()
+
+    def _drop_sampler(self) -> None:
+        oldest = next(iter(self._samplers))
+        del self._samplers[oldest]
+        self._pool.drop(oldest)
 
 
 def _worded(adapter: Adapter | None) -> str:

@@ -53,9 +53,7 @@ def serve_folder(config: Config, folder: Path) -> None:
     serve_ranks(Executor(pool, Path(settings.folder) / WEIGHTS), settings, model)
 
 
-def serve(
-    engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None
-) -> None:
+def serve(engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None) -> None:
     """Serves one engine as the model that all clients share, until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
 
     Args:

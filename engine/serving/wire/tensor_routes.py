@@ -24,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 from engine.serving.commands import (
     AdamParameters,
     Array,
@@ -40,6 +39,7 @@ from engine.serving.commands import (
 )
 from engine.serving.entry import FutureEntry, RequestRefusedError
 from engine.serving.ledger import Ledger
+from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
 REPLY_SECONDS = 20.0
 """Seconds after which a reply says that the command still runs."""
