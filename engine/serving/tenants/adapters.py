@@ -131,6 +131,7 @@ def _draw(name: str, parameter: nn.Parameter, seed: int) -> None:
     if "lora_A" not in name:
         parameter.zero_()
         return
-    generator = torch.Generator().manual_seed((seed << 32 | zlib.crc32(base_name(name).encode())) % 2**63)
+    # torch's generator on the host reads 32 bits of its seed
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {base_name(name)}".encode()))
     bound = 1 / math.sqrt(parameter.shape[1])
     parameter.uniform_(-bound, bound, generator=generator)
