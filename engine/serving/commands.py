@@ -126,6 +126,13 @@ class LoadWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class DropWeights:
+    """Removes saved weights; names that do not exist are no error."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class UnloadModel:
     """Removes a tenant."""
 
@@ -195,8 +202,8 @@ class Stop:
 
 
 Command = (
-    CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | UnloadModel | DefineLoss | Sample
-    | ForwardTensors | BackwardTensors | DropTicket | CallFunction | Stop
+    CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | DropWeights | UnloadModel | DefineLoss
+    | Sample | ForwardTensors | BackwardTensors | DropTicket | CallFunction | Stop
 )  # fmt: skip
 
 
@@ -267,8 +274,8 @@ _TYPES: Final[Mapping[str, type]] = {
     one.__name__: one
     for one in (
         Datum, LossCall, Adapter, AdamParameters, SamplingParameters, CreateModel, ForwardBackward, OptimStep,
-        SaveWeights, LoadWeights, UnloadModel, DefineLoss, Sample, ForwardTensors, BackwardTensors, DropTicket,
-        CallFunction, Stop, TrainedOutput, SampledSequence, SampledOutput, TensorOutput, Done, Failure,
+        SaveWeights, LoadWeights, DropWeights, UnloadModel, DefineLoss, Sample, ForwardTensors, BackwardTensors,
+        DropTicket, CallFunction, Stop, TrainedOutput, SampledSequence, SampledOutput, TensorOutput, Done, Failure,
     )
 }  # fmt: skip
 _PRIMITIVE = (str, int, float, bool, type(None))
@@ -293,6 +300,19 @@ def decode(data: bytes) -> Any:
         return reader.unpack(json.loads(data[8 : 8 + length]))
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{len(data)} bytes are no command of the service: {error!r}") from error
+
+
+def array_bytes(value: Any) -> int:
+    """Returns the bytes of all arrays in a command or result."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(array_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(array_bytes, value))
+    if is_dataclass(value):
+        return sum(array_bytes(getattr(value, one.name)) for one in fields(value))
+    return 0
 
 
 def _pack(value: Any, arrays: list[Array]) -> Any:
