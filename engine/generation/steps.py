@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation.caches import CacheProtocol, StageCaches, find_cache_protocol, is_transformers_generator
-from engine.generation.forwards import GenerationForwards
+from engine.generation.forwards import GenerationForwards, logits_of
 from engine.program.forward_inputs import ForwardSignature
 from engine.step.runner import StepRunner
 from engine.step.runtime import RankRuntime
@@ -156,11 +156,3 @@ class WholeSteps:
     def _last(self, logits: Tensor) -> Tensor:
         ends = torch.tensor([len(row) - 1 for row in self._rows], device=logits.device)
         return logits[torch.arange(len(self._rows), device=logits.device), ends]
-
-
-def logits_of(output: Any) -> Tensor:
-    """Returns the logits of a model's output: a tensor, ``output.logits``, or the first tensor of a tuple."""
-    found = getattr(output, "logits", None)
-    if isinstance(found, Tensor):
-        return found
-    return output if isinstance(output, Tensor) else output[0]  # type: ignore[no-any-return]
