@@ -82,7 +82,7 @@ class StageCaches:
         return next(iter(self._of.values()), self._first)
 
     def rehearsal(self) -> Any:
-        """Returns a cache for a forward on shapes: at first empty, later with the shapes that the first trace has left."""
+        """Returns a cache for a forward on shapes: at first empty, later with the shapes that the first trace left."""
         return copy.deepcopy(self._empty) if self._rehearsed is None else _shapes(self._rehearsed)
 
     def rehearse(self, cache: Any) -> None:

@@ -82,7 +82,8 @@ class GenerationForwards:
         self._last = {_IDS: arguments[_IDS][:, -1:]}
         found = self._forward(arguments, caches, finish, everywhere)
         if caches is not None:
-            caches.advance(*arguments[_IDS].shape, partly=self._runtime.pipeline is not None)
+            rows, positions = arguments[_IDS].shape
+            caches.advance(rows, positions, partly=self._runtime.pipeline is not None)
         return found
 
     def _forward(

@@ -1,6 +1,6 @@
 """Completions of a list of requests, in one batch with options of its own for each row.
 
-    logits   --draw-->   tokens   --stop sequence or max_new_tokens?-->   row ends
+    logits   --draw_tokens-->   tokens   --stop sequence or max_new_tokens?-->   row ends
        ^                   |
        +---- one forward --+    until all rows have ended; ended rows get padding
 
@@ -21,12 +21,19 @@ from engine.generation.sampling import (
     Completion,
     GenerationRequest,
     RowOptions,
-    draw,
+    draw_tokens,
     sequence_logprobs,
     token_logprobs,
     uniform,
 )
-from engine.generation.steps import CachedSteps, NextLogits, WholeSteps, base_model, left_padded, usable_protocol
+from engine.generation.steps import (
+    CachedSequences,
+    NextLogits,
+    WholeSequences,
+    base_model,
+    left_padded,
+    usable_protocol,
+)
 from engine.parallel.comm.agreement import take_from
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.step.runner import StepRunner
@@ -101,13 +108,13 @@ class RequestBatch:
             protocol = None  # a cache without a mask has no place for padding
         with keyed_generators(device, 0), torch.no_grad():
             if protocol is None:
-                whole = WholeSteps(runner, host, prompts, self.pad)
+                whole = WholeSequences(runner, host, prompts, self.pad)
                 found = self._play(whole, runtime, decides=True)
                 whole.finish()
                 return self._completions(*found)
             forwards = GenerationForwards(runtime)
             with forwards.opened(given):
-                found = self._play(CachedSteps(forwards, host, protocol, given), runtime, forwards.decides)
+                found = self._play(CachedSequences(forwards, host, protocol, given), runtime, forwards.decides)
             return self._completions(*found)
 
     def _play(self, steps: NextLogits, runtime: RankRuntime, decides: bool) -> tuple[Tensor, Tensor]:
@@ -126,7 +133,7 @@ class RequestBatch:
             tokens_R = torch.zeros(len(self.rows), dtype=torch.int64, device=device)
             if decides:
                 assert logits is not None, "ranks of the last stage have the logits"
-                tokens_R = draw(logits, options, [row.uniform for row in self.rows] if options.draws else ())
+                tokens_R = draw_tokens(logits, options, [row.uniform for row in self.rows] if options.draws else ())
             if self.alternatives is not None:
                 drawn.append(self._token_logprobs(logits if decides else None, tokens_R, self.alternatives))
             if replicas > 1:

@@ -127,7 +127,7 @@ def uniform(seed: int, stream: int, sample: int, position: int) -> float:
     return derive_seed(seed, stream, sample, position) / _SEEDS
 
 
-def draw(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[float]) -> Tensor:
+def draw_tokens(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[float]) -> Tensor:
     """Returns the drawn tokens, int64 [R], from logits of any float dtype; ties of a greedy row: the lowest token.
 
     Sums of probabilities are fp64 in the order of the vocabulary, so that a drawn token changes only where another grid

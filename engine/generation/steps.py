@@ -1,7 +1,7 @@
 """Logits of the next token of every row of a batch: with a cache, or by a forward of whole sequences.
 
-CachedSteps   prompts padded on the left; afterwards one token a row
-WholeSteps    sequences padded on the right, which a causal model does not see; ``predict`` of the step runner
+CachedSequences   prompts padded on the left; afterwards one token a row
+WholeSequences    sequences padded on the right, which a causal model does not see; ``predict`` of the step runner
 """
 
 import inspect
@@ -45,7 +45,7 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device
 def base_model(model: nn.Module) -> nn.Module:
     """Returns the model that generates: of a ``PeftModel`` the one with its adapters."""
     found = getattr(model, "get_base_model", None)
-    return found() if callable(found) else model  # type: ignore[no-any-return]
+    return found() if callable(found) else model
 
 
 def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> CacheProtocol | None:
@@ -64,7 +64,7 @@ def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> 
     return None
 
 
-class CachedSteps:
+class CachedSequences:
     """Logits from forwards with caches; see :class:`NextLogits`."""
 
     def __init__(self, forwards: GenerationForwards, model: Any, protocol: CacheProtocol, given: tuple[Tensor, Tensor]):
@@ -117,7 +117,7 @@ class CachedSteps:
         }
 
 
-class WholeSteps:
+class WholeSequences:
     """Logits from forwards of whole sequences; see :class:`NextLogits`."""
 
     def __init__(self, runner: StepRunner, model: nn.Module, prompts: Sequence[Sequence[int]], pad: int) -> None:

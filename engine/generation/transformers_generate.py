@@ -62,8 +62,8 @@ class Generation:
     def _generate(self, shell: Any, inputs: Tensor, options: Mapping[str, Any]) -> Any:
         return shell.generate(inputs.to(self._device), **options)
 
-    def check(self, inputs: object) -> None:
-        """Raises if the model does not generate, or ``inputs`` are no token ids. Communicates nothing."""
+    def checked(self, inputs: object) -> Tensor:
+        """Returns ``inputs``; raises if they are no token ids, or the model does not generate. Communicates nothing."""
         if not is_transformers_generator(self._model):
             raise EngineError(
                 f"generate: the model is a {type(self._model).__name__}, not a Hugging Face model that generates; pass "
@@ -73,9 +73,10 @@ class Generation:
             shape = f" of shape {tuple(inputs.shape)}, {inputs.dtype}" if isinstance(inputs, Tensor) else ""
             given = f"a {type(inputs).__name__}{shape}"
             raise EngineError(f"generate was given {given}; give the token ids of the prompts, [rows, tokens].")
+        return inputs
 
     def _caches(self, options: Mapping[str, Any]) -> bool:
-        """Returns True if forwards have a cache: the model takes one, ranks have one stage each, and options allow it."""
+        """Returns True if forwards have a cache: the model takes one, ranks have one stage, and options allow it."""
         config = options.get("generation_config") or getattr(self._model, "generation_config", None)
         asked = options.get("use_cache", getattr(config, "use_cache", None))
         if asked is False or len(self._runtime.plan.schedule.stages_of_rank[0]) > 1:

@@ -11,7 +11,7 @@ from engine.errors import EngineError
 from engine.generation.sampling import (
     RowOptions,
     SamplingOptions,
-    draw,
+    draw_tokens,
     keep_largest,
     keep_nucleus,
     sequence_logprobs,
@@ -25,7 +25,7 @@ CHANCES = torch.tensor([0.1, 0.4, 0.2, 0.3])
 
 def drawn(options: SamplingOptions, at: list[float]) -> list[int]:
     """Tokens that these uniform numbers draw, one row each."""
-    return draw(CHANCES.log().expand(len(at), -1), RowOptions.of([options] * len(at), CPU), at).tolist()
+    return draw_tokens(CHANCES.log().expand(len(at), -1), RowOptions.of([options] * len(at), CPU), at).tolist()
 
 
 def test_numbers_draw_tokens_in_proportion_to_their_probability() -> None:
@@ -69,8 +69,10 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
     ]  # fmt: skip
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
     numbers = [uniform(3, 0, 0, place) for place in range(5)]
-    together = draw(logits, RowOptions.of(options, CPU), numbers).tolist()
-    alone = [draw(logits[r : r + 1], RowOptions.of(options[r : r + 1], CPU), numbers[r : r + 1]) for r in range(5)]
+    together = draw_tokens(logits, RowOptions.of(options, CPU), numbers).tolist()
+    alone = [
+        draw_tokens(logits[r : r + 1], RowOptions.of(options[r : r + 1], CPU), numbers[r : r + 1]) for r in range(5)
+    ]
     assert together == [int(token) for token in alone]
 
 
