@@ -60,6 +60,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "training.sleeping_blocks", "the timeline of a real pipeline beside the predicted one",
             frozenset({"write_figures"}),
         ),
+        "generate": Benchmark(
+            "training.generate", "generation with a cache on one rank beside transformers", frozenset({"rounds"})
+        ),
         "matrix_rounds": Benchmark(
             "training.matrix_rounds", "updates of whole matrices with their exchange beside them, or not",
             frozenset({"rounds"}),

@@ -28,6 +28,7 @@ from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.first_gpu import FIRST_GPU
+from tests.faults.generation import GENERATION
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.ground import GROUND
 from tests.faults.grouped_experts import GROUPED_EXPERTS
@@ -112,6 +113,7 @@ AREAS = {
     "expert load": EXPERT_LOAD,
     "caught failures": (*CAUGHT_FAILURES, *PICKLED_WEIGHTS),
     "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED, *ANSWERS_TO_DEEPSPEED),
+    "generation": GENERATION,
     "first GPU": (*FIRST_GPU, *COMPILED_AHEAD),
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)
