@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,17 +171,30 @@ class Trainer:
         for group in engine.optimizer.param_groups:
             _set_group(group, command.adam)
         engine.set_gradient_accumulation_boundary(True)
-        if command.adam.max_norm:
-            engine.clip_gradients(command.adam.max_norm)
-        report = engine.step()
+        report = engine.step(max_norm=command.adam.max_norm)
         self.version, self._seen = self.version + 1, 0
         norm = report.grad_norm if report is not None else math.nan
         return Done({"metrics": {"grad_norm": norm, "version": float(self.version)}})
 
-    def forget(self) -> None:
-        """Drops accumulated gradients and the retained forward, after other weights were loaded."""
+    def accumulate(self, loss: Tensor) -> None:
+        """Adds the gradient of a 0-dim loss of this rank to the next update. Collective over the grid."""
+        self._backward(loss, 0 if self.engine.grid.row_rank == 0 else None)
+        self._seen += 1
+
+    def save(self, folder: Path) -> int:
+        """Saves weights and optimizer state below ``folder``; returns their bytes. Collective over the grid."""
+        state = {"version": self.version}
+        self.engine.save_checkpoint(folder, state, without_frozen=True).wait()
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+    def load(self, folder: Path, optimizer: bool) -> None:
+        """Loads weights, and the optimizer state if asked, and drops accumulated gradients. Collective over the grid.
+
+        Without ``optimizer``, the engine's optimizer must be fresh: its state does not change.
+        """
         if self._seen:
             self.engine.zero_grad()
+        self.engine.load_checkpoint(folder, load_module_only=not optimizer)
         self.version, self._seen, self._retained = self.version + 1, 0, None
 
     # ------------------------------------------------------------------ one datum
