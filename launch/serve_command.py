@@ -8,10 +8,12 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import load_config
+from engine.config import load_config, load_raw
 from engine.config.config_file import OVERRIDES_HELP
 from engine.config.serve_section import ServeConfig
 from engine.errors import ConfigError
+
+_ONE_ROW = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": None}
 
 
 def add_serve_options(command: ArgumentParser) -> None:
@@ -38,9 +40,10 @@ def run_serve(options: Namespace) -> None:
         return
     if options.config is None or options.model is None:
         raise ConfigError("trine serve needs a configuration and --model FOLDER; or --replay FOLDER alone.")
-    from engine.serving.service import serve_folder
+    from engine.serving.wire.front import serve_folder
 
-    config = load_config(options.config, options.rest)
+    # a datum is a microbatch of one row, whatever a training with the same file would take
+    config = load_config({**load_raw(options.config, options.rest), **_ONE_ROW})
     serve_folder(replace(config, serve=settings_of(config.serve, options)), options.model)
 
 
@@ -51,7 +54,7 @@ def settings_of(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
 
 
 def _replay(folder: Path) -> None:
-    from engine.serving.front import check_journal
+    from engine.serving.wire.front import check_journal
 
     found = check_journal(folder)
     there = ", ".join(f"{found[name]} {name}" for name in ("sessions", "models", "snapshots"))

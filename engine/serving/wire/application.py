@@ -24,6 +24,7 @@ from engine.serving.wire.requests import RequestReader
 from engine.serving.wire.routes import PREFIX, FutureRoutes, json_reply
 from engine.serving.wire.served_model import ServedModel
 from engine.serving.wire.statistics import ServiceStatistics
+from engine.serving.wire.tensor_routes import TensorRoutes
 
 STATUS = "/v1/status"
 _TICK_SECONDS, _RETRY_SECONDS = 1.0, 2
@@ -63,6 +64,7 @@ class ServiceApplication:
                 *(Route(PREFIX + path, handler, methods=["GET"]) for path, handler in listings.gets().items()),
                 Route(STATUS, self._status, methods=["GET"]),
                 Route("/", self._page, methods=["GET"]),
+                *TensorRoutes(ledger, body_bytes).routes(),
             ],
             lifespan=lambda _: self._ticking(),
             exception_handlers={RequestRefusedError: refused, HTTPException: refused, ClientDisconnect: refused},
@@ -164,4 +166,5 @@ class ServiceApplication:
 
 def _error_reply(error: RequestRefusedError) -> Response:
     headers = {} if error.retry_seconds is None else {"Retry-After": str(error.retry_seconds)}
-    return json_reply({"detail": str(error)}, error.status, headers)
+    sentence = str(error)
+    return json_reply({"detail": sentence, "error": sentence}, error.status, headers)  # the doors' two names of it
