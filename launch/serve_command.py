@@ -7,13 +7,12 @@ trine serve --replay FOLDER                          read the journal in a servi
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engine.config import load_config, load_raw
 from engine.config.config_file import OVERRIDES_HELP
 from engine.config.serve_section import ServeConfig
 from engine.errors import ConfigError
-
-_ONE_ROW = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": None}
 
 
 def add_serve_options(command: ArgumentParser) -> None:
@@ -40,11 +39,16 @@ def run_serve(options: Namespace) -> None:
         return
     if options.config is None or options.model is None:
         raise ConfigError("trine serve needs a configuration and --model FOLDER; or --replay FOLDER alone.")
-    from engine.serving.wire.front import serve_folder
+    from engine.serving.service import serve_folder
 
-    # a datum is a microbatch of one row, whatever a training with the same file would take
-    config = load_config({**load_raw(options.config, options.rest), **_ONE_ROW})
+    config = load_config(_sized(load_raw(options.config, options.rest)))
     serve_folder(replace(config, serve=settings_of(config.serve, options)), options.model)
+
+
+def _sized(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with one datum a microbatch; clients choose the number of data of an update."""
+    sizes = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
+    return {name: value for name, value in (raw | sizes).items() if value is not None}
 
 
 def settings_of(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
@@ -54,7 +58,7 @@ def settings_of(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
 
 
 def _replay(folder: Path) -> None:
-    from engine.serving.wire.front import check_journal
+    from engine.serving.front import check_journal
 
     found = check_journal(folder)
     there = ", ".join(f"{found[name]} {name}" for name in ("sessions", "models", "snapshots"))

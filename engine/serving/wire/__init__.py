@@ -11,7 +11,6 @@ listings       routes that only read
 tensor_routes  second door: tensors in and out
 statistics     figures of a running service
 application    token, limits, clock; the ASGI application
-front          a model's folder served: ranks, ledger, HTTP server in a thread of rank 0
 
 Nothing in a request names a file, and nothing in it is evaluated or unpickled.
 """

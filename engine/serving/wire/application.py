@@ -26,7 +26,7 @@ from engine.serving.wire.served_model import ServedModel
 from engine.serving.wire.statistics import ServiceStatistics
 from engine.serving.wire.tensor_routes import TensorRoutes
 
-STATUS = "/v1/status"
+STATUS, STATISTICS = "/v1/status", "/v1/statistics"
 _TICK_SECONDS, _RETRY_SECONDS = 1.0, 2
 _OPEN = (f"{PREFIX}healthz", "/")
 _TINKER_KEY = b"tml-"
@@ -54,6 +54,7 @@ class ServiceApplication:
         reader = RequestReader(model, self.directory)
         self._futures = FutureRoutes(ledger, self.directory, reader, self._body)
         listings = ListingRoutes(model, ledger, self.directory, self._body)
+        tensors = TensorRoutes(ledger, self._body)
         posts = {**self._futures.posts(), **listings.posts()}
         checkpoint = f"{PREFIX}training_runs/{{run}}/checkpoints/{{checkpoint:path}}"
         refused = cast(Any, self._refused)
@@ -62,9 +63,10 @@ class ServiceApplication:
                 *(Route(PREFIX + path, handler, methods=["POST"]) for path, handler in posts.items()),
                 Route(checkpoint, listings.delete_checkpoint, methods=["DELETE"]),
                 *(Route(PREFIX + path, handler, methods=["GET"]) for path, handler in listings.gets().items()),
+                *tensors.routes(),
                 Route(STATUS, self._status, methods=["GET"]),
+                Route(STATISTICS, self._routes, methods=["GET"]),
                 Route("/", self._page, methods=["GET"]),
-                *TensorRoutes(ledger, body_bytes).routes(),
             ],
             lifespan=lambda _: self._ticking(),
             exception_handlers={RequestRefusedError: refused, HTTPException: refused, ClientDisconnect: refused},
@@ -151,6 +153,9 @@ class ServiceApplication:
 
     async def _status(self, request: Request) -> Response:
         return json_reply(self.statistics.status(self.model, self.ledger))
+
+    async def _routes(self, request: Request) -> Response:
+        return json_reply({"routes": self.statistics.routes(), "commands": self.ledger.commands_done})
 
     async def _page(self, request: Request) -> Response:
         return Response(_PAGE.read_bytes(), 200, {"Content-Security-Policy": _PAGE_MAY}, "text/html; charset=utf-8")

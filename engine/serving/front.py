@@ -1,32 +1,24 @@
-"""Service of a model's folder: tenants and command loop on every rank, ledger and HTTP server in a thread of rank 0."""
+"""Rank 0's side of a service: ledger and journal, the HTTP server in a thread, and the source of the command loop."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-from engine.config import Config
 from engine.config.serve_section import ServeConfig
 from engine.errors import ConfigError, LaunchError
-from engine.parallel.comm.host_group import TorchHostGroup
-from engine.parallel.comm.world import read_world
-from engine.serving.commands import Done
-from engine.serving.executor import Executor
+from engine.serving.commands import Command, Done, Result, Stop
+from engine.serving.entry import FutureEntry
 from engine.serving.journal import read_journal
 from engine.serving.ledger import Ledger
 from engine.serving.queue import FairQueue
 from engine.serving.restart import Restart, open_ledger
-from engine.serving.service import LedgerSource, serve_ranks
 from engine.serving.session import LedgerLimits
-from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.serving.wire.served_model import ServedModel
 from engine.web.sockets import address_of, is_loopback, listen
 
-JOURNAL, WEIGHTS = "journal", "weights"
-"""Folders of the journal and of saved weights in the folder of a service."""
-_HOST_SECONDS = 600.0
+JOURNAL = "journal"
+"""Folder of the journal in the folder of a service."""
 SERVER = "the service"
 """Name of the server in errors."""
 
@@ -47,6 +39,37 @@ def read_token(serve: ServeConfig) -> str:
             f"{serve.token_env}, or leave --host out."
         )
     return token
+
+
+class LedgerSource:
+    """Source of the command loop: stored commands of an earlier process first, then the queue."""
+
+    def __init__(self, ledger: Ledger, stored: Iterator[FutureEntry]) -> None:
+        self._ledger, self._stored = ledger, stored
+        self._running: FutureEntry | None = None
+
+    def take(self, seconds: float) -> tuple[str, Command] | None:
+        """Returns the next command with its key; None if none has come within ``seconds``, Stop after ``stop``.
+
+        Raises:
+            CheckpointError: a snapshot of the earlier process could not be loaded.
+        """
+        if self._ledger.queue.is_closed:
+            return "", Stop()
+        entry = next(self._stored, None) or self._ledger.queue.next(seconds)
+        self._running = entry
+        if entry is None or entry.command is None:
+            return ("", Stop()) if self._ledger.queue.is_closed else None
+        return entry.key, entry.command
+
+    def finish(self, key: str, result: Result) -> None:
+        """Stores the result of the command that was taken last."""
+        assert self._running is not None and self._running.key == key
+        self._ledger.finish(self._running, result)
+
+    def stop(self) -> None:
+        """Ends the loop after the command that runs; may be called in any thread and in a signal handler."""
+        self._ledger.queue.close()
 
 
 def limits_of(serve: ServeConfig) -> LedgerLimits:
@@ -91,50 +114,9 @@ def open_front(serve: ServeConfig, model: ServedModel, ready: Callable[[str], No
         address = address_of(listening, "https" if options else "http")
         about = f"token in {serve.token_env}" if token else "without a token: this host only"
         ready(f"service at {address}: {' '.join(model.names)}, folder {folder}, {about}")
-        yield LedgerSource(ledger, restart, lambda: None)
-
-
-def serve_folder(config: Config, folder: Path) -> None:
-    """Serves the model in a Hugging Face folder until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
-
-    Raises:
-        EngineError: folder, configuration, address or journal have a mistake, or a rank is lost.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    serve = config.serve or ServeConfig()
-    facts = AutoConfig.from_pretrained(folder)
-    limits = TenantLimits(adapters=serve.tenants.most, full=serve.tenants.full)
-    pool = TenantPool(lambda: AutoModelForCausalLM.from_pretrained(folder), config, limits)
-    grid = pool.base.grid
-    executor = Executor(pool, Path(serve.folder) / WEIGHTS)
-    host = TorchHostGroup(grid.rank, read_world().size, _HOST_SECONDS, "serve")
-    model = _facts_of(facts, folder, serve, str(grid))
-
-    def source() -> AbstractContextManager[LedgerSource]:
-        return open_front(serve, model, lambda line: print(line, flush=True))
-
-    serve_ranks(executor, host, source if grid.rank == 0 else None)
-
-
-def _facts_of(facts: Any, folder: Path, serve: ServeConfig, grid: str) -> ServedModel:
-    """Returns facts about a model from its configuration and tokenizer."""
-    ends = facts.eos_token_id
-    tokenize = None
-    if (folder / "tokenizer_config.json").is_file():
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenize = partial(tokenizer.encode, add_special_tokens=False)
-    return ServedModel(
-        serve.models or (folder.resolve().name,),
-        facts.max_position_embeddings,
-        facts.vocab_size,
-        tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
-        (facts.architectures or [type(facts).__name__])[0],
-        grid,
-        tokenize,
-    )
+        source = LedgerSource(ledger, restart.entries())
+        opened.callback(source.stop)
+        yield source
 
 
 def check_journal(folder: Path) -> Mapping[str, int]:

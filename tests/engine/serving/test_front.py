@@ -12,8 +12,7 @@ from engine.config.serve_section import ServeConfig
 from engine.errors import ConfigError, LaunchError
 from engine.launch.cli import main
 from engine.serving.commands import Stop
-from engine.serving.service import LedgerSource
-from engine.serving.wire.front import open_front, read_token
+from engine.serving.front import LedgerSource, open_front, read_token
 from tests.engine.serving.executors import CountingExecutor
 from tests.engine.serving.wire.tinker_calls import BASE, MODEL, forward_backward, optim_step
 
