@@ -49,7 +49,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             frozenset({"write_figures"}),
         ),
         "service": Benchmark(
-            "service.command", "many clients of the training service: latencies beside a bare echo, lost updates, memory",
+            "service.command", "clients of the training service: latencies beside a bare echo, lost updates",
             frozenset({"write_figures"}),
         ),
         "host_time": Benchmark(
