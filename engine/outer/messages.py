@@ -208,9 +208,6 @@ class StoreLink(Protocol):
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
         """Stores one rank's encoded body, uint8 [bytes]; on return it survives a crash of the store."""
 
-    def withdraw(self, key: PushKey) -> None:
-        """Withdraws a push of a step that has failed on one of the site's ranks; its ``seq`` is not used again."""
-
     def offer(self, life: int, fragment: int) -> Offer | None:
         """Returns the newest version that this life may take over, and retains it for ``pull``; None before the
         initial weights have come or while the rule forbids a take-over.

@@ -109,7 +109,6 @@ class StoreService:
 
     def stop(self) -> None:
         """Ends the server; call it in the thread of its event loop."""
-        self._application.end_waits()
         self._server.should_exit = True
 
 

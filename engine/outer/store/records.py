@@ -1,6 +1,6 @@
 """Events of a store as JSON objects: every change of its state is one of them.
 
-    start join layout seed push withdraw merge offer taken lost back leave
+    start join layout seed push merge offer taken lost back leave
 
 A field "kind" names the event. Numbers of lives, ranks, fragments and versions are integers; hashes are texts.
 """
