@@ -70,6 +70,13 @@ class OuterState:
     waited: float
     """Seconds that this rank has waited for the store."""
 
+    def __str__(self) -> str:
+        return (
+            f"clock {self.clock}, version {'/'.join(map(str, self.versions))}, staleness {self.staleness}, "
+            f"{self.members} members, {self.rows:,} rows, {self.pushed_bytes / 1e6:,.1f} MB pushed, "
+            f"{self.pulled_bytes / 1e6:,.1f} MB pulled, waited {self.waited:.1f} s"
+        )
+
     @property
     def figures(self) -> dict[str, float]:
         """Numbers for the step report, by name."""
@@ -174,7 +181,10 @@ class OuterLoop(StepPart):
         if self._content is Content.DELTAS:
             self._push_due()
             self._take_over()
-        step.figures |= self.state_now.figures
+        now = self.state_now
+        step.figures |= now.figures
+        if self._comm.recorder is not None:
+            self._comm.recorder.note(f"outer loop of site {self._outer.site}: {now}")
 
     def restarted(self, made: int) -> None:
         """Joins again if weights were loaded. Collective."""
