@@ -68,6 +68,8 @@ class JoinRequest:
     """Group of each tensor, in the order of ``tensors``; empty: all in one group without options of its own."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all sites and the store share, as JSON values; see ``shared_settings``."""
+    untrained: Mapping[str, str] = field(default_factory=dict)
+    """Dtype and digest of every frozen parameter and, from a site without updates, of every persistent buffer."""
 
 
 @dataclass(frozen=True, slots=True)
