@@ -50,7 +50,7 @@ class _Answer(NamedTuple):
     """When, on the clock of this machine; 0 for a rank that died without a word, which the others only hear of."""
 
 
-SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+SERVER: Any = forkserver._forkserver
 """Fork server of this process; the standard library gives it no public name."""
 
 

@@ -57,15 +57,14 @@ def test_so_are_those_of_other_dtypes_optimizers_and_recomputation() -> None:
     assert_same(told(*(name for name in CASES if name not in OFTEN)))
 
 
-def test_a_second_call_finds_every_kernel_in_the_cache(
-    tmp_path: Path,
-) -> None:
+def test_a_second_call_finds_every_kernel_in_the_cache(tmp_path: Path) -> None:
     """A third call is for a GPU without a compiler here, and is refused."""
     config, cache = tmp_path / "config.json", tmp_path / "cache"
     config.write_text(json.dumps({"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
     done = compiling(*THRICE, str(config), *SIZES, "--processes", "1", cache=cache)
     assert done.returncode == 1 and "compiled ahead for a100, b200, h100, h200" in done.stderr, done.stderr[-3000:]
-    count, lines = len(list(cache.glob("*/*.cubin"))), done.stdout.splitlines()
+    count = len(list(cache.glob("*/*.cubin")))
+    lines = [line for line in done.stdout.splitlines() if " of " not in line[:20]]  # progress on a busy machine
     assert len(lines) == 6 and all(line.startswith("model      the built-in decoder: ") for line in lines[::3])
     assert all(line.startswith(f"noted      {count} kernels") for line in lines[1::3])
     assert f"compiled   {count} kernels, " in lines[2] and lines[2].endswith(f"; 0 were in Triton's cache, {cache}")
