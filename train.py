@@ -67,8 +67,8 @@ def run(options: Namespace) -> None:
         if first and text is not None:
             train.say(f"validation loss {loss:.3f}, {train.bits_per_byte(loss):.3f} bits per byte")
             train.say(f"--- sample\n{train.decode_for_terminal(text)}\n---")
-            if eng.step_count > begun:
-                train.say(eng.traffic_report())
+            if eng.step_count > begun and (sent := eng.traffic_report()):
+                train.say(sent)
 
 
 if __name__ == "__main__":

@@ -273,6 +273,9 @@ class EngineParts:
         """Reports a finished step, and saves a checkpoint if it is due."""
         step, outcome = finished
         report = self.reports.record(step, outcome, self.runtime.plan, self.update.made)
+        kernels = self.builder.request.changes.kernels
+        if self.reports.attempts == 1 and self.grid.rank == 0 and (chosen := kernels.summary()):
+            logger.info("kernels: %s", chosen)
         self.update.check(outcome)
         if outcome.totals.stops or self.checkpoints.due:
             self.checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))

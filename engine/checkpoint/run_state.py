@@ -120,7 +120,7 @@ class RunState:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
         moments = local_tensors.state(moments_by_bucket(self.runtime.optimizer))
         apart = [held for each in self.runtime.optimizer.whole for held in local_tensors.apart(each)]
-        pieces = [*local_tensors.masters(), *moments, *apart, *local_tensors.averages()]
+        pieces = [*local_tensors.masters(), *moments, *apart, *local_tensors.companions()]
         numbers = parameter_scalars(self.runtime.optimizer, self.runtime.plan.table)
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 
