@@ -280,7 +280,7 @@ def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, req
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:
     """Puts fused operators into the model, on all ranks or on none."""
-    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight") and comm.grid.cp == 1]
+    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight")]
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, request.patches)
         make_heads_lazy(model, heads, axis, request.patches)
