@@ -275,7 +275,7 @@ def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, req
     """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
     program, axis, config = request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"), plan.config
     asked, unit = asked_method(config, request.changes.kernels.card), sequence_unit(config)
-    return with_context(program, axis, asked, staged=comm.grid.pp > 1, unit=unit, in_blocks=plan.context.in_blocks)
+    return with_context(program, axis, asked, plan.context, staged=comm.grid.pp > 1, unit=unit)
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

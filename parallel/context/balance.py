@@ -1,21 +1,35 @@
-"""Attention work of context ranks: pairs of a query and a key that it sees. Pure arithmetic."""
+"""Attention work of context ranks: pairs of a query and a key that it sees. Pure arithmetic.
 
+causal       zig-zag chunks have equal work
+documents    chunks of one length, dealt so that ranks have equally many positions and nearly equal work
+"""
+
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.parallel.context.cuts import zigzag
+from engine.parallel.context.cuts import evenly, zigzag
+from engine.parallel.tensor.global_tensor.index_runs import join_runs, run_length
+from engine.parallel.tensor.global_tensor.index_sets import Index, Indices
+
+EVEN = 1.05
+"""Work of the rank with the most, divided by the mean, up to which no smaller chunks are tried."""
+LEAST_CHUNK = 64
+"""Minimum positions of a chunk where ranks have more than two."""
+_MOST_CHUNKS = 32
+"""Largest number of chunks of a rank."""
 
 
 class WorkBalance(NamedTuple):
-    """Pairs of a query and a key that each context rank computes in a head, for one row under a causal mask."""
+    """Pairs of a query and a key that each context rank computes in a head."""
 
     pairs: tuple[int, ...]
 
     @property
     def most_over_mean(self) -> float:
         """Pairs of the rank with the most, divided by the mean of all ranks."""
-        return max(self.pairs) * len(self.pairs) / sum(self.pairs)
+        return max(self.pairs) * len(self.pairs) / max(sum(self.pairs), 1)
 
 
 def causal_pairs(positions: np.ndarray) -> int:
@@ -26,3 +40,58 @@ def causal_pairs(positions: np.ndarray) -> int:
 def causal_balance(length: int, ranks: int, unit: int = 1) -> WorkBalance:
     """Returns the work of context ranks for a row of ``length`` tokens in zig-zag chunks, multiples of ``unit``."""
     return WorkBalance(tuple(causal_pairs(held) for held in zigzag(length, ranks, unit).ranks))
+
+
+def work_balance(work: Indices, index: Index) -> WorkBalance:
+    """Returns the work of context ranks with the positions ``index``; ``work``: pairs of the query at each position."""
+    before = np.append(0, np.cumsum(work))
+    return WorkBalance(tuple(int((before[runs[:, 1]] - before[runs[:, 0]]).sum()) for runs in index.runs))
+
+
+def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
+    """Returns positions of context ranks with nearly equal ``work`` [S], the pairs of the query at each position.
+
+    Each rank has as many positions as under the zig-zag sharding, which is returned if it is even enough. Otherwise
+    ranks have 2, 4, 8, .. chunks, of at least ``LEAST_CHUNK`` positions, until the work is even.
+    """
+    plain = zigzag(len(work), ranks, unit)
+    best, found = work_balance(work, plain).most_over_mean, plain
+    for chunks in _numbers(len(work), ranks):
+        if best <= EVEN:
+            break
+        tried = _dealt(work, plain, chunks, unit)
+        most = work_balance(work, tried).most_over_mean
+        if most < best:
+            best, found = most, tried
+    return found
+
+
+def _numbers(length: int, ranks: int) -> Iterator[int]:
+    """Yields the numbers of chunks of a rank to try."""
+    chunks = 2
+    while chunks == 2 or (chunks <= _MOST_CHUNKS and length >= chunks * ranks * LEAST_CHUNK):
+        yield chunks
+        chunks *= 2
+
+
+def _dealt(work: Indices, plain: Index, chunks: int, unit: int) -> Index:
+    """Returns ``chunks`` chunks for each rank, with as many positions as in ``plain``: the heaviest chunk first, to the
+    rank with the least work.
+    """
+    ranks, length = len(plain.runs), len(work)
+    ends = np.array([stop for _, stop in evenly(length // unit, chunks * ranks)]) * unit
+    weights = np.diff(np.append(0, np.cumsum(work)[ends - 1]))
+    loads, counts, owner = [0] * ranks, [0] * ranks, [0] * len(weights)
+    for chunk in np.argsort(-weights, kind="stable").tolist():
+        rank = min((rank for rank in range(ranks) if counts[rank] < chunks), key=lambda rank: (loads[rank], rank))
+        owner[chunk], loads[rank], counts[rank] = rank, loads[rank] + int(weights[chunk]), counts[rank] + 1
+    sizes = [iter(evenly(run_length(held) // unit, chunks)) for held in plain.runs]
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    start = 0
+    for rank in owner:
+        first, last = next(sizes[rank])
+        stop = start + (last - first) * unit
+        if stop > start:
+            runs[rank].append((start, stop))
+        start = stop
+    return Index.of_runs((join_runs(np.array(held, np.int64).reshape(-1, 2)) for held in runs), length)

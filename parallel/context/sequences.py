@@ -3,7 +3,7 @@
 A batch tensor is sharded at the first table or product that reads it, so masks, labels and position ids stay plain.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 from engine.errors import EngineError
 from engine.kernels.ops.embedding import look_up_rows
 from engine.kernels.ops.linear import linear as fused_linear
+from engine.parallel.context.balance import by_work
 from engine.parallel.context.choose import ASSUMED, AttentionRates, Method
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.context.methods import AttendingContext, context_attention
@@ -28,11 +29,12 @@ from engine.parallel.context.recurrence.placed_rules import (
 from engine.parallel.context.recurrence.relay import Relay
 from engine.parallel.context.recurrence.scans import LAYER_RULES
 from engine.parallel.context.repeated_heads import noted_expand, noted_repeat, noted_reshape
+from engine.parallel.context.rows.functions import FUNCTION
 from engine.parallel.context.rules import context_cross_entropy
 from engine.parallel.model.operand_casts import QuietMode
 from engine.parallel.tensor.global_tensor.context import PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.parallel.tensor.global_tensor.index_sets import Index, Indices
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
 from engine.parallel.tensor.layers.position_layer import layer_input
@@ -74,6 +76,23 @@ class ContextOfSequences(AttendingContext):
         self.relay, self.placed = Relay(axis), PLACED_RULES
         self.written = WrittenTensors()
         self._age = 0
+        self._unpacked: dict[Hashable, Any] | None = None
+        """Cache of batches without packed documents, while that of a batch with documents is in use."""
+
+    def divide(self, work: Mapping[int, Indices]) -> None:
+        """Shards the sequences of the next forward by ``work``, the pairs of the query at each position, by length.
+
+        Other sequences keep their sharding. What was cached for the documents of the last batch is dropped.
+        """
+        if not work and self._unpacked is None:
+            return
+        kept = self._found if self._unpacked is None else self._unpacked
+        proven = {key: value for key, value in self._found.items() if isinstance(key, tuple) and key[0] == FUNCTION}
+        self._found, self._unpacked = {**kept, **proven}, kept if work else None
+        ranks, unit = self.axis.size, self.unit
+        for length, pairs in work.items():
+            if length >= 2 * ranks * unit and length % unit == 0:
+                self._found[POSITIONS, length] = by_work(pairs, ranks, unit)
 
     def next_age(self) -> int:
         """Returns the number of the next slice that one rank has."""

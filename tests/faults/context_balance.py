@@ -19,8 +19,6 @@ CONTEXT_BALANCE = (
         file="parallel/tensor/logits/lazy_logits.py",
         old="Tensor._is_view: is_view, ",
         new="",
-        tests=(
-            f"{_LATE}::test_logits_in_chunks_train_as_one_process[shifted-a rank without labels-cp2]",
-        ),
+        tests=(f"{_LATE}::test_logits_in_chunks_train_as_one_process[shifted-a rank without labels-cp2]",),
     ),
 )
