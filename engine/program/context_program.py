@@ -86,9 +86,9 @@ class ContextProgram(Program):
     def _entered(self, moved: Any, run: Callable[[], Any]) -> Any:
         """Returns the result of ``run``, a forward that reads the tensors of ``moved`` as sequences."""
         self._sequences.clear()  # recomputation in the last backward has sent states too
-        if self.by_work and not self._sequences.axis.dry:
-            named = ((str(path[-1]), tensor) for path, tensor in tensors_by_path(moved) if path)
-            self._sequences.divide(work_of_documents(named))
+        by_work = self.by_work and not self._sequences.axis.dry
+        named = ((str(path[-1]), tensor) for path, tensor in tensors_by_path(moved) if path and by_work)
+        self._sequences.begin(work_of_documents(named))
         with SequenceEntry(self._sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
             made = run()
         self._sequences.clear()
