@@ -1,5 +1,6 @@
 """Logits of a sequence that context ranks share are computed by the loss in chunks, and never exist in full."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,8 +31,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of lazy logits that were computed."""
-    found, read = list[tuple[int, ...]](), ShardedLogits.part.fget
-    assert read is not None
+    found, read = list[tuple[int, ...]](), inspect.getattr_static(ShardedLogits, "part").fget
 
     def part(logits: ShardedLogits) -> Any:
         if logits.waits:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import engine
-from engine.kernels.ops.attention_block import BlockRule
+from engine.kernels.ops.attention_block import BlockRule, attend
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.context import attention
@@ -99,7 +99,6 @@ def _train(method: str, ranks: int, batches: list[dict[str, Tensor]], world: Wor
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
     """Pairs by thread: those that a query sees, and those that its blocks compute."""
     found: dict[str, Counter[str]] = {}
-    attend = attention.attend
 
     def counting(q: Tensor, k: Tensor, v: Tensor, rule: BlockRule) -> tuple[Tensor, Tensor]:
         one = found.setdefault(current_thread().name, Counter())
