@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.parallel.context.balance import work_of_documents
 from engine.parallel.context.choose import AskedMethod
-from engine.parallel.context.documents import work_of_documents
 from engine.parallel.context.recurrence.followed import ContextPlan
 from engine.parallel.context.recurrence.placed_rules import gathered_value
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry

@@ -1,13 +1,22 @@
-"""Attention work of context ranks: pairs of a query and a key that it sees. Pure arithmetic.
+"""Attention work of context ranks: pairs of a query and a key that it sees.
 
-causal       zig-zag chunks have equal work
-documents    chunks of one length, dealt so that ranks have equally many positions and nearly equal work
+    causal       zig-zag chunks have equal work
+    documents    chunks of one length, dealt so that ranks have equally many positions and nearly equal work
+
+Two kinds of batch tensors show packed documents. A wrong guess costs balance alone, since any sharding of positions
+gives the same result.
+
+    0 1 2 3 0 1 0 1 2    position ids [B, S]: a document begins where they restart
+    1 1 1 1 2 2 3 3 3    numbers of documents [B, S]: a document begins where they grow
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.parallel.context.cuts import evenly, zigzag
 from engine.parallel.tensor.global_tensor.index_runs import join_runs, run_length
@@ -19,6 +28,8 @@ LEAST_CHUNK = 64
 """Minimum positions of a chunk where ranks have more than two."""
 _MOST_CHUNKS = 32
 """Largest number of chunks of a rank."""
+_NAMES = ("position", "document", "segment", "seq_idx", "doc_id")
+"""Parts of the names of batch tensors that are read on the host."""
 
 
 class WorkBalance(NamedTuple):
@@ -95,3 +106,42 @@ def _dealt(work: Indices, plain: Index, chunks: int, unit: int) -> Index:
             runs[rank].append((start, stop))
         start = stop
     return Index.of_runs((join_runs(np.array(held, np.int64).reshape(-1, 2)) for held in runs), length)
+
+
+def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indices]:
+    """Returns the pairs of the query at each position with the keys of its document, [S] summed over rows, by length S.
+
+    ``batch``: tensors by name. Only lengths of which a row has several documents; the host waits for tensors that have
+    the name of position ids or of numbers of documents.
+    """
+    found: dict[int, Indices] = {}
+    for name, tensor in batch:
+        if not _may_show(name, tensor) or tensor.shape[-1] in found:
+            continue
+        begins = _begins(tensor.detach().cpu())
+        if begins is not None:
+            places = np.arange(begins.shape[1])
+            first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+            found[tensor.shape[-1]] = (places - first + 1).sum(0)
+    return found
+
+
+def _may_show(name: str, tensor: Tensor) -> bool:
+    if type(tensor) is not Tensor or tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.ndim != 2:
+        return False
+    whole = tensor.dtype in (torch.int64, torch.int32) and tensor.shape[1] > 1 and tensor.shape[0] > 0
+    return whole and any(part in name.lower() for part in _NAMES)
+
+
+def _begins(tensor: Tensor) -> np.ndarray | None:
+    """Returns True [B, S] at the first position of each later document; None if the tensor shows no documents."""
+    values = tensor.numpy()
+    steps = np.diff(values, axis=1)
+    restarts = (steps != 1) & (values[:, 1:] == 0)
+    if bool((restarts | (steps == 1)).all()):
+        later = restarts
+    elif bool(((steps == 0) | (steps == 1)).all()):
+        later = steps == 1
+    else:
+        return None
+    return np.pad(later, ((0, 0), (1, 0))) if bool(later.any()) and not bool(later.all()) else None

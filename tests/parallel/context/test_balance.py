@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.parallel.context.balance import LEAST_CHUNK, by_work, causal_balance, work_balance
+from engine.parallel.context.balance import LEAST_CHUNK, by_work, causal_balance, work_balance, work_of_documents
 from engine.parallel.context.cuts import zigzag
-from engine.parallel.context.documents import work_of_documents
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
