@@ -39,12 +39,12 @@ CONTEXT_BALANCE = (
         tests=("tests/parallel/context/test_balance.py::test_documents_of_random_lengths_are_shared_by_work",),
     ),
     Fault(
-        name="documents-of-the-last-batch",
-        about="Positions of a batch are shared by the documents of an earlier batch.",
+        name="documents-as-the-last-batch",
+        about="Positions of packed documents are shared as those of an earlier batch without documents.",
         file="parallel/context/sequences.py",
         old="        for key in [key for key in self._found if _begins_with(key, POSITIONS)]:",
         new="        for key in [key for key in self._found if _begins_with(key, POSITIONS) and not work]:",
-        tests=(f"{_WORK}::test_ranks_compute_the_pairs_that_were_planned[4-gather]",),
+        tests=("tests/parallel/context/test_sequences.py::test_caches_of_documents_end_with_their_batch",),
     ),
     Fault(
         name="rows-of-masks-across-chunks",

@@ -73,6 +73,7 @@ def test_caches_of_documents_end_with_their_batch() -> None:
         context.begin({LENGTH: work})
         assert context.found(("function", "proven")) == 1
         _look_up(context, ids, ids)
+        assert context.found((POSITIONS, LENGTH)) is context.shared[LENGTH]
         assert not any("documents" in str(key) for key in context._found)
         context.find(("documents", first), lambda: 1)
     context.begin({})

@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "_LARGE", 64)
     monkeypatch.setattr(recipes, "_LONG", 8)
     monkeypatch.setattr(recipes, "_ROWS", 512)
-    monkeypatch.setattr(recipes, "_LINES", 8)
+    monkeypatch.setattr(recipes, "_LINES", 10)
 
 
 def packed(
