@@ -110,8 +110,8 @@ def test_no_mask_is_made_whole(ranks: int, method: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TensorRecipe, "whole", made)
     assert all(run_thread_ranks(ranks, train))
-    assert parts and max(shape[-2] for shape in parts) <= 256 // 36
-    assert all(shape[-2] <= 256 // 36 for shape in whole if len(shape) > 1 and shape[-1] == 36), whole
+    assert parts and max(shape[-2] * shape[-1] for shape in parts) <= 256
+    assert all(shape[-2] * 36 <= 256 for shape in whole if len(shape) > 1 and shape[-1] == 36), whole
 
 
 @pytest.mark.long
