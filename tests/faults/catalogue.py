@@ -12,6 +12,7 @@ from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.context import CONTEXT
 from tests.faults.context_attention import CONTEXT_ATTENTION
+from tests.faults.context_balance import CONTEXT_BALANCE
 from tests.faults.context_bytes import CONTEXT_BYTES
 from tests.faults.context_plan import CONTEXT_PLAN
 from tests.faults.context_recurrence import CONTEXT_RECURRENCE
@@ -84,7 +85,15 @@ AREAS = {
         *AWAITED_EXPERTS,
         *GROUPED_EXPERTS,
     ),
-    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE, *CONTEXT_BYTES),
+    "context": (
+        *CONTEXT,
+        *CONTEXT_ATTENTION,
+        *CONTEXT_BALANCE,
+        *CONTEXT_ROWS,
+        *CONTEXT_PLAN,
+        *CONTEXT_RECURRENCE,
+        *CONTEXT_BYTES,
+    ),
     "training service": SERVICE,
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
