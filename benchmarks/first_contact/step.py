@@ -43,7 +43,7 @@ def run_step(name: str) -> None:
         found["host_bound_ms"] = _host_bound_ms(trainer, batch) / job.accumulation
     tell(f"{name}: steps", True, began, **found)
     waits = host_waits(lambda: trainer.step(batch), device)
-    tell(f"{name}: waits of the host", True, began, count=sum(waits.values()), places=waits)
+    tell(f"{name}: waits of the host", True, began, waits=sum(waits.values()), places=waits)
     tell(name, True, began, **profile_step(lambda: trainer.step(batch), device))
 
 

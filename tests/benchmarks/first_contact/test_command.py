@@ -88,12 +88,16 @@ def test_findings_of_two_runs_are_one_figure(tmp_path: Path) -> None:
     correct, fast = Findings(tmp_path / "a", "cuda"), Findings(tmp_path / "b", "cuda")
     correct.add("parity", "fp32", True, 1.0, loss="1e-8")
     correct.add("parity", "bf16", False, 1.0, error="wrong")
+    fast.add("facts", "versions", True, 1.0, python="3.12.3", packages={"torch": "2.11.0", "numpy": "2.5.2"}, cpus=16)
     fast.add("facts", "device", True, 1.0, gpu="NVIDIA H100")
     fast.add("step engine 1b", "engine 1b: steps", True, 9.0, gpu="NVIDIA H100", step_ms=520.0, MFU=0.51)
     store([tmp_path / "a", tmp_path / "b"], tmp_path)
     text = page.read_text()
     assert "| part | decides | NVIDIA H100 |" in text
     assert "1 ok, 1 failed, 0 not run; failed: bf16" in text and "step_ms 520.0; MFU 0.51" in text
+    assert ", one NVIDIA H100, 16 cores.*" in text, "the origin names the machine of the run"
+    versions = json.loads((tmp_path / "docs" / "figures" / "first-contact.json").read_text())["versions"]
+    assert versions == {"python": "3.12.3", "torch": "2.11.0"}
 
 
 def test_findings_without_a_gpu_are_no_figure(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_triton_is_proposed_only_where_it_wins_everywhere() -> None:
         Speedup("norm", "bfloat16", 8192, 0.9),
         Speedup("gated", "bfloat16", 8192, None),
         Speedup("gated", "bfloat16", 8192, 3.0),
+        Speedup("linear", "bfloat16", 8192, 1.012),
     ]
     old = [TunedChoice("norm", "NVIDIA H200", "bfloat16", 1, True, 9.0), TunedChoice("norm", "*", "*", 1, True)]
     rows = read_choices(winners_json(propose_winners(measured_all, "NVIDIA H200", old)))
@@ -151,8 +152,9 @@ def test_triton_is_proposed_only_where_it_wins_everywhere() -> None:
     answers = [find_choice(rows, "norm", device, "bfloat16", width) for device, width in
                (("NVIDIA H200", 4096), ("NVIDIA H200", 9000), ("NVIDIA A100", 4096))]  # fmt: skip
     assert [(row.triton, row.speedup) for row in answers if row] == [(True, 1.5), (False, 0.9), (True, None)]
-    lost = find_choice(rows, "gated", "NVIDIA H200", "bfloat16", 8192)
-    assert lost is not None and not lost.triton
+    for operator in ("gated", "linear"):  # one case failed; within the noise
+        lost = find_choice(rows, operator, "NVIDIA H200", "bfloat16", 8192)
+        assert lost is not None and not lost.triton
 
 
 def test_products_are_decided_by_direction_and_wrong_ones_lose() -> None:
