@@ -26,7 +26,9 @@ def store(folders: Sequence[Path], root: Path = ROOT) -> str:
     cells = {(part.name, "decides"): part.decides for part in parts}
     found = [rows for folder in folders for rows in read_parts(folder)]
     rows_ = [row for rows in found for row in rows]
-    facts = {key: row[key] for row in rows_ for key in ("gpu", "python", "packages", "cpus") if key in row}
+    facts: dict[str, Any] = {
+        key: row[key] for row in rows_ for key in ("gpu", "python", "packages", "cpus") if key in row
+    }
     gpu = facts.get("gpu", "GPU")
     for rows in found:
         cells[rows[0]["part"], gpu] = cell(rows)

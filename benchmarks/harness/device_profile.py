@@ -25,7 +25,9 @@ def host_waits(step: Callable[[], object], device: torch.device) -> dict[str, in
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    places = (f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchroniz" in str(one.message))
+    places = (
+        f"{Path(one.filename).name}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)
+    )
     return dict(sorted(Counter(places).items()))
 
 

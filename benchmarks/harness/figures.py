@@ -59,7 +59,7 @@ def record_cells(
         for (row, column), text in cells.items():
             rows.setdefault(row, {})[column] = text
         columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
-        source = _source() | (measured or {})
+        source = _source() | dict(measured or {})
         earlier = _earlier(before, set(cells), source["commit"])
         _write(name, {"corner": corner, "columns": columns, "rows": rows} | source | earlier, root)
 

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import engine
 from engine.models.decoder import loss_sum
@@ -15,6 +16,7 @@ from tests import models
 from tests.emulated_device.device import host_waits, policy
 from tests.emulated_device.test_training import TRIALS
 from tests.emulated_device.training import ROWS, Trial, on_devices
+from tests.parallel.context.test_context_training import batches_of, llama
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
@@ -82,3 +84,28 @@ def test_the_host_waits_once_a_step(run_ranks: RunRanks, name: str, on_device: b
     replica = trial.ranks > trial.parallel.get("data", 1)
     expected = Counter(ON_DEVICE if on_device else ON_HOST) + Counter(BATCH_CHECK if replica else {})
     assert later == [dict(expected)] * 3, "batches in pageable memory wait for nothing either"
+
+
+def waits_of_a_transformers_model(trial: Trial, world: World) -> dict[str, int]:
+    """Body of a rank: the waits of its second step, in bf16 as transformers trains, without a mask."""
+    batches = batches_of("plain")
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        engine.initialize(llama(), trial.config | {"train_batch_size": 4}, None, batches[0], world=world) as eng,
+    ):
+        eng.train_batch(batches[0])
+        with host_waits(world.rank) as waits:
+            eng.train_batch(batches[1])
+    return dict(waits.places)
+
+
+def measured_transformers() -> dict[str, int]:
+    """Body of a process."""
+    with policy("late"):
+        found: dict[str, int] = on_devices(Trial(changes={"kernels": "auto"}), body=waits_of_a_transformers_model)
+    return found
+
+
+@pytest.mark.long
+def test_the_host_waits_for_no_mask_of_transformers(run_ranks: RunRanks) -> None:
+    assert run_ranks(measured_transformers, 1) == [dict(ON_HOST)]
