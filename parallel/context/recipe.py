@@ -333,7 +333,9 @@ def _seen(recipe: TensorRecipe, lines: slice) -> slice:
 
 
 class HostTwins:
-    """Host copies of a forward's short integer tensors on a device, computed next to them from ``torch.arange``.
+    """Host copies of a forward's short integer tensors on a device, computed next to them.
+
+    They come from ``torch.arange`` and from a batch in host memory.
 
     transformers asks of position ids in each forward if they contain several documents. The host would wait until the
     device has finished all earlier work.
@@ -358,6 +360,12 @@ class HostTwins:
         if all(twin is not None or leaf is None for twin, leaf in zip(own, leaves, strict=True)):
             args, kwargs = pytree.tree_unflatten(own, form)
             self._known[id(made)] = made, made._version, func(*args, **kwargs)
+
+    def know(self, tensor: Tensor, twin: Tensor) -> None:
+        """Enters the copy from which a short tensor of the batch was made."""
+        short = tensor.numel() <= _TWIN and not tensor.is_floating_point() and not tensor.is_inference()
+        if short and is_host(twin.device) and not is_host(tensor.device):
+            self._known[id(tensor)] = tensor, tensor._version, twin
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Returns the copy of ``tensor``; None if the host does not know its elements."""
@@ -401,15 +409,21 @@ _STARTS, _ANSWERS = (torch.arange,), (Tensor.__bool__, Tensor.item, Tensor.__int
 
 
 @contextmanager
-def masks_by_recipe(batch: Iterable[Tensor]) -> Iterator[None]:
-    """Opens a forward in which masks become recipes and the host knows position ids, if no other function mode is
-    active and the batch is long or on a device.
+def masks_by_recipe(batch: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Opens a forward in which masks become recipes and the host knows masks and position ids, if no other function
+    mode is active and the batch is long or on a device.
+
+    ``batch``: each tensor on the device, and the tensor that it was copied from.
     """
-    given = [tensor for tensor in batch if tensor.ndim > 1]
+    pairs = [pair for pair in batch if pair[0].ndim > 1]
+    given = [tensor for tensor, _ in pairs]
     plain = all(type(tensor) is Tensor and not tensor.is_meta for tensor in given)
     waits = any(not is_host(tensor.device) for tensor in given)
     if plain and (waits or any(tensor.shape[1] >= _LONG for tensor in given)) and not is_watched():
-        with RecipeMode(HostTwins() if waits else None):
+        twins = HostTwins()
+        for pair in pairs:
+            twins.know(*pair)
+        with RecipeMode(twins if waits else None):
             yield
     else:
         yield

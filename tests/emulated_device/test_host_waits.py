@@ -86,26 +86,24 @@ def test_the_host_waits_once_a_step(run_ranks: RunRanks, name: str, on_device: b
     assert later == [dict(expected)] * 3, "batches in pageable memory wait for nothing either"
 
 
-def waits_of_a_transformers_model(trial: Trial, world: World) -> dict[str, int]:
-    """Body of a rank: the waits of its second step, in bf16 as transformers trains, without a mask."""
-    batches = batches_of("plain")
-    with (
-        sdpa_kernel(SDPBackend.MATH),
-        engine.initialize(llama(), trial.config | {"train_batch_size": 4}, None, batches[0], world=world) as eng,
-    ):
-        eng.train_batch(batches[0])
-        with host_waits(world.rank) as waits:
-            eng.train_batch(batches[1])
-    return dict(waits.places)
+def measured_transformers(form: str) -> dict[str, int]:
+    """Body of a process: the waits of the second step of one rank."""
+    trial, batches = Trial(changes={"kernels": "auto", "train_batch_size": 4}), batches_of(form)
 
+    def body(trial: Trial, world: World) -> dict[str, int]:
+        with engine.initialize(llama(), trial.config, None, batches[0], world=world) as eng:
+            eng.train_batch(batches[0])
+            with host_waits(world.rank) as waits:
+                eng.train_batch(batches[1])
+        return dict(waits.places)
 
-def measured_transformers() -> dict[str, int]:
-    """Body of a process."""
-    with policy("late"):
-        found: dict[str, int] = on_devices(Trial(changes={"kernels": "auto"}), body=waits_of_a_transformers_model)
+    with policy("late"), sdpa_kernel(SDPBackend.MATH):
+        found: dict[str, int] = on_devices(trial, body=body)
     return found
 
 
 @pytest.mark.long
-def test_the_host_waits_for_no_mask_of_transformers(run_ranks: RunRanks) -> None:
-    assert run_ranks(measured_transformers, 1) == [dict(ON_HOST)]
+@pytest.mark.parametrize("form", ["plain", "left", "right"])
+def test_the_host_waits_for_no_mask_of_transformers(run_ranks: RunRanks, form: str) -> None:
+    """transformers asks in each forward if positions hold several documents, or if a mask hides anything."""
+    assert run_ranks(measured_transformers, 1, form) == [dict(ON_HOST)]

@@ -4,6 +4,8 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from benchmarks.first_contact.parts import (
 )
 from benchmarks.first_contact.processes import MARK
 from benchmarks.first_contact.stored import store
-from benchmarks.harness.device_profile import busy
+from benchmarks.harness.device_profile import busy, figures
 from benchmarks.harness.figures import ROOT
 
 CHILD = f"""
@@ -108,6 +110,32 @@ def test_findings_without_a_gpu_are_no_figure(tmp_path: Path) -> None:
 
 def test_the_share_of_a_busy_device_counts_overlapping_kernels_once() -> None:
     assert busy([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.5, 5.75)]) == 4.0
+
+
+def event(name: str, start: float, end: float, device: str = "DeviceType.CUDA", annotation: bool = False) -> Any:
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, device_type=device, time_range=span, is_user_annotation=annotation)
+
+
+def test_a_profile_counts_no_annotation_and_names_idle_spans() -> None:
+    events = [
+        event("0F0", 0.0, 900.0, "DeviceType.CPU", annotation=True),
+        event("0F0", 0.0, 1000.0),
+        event("step", 0.0, 2000.0, annotation=True),
+        event("cudaLaunchKernel", 0.0, 5.0, "DeviceType.CPU"),
+        event("product", 0.0, 100.0),
+        event("copy", 50.0, 90.0),  # on another stream
+        event("norm", 101.0, 300.0),
+        event("product", 700.0, 1000.0),
+        event("adamw", 1010.0, 1100.0),
+    ]
+    found = figures(events, 2e-3)
+    assert (found["busy_share"], found["launches"], found["calls"]) == (0.345, 5, {"cudaLaunchKernel": 1})
+    assert found["top_ms"] == {"product": 0.4, "norm": 0.2, "adamw": 0.09, "copy": 0.04}
+    lengths = {"< 3 us": (1, 0.001), "< 20 us": (1, 0.01), "< 200 us": (0, 0), "longer": (1, 0.4)}
+    assert found["idle_count_ms"] == lengths
+    assert found["gaps"][0] == {"ms": 0.4, "at_ms": 0.3, "after": "norm", "before": "product", "within": "0F0"}
+    assert found["gaps"][1]["within"] == "step" and len(found["gaps"]) == 3
 
 
 def test_a_run_without_a_gpu_finds_something_and_says_that_it_means_nothing(tmp_path: Path) -> None:
