@@ -237,8 +237,10 @@ def _linear(
     x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, keeps: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns (y, input of the derivative or an empty tensor); ``matrix`` is [I, O], with ``backward``, Triton computes the backward
-    too."""
+    """Returns (y, input of the derivative or an empty tensor); ``matrix`` is [I, O].
+
+    With ``backward``, Triton computes the backward too.
+    """
     from engine.kernels.gpu.matmul import Follows, launch_matmul
 
     return launch_matmul(x, matrix, Follows(bias, activation, residual, keeps))

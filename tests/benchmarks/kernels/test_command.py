@@ -17,6 +17,7 @@ from benchmarks.kernels.correctness import check_case
 from benchmarks.kernels.device_process import make_desk
 from benchmarks.kernels.report import Verdict, judge, share
 from benchmarks.kernels.trial import EAGER, TRITON
+from benchmarks.kernels.tuning import tuned
 from benchmarks.kernels.winners import Speedup, propose_winners, speedups, winners_json
 from engine.kernels.dispatch import TunedChoice, find_choice, read_choices, shipped_choices
 from engine.kernels.gpu.launch_shapes import tiles_for
@@ -179,6 +180,10 @@ def test_tuning_tells_what_won() -> None:
     warps = answer("tune", "warps activation")
     assert set(warps["milliseconds_by_factor"]) == {"0.5", "1.0", "2.0"}
     assert set(warps["won"]) == {"forward", "backward"}
+    programs = answer("tune", "programs squared_norm")
+    assert set(programs["milliseconds_by_programs"]) == {f"{each} programs, warps x 1.0" for each in (2, 4, 8, 16)}
+    assert set(programs["won"]) == {"forward"}
+    assert "programs norm" in tuned(Order())
 
 
 class Inline:
