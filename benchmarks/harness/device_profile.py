@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -62,14 +62,15 @@ def figures(events: Iterable[Any], wall: float) -> dict[str, Any]:
             (annotations if event.name in annotated else kernels).append(span)
         elif event.name.startswith(("cuda", "cuLaunch")):
             calls[event.name] += 1
-    spent = Counter[str]()
+    spent = defaultdict[str, float](float)
     for kernel in kernels:
         spent[kernel.name] += kernel.end - kernel.start
+    longest = sorted(spent.items(), key=lambda item: -item[1])[:TOP]
     return {
         "busy_share": round(busy((one.start, one.end) for one in kernels) / 1e6 / wall, 3) if kernels else None,
         "launches": len(kernels),
         "calls": dict(calls.most_common(12)),
-        "top_ms": {name: round(time_ / 1e3, 2) for name, time_ in spent.most_common(TOP)},
+        "top_ms": {name: round(time_ / 1e3, 2) for name, time_ in longest},
         **idle(kernels, annotations),
     }
 

@@ -62,11 +62,12 @@ def test_error_is_at_most_twice_eager_torchs(dtype: torch.dtype, activation: Act
 def test_relu_has_the_sign_of_the_sum_before_it_is_rounded(forward: bool, residual: bool) -> None:
     """The product 257 is 256 in bf16, so with a bias of -256 the input of relu is 1, or 0 if both are rounded."""
     x, weight = torch.ones(1, 8), torch.tensor([128.0, 128.0, 1.0, *[0.0] * 5]).repeat(8, 1)
-    given = [t.bfloat16().requires_grad_() for t in (x, weight, torch.full((8,), -256.0), torch.zeros(1, 8))]
+    given = [t.bfloat16().requires_grad_() for t in (x, weight, torch.full((8,), -256.0))]
     rows = (("linear", forward), ("linear_backward", forward), ("activation", True))
     kernels = Kernels("auto", tuple(TunedChoice(name, "cpu", "*", 1, triton) for name, triton in rows))
-    y = linear(*given[:3], LinearForm("relu"), kernels, given[3] if residual else None)
-    slopes = torch.autograd.grad(y.sum(), given[:3])
+    added = torch.zeros(1, 8, dtype=torch.bfloat16) if residual else None
+    y = linear(given[0], given[1], given[2], LinearForm("relu"), kernels, added)
+    slopes = torch.autograd.grad(y.sum(), given)
     assert y.eq(1).all() and slopes[1].eq(1).all() and slopes[2].eq(1).all(), (y, slopes)
 
 
