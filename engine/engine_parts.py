@@ -70,7 +70,7 @@ class RankBuilder:
             plan = self._plan(example, problem)
             with say_if_slow("placing the model", rank):
                 runtime = build(self.model, plan, self.comm, self.device, self.request, example)
-        if rank == 0:
+        if rank == 0 and self.request.lender is None:  # else one banner for each tenant of a service
             logger.info(banner_text(plan, str(self.device), measured_overlap(self.config, self.device)))
         return runtime
 

@@ -10,6 +10,7 @@ journal     accepted commands on disk, snapshots
 records     records of the ledger in the journal
 restart     start from a journal: snapshots, and later commands
 queue       fair order over sessions, limits
+front       rank 0: ledger, HTTP server in a thread, source of the loop
 loop        the command loop that all ranks follow
 tenants     models of clients: adapters over one frozen base, full copies
 losses      losses by name, and uploaded graphs
