@@ -80,8 +80,8 @@ class ContextProgram(Program):
         # autograd refuses to modify a view of a custom function in place, such as ``loss *= scale`` in a user's loop
         return gradient_to_owner(value, self._sequences.axis).clone() if needs else value
 
-    def _run(self, moved: Batch) -> Any:
-        return self._entered(moved, lambda: Program._run(self, moved))
+    def _run(self, moved: Batch, given: Batch | None = None) -> Any:
+        return self._entered(moved, lambda: Program._run(self, moved, given))
 
     def _entered(self, moved: Any, run: Callable[[], Any]) -> Any:
         """Returns the result of ``run``, a forward that reads the tensors of ``moved`` as sequences."""

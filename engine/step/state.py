@@ -196,7 +196,10 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         )
         packed = torch.zeros(CONTROL_SCALARS + 2 * metrics, dtype=torch.float64, device=step.loss.device)
         for place, value in enumerate((*share[:CONTROL_SCALARS], *(step.metrics if speaks else ()))):
-            packed[place] = value
+            if isinstance(value, Tensor):
+                packed[place].copy_(value)
+            elif value:
+                packed[place].fill_(value)  # ``packed[place] = value`` copies a number from the host, and CUDA waits
         return packed if step.experts is None else torch.cat([packed, step.experts])
 
     def same_batch(self, data_ranks: int) -> bool:

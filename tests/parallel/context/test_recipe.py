@@ -13,7 +13,7 @@ from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.context import recipe as recipes
 from engine.parallel.context import sight
-from engine.parallel.context.recipe import RecipeMode, TensorRecipe
+from engine.parallel.context.recipe import HostTwins, RecipeMode, TensorRecipe
 from engine.planning.activation_memory import LiveStorages
 from engine.verify import verify
 from tests.parallel.context.test_context_training import batches_of, config_of, llama
@@ -136,3 +136,29 @@ def _peak(length: int, ranks: int, method: str, world: World) -> int:
         with live:
             eng.train_batch(batch)
         return live.peak
+
+
+@pytest.mark.parametrize("restart", [None, 3])
+def test_the_host_answers_if_positions_hold_several_documents(restart: int | None) -> None:
+    """On the meta device, whose tensors answer nothing; transformers asks this in each forward."""
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    with RecipeMode(HostTwins()):
+        places = (torch.arange(8, device="meta") + 0).unsqueeze(0)
+        if restart is not None:
+            places = torch.where(places < restart, places, places - restart)
+        found = find_packed_sequence_indices(places.expand(2, -1))
+    assert (found is None) is (restart is None)
+
+
+def test_the_host_answers_nothing_about_a_tensor_that_code_has_written() -> None:
+    with RecipeMode(HostTwins()):
+        places = torch.arange(4, device="meta")
+        assert (places == 0).any()
+        head = places[:1]
+        places[1:].fill_(7)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            bool((head == 0).any())
+        given = torch.ones(4, dtype=torch.int64, device="meta")
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            bool((given + torch.arange(4, device="meta") == 0).all())
