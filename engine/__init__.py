@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from engine.reporting.step_report import StepReport
+    from engine.sweep.sweep import Sweep
+    from engine.sweep.trial import SweepTrial, TrialEnd
 
 __all__ = [
     "CheckpointError",
@@ -40,6 +42,9 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "StepReport",
+    "Sweep",
+    "SweepTrial",
+    "TrialEnd",
     "__version__",
     "data",
     "initialize",
@@ -54,6 +59,9 @@ _HOMES = MappingProxyType(
         "Config": "engine.config",
         "Engine": "engine.engine",
         "StepReport": "engine.reporting.step_report",
+        "Sweep": "engine.sweep.sweep",
+        "SweepTrial": "engine.sweep.trial",
+        "TrialEnd": "engine.sweep.trial",
         "initialize": "engine.api",
         "load_config": "engine.config",
     }

@@ -19,7 +19,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "outer",
         "reporting", "watchdog", "build", "dry_run", "data", "models", "engine_parts", "loop",
-        "named_state", "engine", "api", "verify", "hosting", "deepspeed", "huggingface",
+        "named_state", "engine", "api", "verify", "sweep", "hosting", "deepspeed", "huggingface",
         "lightning",
     ),
     "engine.checkpoint": (

@@ -252,6 +252,7 @@ class CheckpointCoordinator:
         checkpoints, run = self._writer("save_checkpoint")
         with run.runtime.saving():
             if path != self._folder:
+                self.control.refuse_folder(path)
                 return checkpoints.save(path, client_state, None, without_frozen)
             self._saved_at = run.trainer_state.update.made
             self._last = checkpoints.save(path, client_state, self._config.checkpoint.keep, without_frozen)
@@ -319,12 +320,10 @@ class CheckpointCoordinator:
         with run.runtime.saving():
             checkpoints.export(resolved(folder), shard_bytes)
 
-    def after_step(self, made: bool, stops: bool) -> None:
-        """Saves if a save is due, and ends the run if any rank has to stop. All ranks pass the same arguments.
+    def after_step(self, made: bool, stops: bool, ends_trial: bool = False) -> None:
+        """Saves if a save is due or the run or a trial ends; ends the run. All ranks pass the same arguments.
 
-        Args:
-            made: True if the step has updated the weights.
-            stops: True if any rank has received SIGTERM.
+        ``made``: the step has updated the weights. ``stops``: any rank has received SIGTERM.
 
         Raises:
             SystemExit: status 143, after a committed checkpoint.
@@ -334,14 +333,15 @@ class CheckpointCoordinator:
         assert run is not None, "a step needs a built model"
         done = run.trainer_state.update.made
         due = made and settings.every > 0 and done % settings.every == 0
-        if (due or stops) and self._folder is not None and done != self._saved_at:
+        if (due or stops or ends_trial) and self._folder is not None and done != self._saved_at:
             self.save(None, {})
         elif made and self._memory is not None and done % settings.memory_every == 0:
             self._save_in_memory(self._memory)
-        if stops:
+        if stops or ends_trial:
             self.drain()
             if self._last is not None:
                 self._last.wait()
+        if stops:
             if self._comm.grid.rank == 0:
                 logger.warning("stopped by SIGTERM after update %d; the next run resumes from there", done)
             raise SystemExit(self._signal.code if self._signal is not None else EXIT_CODE)
