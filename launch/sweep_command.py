@@ -47,7 +47,9 @@ def run_sweep(options: Namespace) -> None:
     if not rows:
         return  # another rank than 0
     print("\n".join(_table(rows, settings)))
-    print(f"updates    {sum(row.updates for row in rows):,} in {len(rows)} trials")
+    continued = {row.continues for row in rows}
+    updates = sum(row.updates for row in rows if row.number not in continued)
+    print(f"updates    {updates:,} in {len(rows)} trials")
     print(f"best       trial {best.number}: {_words(best, settings)}" if best else "best       no trial is complete")
 
 

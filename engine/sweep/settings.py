@@ -146,8 +146,8 @@ def read_sweep(source: SweepSource) -> SweepConfig:
     """
     if isinstance(source, SweepConfig):
         return source
-    by_name = isinstance(source, (str, os.PathLike))
-    problems = Problems(show_path(os.fsdecode(source)) if by_name else "the sweep", tuple(paths(Config)), KEYS)
+    name = show_path(os.fsdecode(source)) if isinstance(source, (str, os.PathLike)) else "the sweep"
+    problems = Problems(name, tuple(paths(Config)), KEYS)
     raw = read_config_file(source, problems) if isinstance(source, (str, os.PathLike)) else source
     settings = read_section(SweepConfig, raw, "", problems)
     _check_between(settings, problems)
@@ -211,6 +211,5 @@ def _check_between(settings: SweepConfig, problems: Problems) -> None:
         if each.listed is None:
             problems.add(
                 join_path("space", each.path),
-                f"a range of real numbers with grid, which has no combinations of it; give {{\"choices\": [...]}}.",
+                'a range of real numbers with grid, which has no combinations of it; give {"choices": [...]}.',
             )
-

@@ -55,6 +55,8 @@ class TrialRow:
     value: float | None
     state: str
     """One of "running", "complete", "pruned", "fail" and "waiting"."""
+    continues: int | None = None
+    """Pruned trial from which this one goes on, with its updates; None: it has begun by itself."""
 
 
 def make_component(kind: str, given: Component, seed: int = 0) -> Any:
@@ -68,9 +70,7 @@ def make_component(kind: str, given: Component, seed: int = 0) -> Any:
         ConfigError: Optuna is not installed, or has no such class or argument; the same on every rank.
     """
     if find_spec("optuna") is None:
-        raise ConfigError(
-            "a sweep needs Optuna, which is not installed; install it with pip install 'trine[sweep]'."
-        )
+        raise ConfigError("a sweep needs Optuna, which is not installed; install it with pip install 'trine[sweep]'.")
     import optuna
 
     suffix = kind.title()[:-1]
@@ -242,22 +242,14 @@ class SweepStudy:
     def finish(self, updates: int, state: str) -> TrialRow:
         """Ends the running trial as "complete", "pruned" or "fail"; returns its row.
 
-        Raises:
-            ConfigError: the trial is complete, and has reported no value.
+        A trial is complete with its last report.
         """
         trial = self._trial
         trial.set_user_attr(_UPDATES, updates)
         reports = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        silent = state == "complete" and not reports
-        value = reports[max(reports)] if state == "complete" and reports else None
-        ends = self._states.FAIL if silent or state == "fail" else self._states.PRUNED if state == "pruned" else None
-        self._study.tell(trial, value, state=ends)
+        value = reports[max(reports)] if state == "complete" else None
+        self._study.tell(trial, value, state=self._states[state.upper()])
         self._release()
-        if silent:
-            raise ConfigError(
-                f"metric {self._settings.metric}: trial {trial.number} has ended after {updates} updates without a "
-                f"report, and report_every is {self._settings.report_every}; lower it, or train longer."
-            )
         return self._row(self._study.get_trials(deepcopy=False)[trial.number])
 
     def promote(self, count: int) -> None:
@@ -292,7 +284,8 @@ class SweepStudy:
         values = {each.path: each.decode(trial.params[each.path]) for each in self._settings.space
                   if each.path in trial.params}  # fmt: skip
         updates = trial.user_attrs.get(_UPDATES, max(trial.intermediate_values, default=0))
-        return TrialRow(trial.number, values, updates, trial.value, trial.state.name.lower())
+        state, continues = trial.state.name.lower(), trial.user_attrs.get(_PROMOTED)
+        return TrialRow(trial.number, values, updates, trial.value, state, continues)
 
 
 def _suggest(trial: Any, dimension: Dimension) -> Any:

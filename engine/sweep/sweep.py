@@ -1,10 +1,10 @@
 """Sweep over trials of one process after another: rank 0 asks Optuna, and all ranks run the trial that it sends.
 
-    for trial in engine.Sweep("sweep.json"):
-        with trial.initialize(model(), "config.json") as eng:
-            eng.load_checkpoint(missing_ok=True)
-            while eng.step_count < 100 and not trial.should_prune():
-                eng.train_batch(next(batches))
+for trial in engine.Sweep("sweep.json"):
+    with trial.initialize(model(), "config.json") as eng:
+        eng.load_checkpoint(missing_ok=True)
+        while eng.step_count < 100 and not trial.should_prune():
+            eng.train_batch(next(batches))
 """
 
 import json
@@ -74,13 +74,20 @@ class Sweep:
         """Ends the trial as pruned, complete or failed; returns its row on rank 0, None on other ranks.
 
         Raises:
-            ConfigError: the trial is complete and has reported nothing; on rank 0.
+            ConfigError: the trial is complete and has reported nothing; on all ranks.
         """
         if self.trial is None:
             raise EngineError("tell() before ask(): there is no trial; call ask() first.")
         trial, self.trial = self.trial, None
-        state = "fail" if failed else "pruned" if trial.should_prune() else "complete"
-        return self._study.finish(trial.updates, state) if self._study is not None else None
+        pruned, silent = trial.should_prune() or trial.diverged, not trial.reported
+        state = "pruned" if pruned and not failed else "fail" if failed or silent else "complete"
+        row = self._study.finish(trial.updates, state) if self._study is not None else None
+        if silent and not failed and not pruned:
+            raise ConfigError(
+                f"metric {self.settings.metric}: trial {trial.number} has ended after {trial.updates} updates without "
+                f"a report, and report_every is {self.settings.report_every}; lower it, or train longer."
+            )
+        return row
 
     def __iter__(self) -> Iterator[SweepTrial]:
         """Yields each trial, and tells it when the body of the loop ends. Collective."""

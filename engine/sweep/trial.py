@@ -1,18 +1,19 @@
 """Trial of a sweep on this rank: values for the configuration, reports of its engine, and its end.
 
-    update 1  2  3  4          report_every 3
-                 |  all ranks: the control all-reduce of update 4 carries rank 0's bit; a checkpoint; the trial ends
-                 rank 0: mean of updates 1 to 3 to the journal; the pruner stops the trial
+update 1  2  3  4          report_every 3
+             |  all ranks: the control all-reduce of update 4 carries rank 0's bit; a checkpoint; the trial ends
+             rank 0: mean of updates 1 to 3 to the journal; the pruner stops the trial
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from engine.api import initialize
-from engine.config import Config, load_config, load_raw
+from engine.config import Config, load_raw
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.reporting.step_report import StepReport
@@ -23,7 +24,7 @@ _FILES = ("jsonl", "csv", "tensorboard", "report")
 """Outputs of ``monitor`` that each trial has in its own folder."""
 
 
-class TrialEnd(SystemExit):  # noqa: N818 - it ends a script as SystemExit does
+class TrialEnd(SystemExit):
     """Exception by which a pruned trial leaves a script that ``trine sweep`` runs, on all ranks after the same step.
 
     It is a ``SystemExit`` with status 0: ``finally`` and ``with`` run, and ``except Exception`` does not catch it.
@@ -51,7 +52,11 @@ class SweepTrial:
         self.asked = False
         """True on rank 0 if the trial has to end after the next step."""
         self._settings, self._tell, self._leaves = settings, report, leaves
-        self._reported, self._pruned = assignment.reported, False
+        self.reported = assignment.reported
+        """Update of the last report; 0: none."""
+        self.diverged = False
+        """True after a report that is not finite."""
+        self._pruned = False
         self._sum, self._count = 0.0, 0
 
     @property
@@ -93,6 +98,13 @@ class SweepTrial:
                 "other one optimizer null, or write a loop over engine.Sweep."
             )
         plain: Callable[..., Engine] = initialize.__wrapped__  # type: ignore[attr-defined]
+        given = signature(plain).bind(model, config, *args, **kwargs).arguments
+        for section, argument in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
+            if given.get(argument) is not None and (path := self._below(section)) is not None:
+                raise ConfigError(
+                    f"{path} of the sweep changes nothing, because {argument}=... of engine.initialize replaces "
+                    f"{section} of the configuration; leave {argument} out."
+                )
         eng = plain(model, self.configuration(config), *args, **kwargs)
         self.engine = eng
         eng._parts.checkpoints.control.trial = self
@@ -104,10 +116,10 @@ class SweepTrial:
 
         A report of an update that an earlier start has reported is left out. A value that is not finite prunes.
         """
-        if update <= self._reported:
+        if update <= self.reported:
             return
-        self._reported = update
-        if self._tell is not None and (not math.isfinite(value) or self._tell(float(value), update)):
+        self.reported, self.diverged = update, not math.isfinite(value)
+        if self._tell is not None and (self.diverged or self._tell(float(value), update)):
             self.asked = True
 
     def should_prune(self) -> bool:
@@ -135,6 +147,10 @@ class SweepTrial:
             "call save_checkpoint() without a folder."
         )
 
+    def _below(self, section: str) -> str | None:
+        """Returns the first key of the sweep in a section of the configuration."""
+        return next((path for path in self.values if path.split(".")[0] == section), None)
+
     def _see(self, report: StepReport) -> None:
         """Adds the metric of a step, and reports the mean when it is due."""
         if self._settings.metric is None:
@@ -160,8 +176,3 @@ def _number(report: StepReport, metric: str) -> float:
     if found is None:
         raise ConfigError(f"metric {metric} never comes: the report of update {report.step} has none; name another.")
     return float(found)
-
-
-def trains(config: Any) -> bool:
-    """Returns True if a configuration has an optimizer."""
-    return load_config(config).optimizer is not None
