@@ -211,8 +211,9 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     ) -> Tensor:
         """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
-        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does. ``stops``: this
-        rank's reasons to stop, as ``RunControl.stops`` has them. ``unused``: number of its trained parameters that this step does not update.
+        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does. ``stops``: its
+        reasons to stop, as ``RunControl.stops`` has them. ``unused``: number of its trained parameters that this step
+        does not update.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,

@@ -99,7 +99,7 @@ def test_a_mistake_in_the_file_is_one_sentence(mistake: str) -> None:
             {"pruner": {"type": "successive_halving", "params": {"min_resource": 0}}},
             "pruner.params: The value of `min_resource` is 0",
         ),
-        ({"pruner": {"type": "median", "params": {"depth": 3}}}, "unexpected keyword argument 'depth'; see MedianPruner"),
+        ({"pruner": {"type": "median", "params": {"depth": 3}}}, "keyword argument 'depth'; see MedianPruner"),
     ],
     ids=["pruner", "wrapping pruner", "sampler", "value", "argument"],
 )  # fmt: skip

@@ -103,9 +103,7 @@ def test_mistakes_of_a_loop_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metric metrics/top1 never comes, because monitor.metrics .* is \[\]; add"):
         engine_of(trial)
     given = CONFIG | {"monitor": {"metrics": ["top1"]}}
-    with pytest.raises(
-        ConfigError, match=r"optimizer.params.lr of the sweep changes nothing, because optimizer=\.\.\. "
-    ):
+    with pytest.raises(ConfigError, match=r"optimizer.params.lr of the sweep changes nothing, because optimizer="):
         trial.initialize(nn.Linear(2, 1), given, loss, optimizer=torch.optim.SGD)
     with trial.initialize(nn.Linear(2, 1), given, lambda output, batch: (output.mean(), {"top1": 0.5})) as eng:
         assert eng.train_batch(torch.ones(4, 2)).metrics == {"top1": 0.5}
