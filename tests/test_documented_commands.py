@@ -196,6 +196,7 @@ TESTED = {
 REASONS = {
     "trine COMMAND --help": "stands for every command; tests/launch/test_cli.py asks some",
     "trine launch": "names the command, whose whole lines are tested above",
+    "trine sweep": "names the command, whose whole lines are tested above",
     "trine check": "names the command, whose whole lines are run above",
     "trine explain": "names the command, whose whole line is tested above",
     "trine plan": "names the command, whose whole line is run above",
