@@ -76,5 +76,5 @@ def _run(trial: SweepTrial, script: Path, arguments: Sequence[str]) -> None:
         raise PlanError(
             f"{script} ends without a call of engine.initialize that trains; give the script that trains the model."
         )
-    trial.engine.close()
-    gc.collect()  # the model and its engine, before the next trial makes its own
+    trial.release()
+    gc.collect()

@@ -49,8 +49,13 @@ TESTED = {
     "trine outer replay outer-store": "tests/engine/outer/http/test_service.py::test_a_replay_compares_all_merges",
     "trine sweep sweep.json -- train.py --steps 1000":
         "tests/launch/test_sweep_command.py::test_halving_finds_the_winner_of_the_grid_in_two_fifths_of_its_steps",
-    "trine sweep --nproc_per_node 4 sweep.json -- train.py --steps 1000":
+    **dict.fromkeys(
+        (
+            "trine sweep --nproc_per_node 4 sweep.json -- train.py --steps 1000",
+            "torchrun --nproc_per_node 4 -m engine.launch.cli sweep sweep.json -- train.py --steps 1000",
+        ),
         "tests/launch/test_sweep_command.py::test_torchrun_s_ranks_share_one_sweep",
+    ),
     "trine sweep --resume-pruned 3 sweep.json -- train.py --steps 1000":
         "tests/launch/test_sweep_command.py::test_promoted_trials_go_on_from_their_checkpoints_to_the_same_losses",
     "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",

@@ -9,7 +9,7 @@ for trial in engine.Sweep("sweep.json"):
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,8 @@ class Sweep:
         """Opens the store of the job, where all ranks compare their settings."""
         world, store = self._world, open_store(self._world)
         meeting = Rendezvous(store, world.rank, world.size, meeting_point(world), timeout_seconds())
-        given = {"sweep": json.dumps(self.settings.identity), "promote": str(self._promote)}
-        if (difference := meeting.meet(given)) is not None:
+        given = {each.name: repr(getattr(self.settings, each.name)) for each in fields(self.settings)}
+        if (difference := meeting.meet(given | {"promote": str(self._promote)})) is not None:
             raise ConfigError(f"ranks were given different sweeps: {difference}; start all with the same file.")
         return prefixed(store, f"{meeting.name}/sweep")
 

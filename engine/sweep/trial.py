@@ -56,13 +56,20 @@ class SweepTrial:
         """Update of the last report; 0: none."""
         self.diverged = False
         """True after a report that is not finite."""
-        self._pruned = False
+        self._pruned, self._updates = False, 0
         self._sum, self._count = 0.0, 0
 
     @property
     def updates(self) -> int:
-        """Updates that the trial's engine has made."""
-        return self.engine.step_count if self.engine is not None else 0
+        """Updates that the trial's engine has made, over all starts."""
+        return self.engine.step_count if self.engine is not None else self._updates
+
+    def release(self) -> None:
+        """Closes the trial's engine, and drops it, so that the next trial has its memory."""
+        self._updates = self.updates
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
 
     def configuration(self, config: Mapping[str, Any] | str | Any) -> Mapping[str, Any]:
         """Returns a configuration with the values of this trial, and its own folder for checkpoints and logs.

@@ -57,7 +57,7 @@ SWEEP = (
     ),
     Fault(
         name="sigterm-counts-as-pruned",
-        about="The bit that ends a trial is a rank that has received SIGTERM, so the first pruned trial ends the sweep.",
+        about="The bit that ends a trial counts as a SIGTERM, so the first pruned trial ends the sweep.",
         file="engine/step/state.py",
         old="return bool(self.stops % ENDS_TRIAL)",
         new="return bool(self.stops)",

@@ -92,6 +92,29 @@ def test_a_loss_that_is_not_finite_ends_the_trial(last: bool, tmp_path: Path) ->
     assert row is not None and row.state == "pruned" and reports(tmp_path)[0][0] == 1
 
 
+def refused(folder: str) -> list[str]:
+    """Body of a rank: mistakes that only ranks together, or rank 0 alone, can find."""
+    import torch.distributed as dist
+
+    rank, said = dist.get_rank(), list[str]()
+    given = {"space": {"optimizer.params.lr": {"choices": [0.1]}}, "grid": True}
+    for changes in ({"report_every": 1 + rank, "journal": f"{folder}/a"}, {"journal": folder}):
+        try:
+            engine.Sweep(given | changes).ask()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_mistakes_that_ranks_find_together_are_the_same_on_all(tmp_path: Path, run_ranks: Any) -> None:
+    first, second = run_ranks(refused, 2, str(tmp_path))
+    assert first == second and len(first) == 2
+    assert first[0] == (
+        "ranks were given different sweeps: report_every is 1 on rank 0 and 2 on rank 1; start all with the same file."
+    )
+    assert first[1].startswith(f"journal: {tmp_path} cannot be used (")
+
+
 def test_mistakes_of_a_loop_are_one_sentence(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, metric="metrics/top1")
     with pytest.raises(EngineError, match=r"tell\(\) before ask\(\): there is no trial; call ask\(\) first\."):
