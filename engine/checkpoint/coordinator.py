@@ -237,7 +237,7 @@ class CheckpointCoordinator:
         self, folder: str | os.PathLike[str] | None, client_state: Any, without_frozen: bool = False
     ) -> PendingSave:
         """Begins a checkpoint; see :meth:`engine.Engine.save_checkpoint`."""
-        path = self._folder if folder is None else resolved(folder)
+        path = self._folder if folder is None else self.control.save_folder(resolved(folder))
         if path is None:
             raise EngineError(
                 "save_checkpoint() got no folder, and checkpoint.folder is null; pass a folder, or set "
@@ -252,7 +252,6 @@ class CheckpointCoordinator:
         checkpoints, run = self._writer("save_checkpoint")
         with run.runtime.saving():
             if path != self._folder:
-                self.control.refuse_folder(path)
                 return checkpoints.save(path, client_state, None, without_frozen)
             self._saved_at = run.trainer_state.update.made
             self._last = checkpoints.save(path, client_state, self._config.checkpoint.keep, without_frozen)
@@ -273,6 +272,7 @@ class CheckpointCoordinator:
                 "checkpoint.folder."
             )
         self._renew_group()
+        path = self.control.load_folder(path)
         request = self._find(path, options, missing_ok)
         if request is None:
             return None

@@ -37,8 +37,11 @@ class TrialControl(Protocol):
     def end(self) -> None:
         """Ends the trial, on all ranks after the same step."""
 
-    def refuse_folder(self, folder: Path) -> None:
-        """Raises if the trial must not save checkpoints into ``folder``."""
+    def save_folder(self, folder: Path) -> Path:
+        """Returns the trial's own folder in place of ``folder``, into which all trials would save."""
+
+    def load_folder(self, folder: Path) -> Path:
+        """Returns the folder of the trial's own checkpoints in place of ``folder``, if there are any."""
 
 
 @dataclass(slots=True)
@@ -65,10 +68,13 @@ class RunControl:
         if self.trial is not None:
             self.trial.end()
 
-    def refuse_folder(self, folder: Path) -> None:
-        """Raises if this engine trains a trial, and saves into another folder than the trial's."""
-        if self.trial is not None:
-            self.trial.refuse_folder(folder)
+    def save_folder(self, folder: Path) -> Path:
+        """Returns the folder into which a call saves that names ``folder``; in a sweep, the trial's own."""
+        return folder if self.trial is None else self.trial.save_folder(folder)
+
+    def load_folder(self, folder: Path) -> Path:
+        """Returns the folder from which a call loads that names ``folder``; in a sweep, the trial's own, if any."""
+        return folder if self.trial is None else self.trial.load_folder(folder)
 
     def refuse_spoiled(self) -> None:
         """Raises if weights are a mixture of old and loaded values.

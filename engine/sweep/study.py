@@ -26,7 +26,7 @@ from engine.errors import CheckpointError, ConfigError, first_line
 from engine.sweep.settings import Component, Dimension, SweepConfig
 
 MOST_STARTS = 3
-"""Starts of one trial; a trial whose processes have died so often fails."""
+"""Starts of one trial without a new report; a trial whose processes have died so often fails."""
 _STARTS, _FOLDER, _UPDATES, _PROMOTED = "starts", "folder", "updates", "promoted"
 _WITHOUT = {"pruners": ("Base", "Patient"), "samplers": ("Base", "BaseGA", "Grid", "PartialFixed")}
 
@@ -188,7 +188,7 @@ class SweepStudy:
                 return None
             self._study.sampler = make_component("samplers", self._settings.sampler, seed=len(trials))
             trial = self._study.ask()
-            return self._start(trial, self._chosen(trial), {})
+            return self._start(trial, 0)
 
     def _take_up(self, frozen: Any) -> Assignment | None:
         """Returns a trial that runs in the journal, if its process is dead; one that has died too often fails."""
@@ -198,22 +198,21 @@ class SweepStudy:
         if not self._hold(folder):
             return None
         trial = optuna.trial.Trial(self._study, frozen._trial_id)
-        if frozen.user_attrs.get(_STARTS, 0) >= MOST_STARTS:
+        if frozen.user_attrs.get(_STARTS, {}).get(_updates_of(frozen), 0) >= MOST_STARTS:
             self._study.tell(trial, state=self._states.FAIL)
             self._release()
             return None
-        return self._start(trial, self._chosen(trial), frozen.intermediate_values)
+        return self._start(trial, int(_updates_of(frozen)))
 
-    def _start(self, trial: Any, values: Mapping[str, Any], reports: Mapping[int, float]) -> Assignment:
+    def _start(self, trial: Any, reported: int) -> Assignment:
         folder = self._folder_of(trial)
-        trial.set_user_attr(_STARTS, trial.user_attrs.get(_STARTS, 0) + 1)
+        starts = trial.user_attrs.get(_STARTS, {}).get(str(reported), 0)
+        trial.set_user_attr(_STARTS, {str(reported): starts + 1})
         if self._folder is None:
             self._hold(folder)
         self._trial = trial
-        return Assignment(trial.number, values, folder, max(reports, default=0))
-
-    def _chosen(self, trial: Any) -> dict[str, Any]:
-        return {each.path: each.decode(_suggest(trial, each)) for each in self._settings.space}
+        values = {each.path: each.decode(_suggest(trial, each)) for each in self._settings.space}
+        return Assignment(trial.number, values, folder, reported)
 
     def _folder_of(self, trial: Any) -> Path:
         return self._settings.folder / str(trial.user_attrs.get(_FOLDER, trial.number))
@@ -286,6 +285,11 @@ class SweepStudy:
         updates = trial.user_attrs.get(_UPDATES, max(trial.intermediate_values, default=0))
         state, continues = trial.state.name.lower(), trial.user_attrs.get(_PROMOTED)
         return TrialRow(trial.number, values, updates, trial.value, state, continues)
+
+
+def _updates_of(frozen: Any) -> str:
+    """Returns the update of a trial's last report, as a key of JSON; "0": none."""
+    return str(max(frozen.intermediate_values, default=0))
 
 
 def _suggest(trial: Any, dimension: Dimension) -> Any:

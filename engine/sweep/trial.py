@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.api import initialize
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import committed, step_of
 from engine.config import Config, load_raw
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
@@ -20,6 +22,8 @@ from engine.reporting.step_report import StepReport
 from engine.sweep.settings import SweepConfig
 from engine.sweep.study import Assignment
 
+CHECKPOINTS = "checkpoints"
+"""Folder of a trial's checkpoints, in that of the trial."""
 _FILES = ("jsonl", "csv", "tensorboard", "report")
 """Outputs of ``monitor`` that each trial has in its own folder."""
 
@@ -89,7 +93,7 @@ class SweepTrial:
             )
         moved = {key: str(self.folder / Path(given[key]).name) for key in _FILES if isinstance(given.get(key), str)}
         own = [f"monitor.{key}={json.dumps(value)}" for key, value in moved.items()]
-        return load_raw(raw, [f"checkpoint.folder={json.dumps(str(self.folder / 'checkpoints'))}", *own])
+        return load_raw(raw, [f"checkpoint.folder={json.dumps(str(self.folder / CHECKPOINTS))}", *own])
 
     def initialize(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Engine:
         """Returns ``engine.initialize`` of the model with the trial's configuration; its steps report. Collective.
@@ -143,16 +147,21 @@ class SweepTrial:
         if self._leaves:
             raise TrialEnd(0)
 
-    def refuse_folder(self, folder: Path) -> None:
-        """Raises if a script saves into another folder than the trial's.
+    def save_folder(self, folder: Path) -> Path:
+        """Returns the folder of the same name in the trial's, in place of one into which all trials would save."""
+        return folder if folder.is_relative_to(self.folder) else self.folder / folder.name
 
-        Raises:
-            EngineError: always; all trials would save into the same folder.
+    def load_folder(self, folder: Path) -> Path:
+        """Returns the trial's own folder in place of ``folder``, if it has checkpoints.
+
+        Before the first update, that is where the trial continues: the newest of all that it has saved. Later it is the
+        folder of the same name.
         """
-        raise EngineError(
-            f"save_checkpoint({str(folder)!r}) in trial {self.number} of a sweep, whose trials would all save there; "
-            "call save_checkpoint() without a folder."
-        )
+        if folder.is_relative_to(self.folder) and self.updates:
+            return folder
+        names = [self.save_folder(folder)] + [self.folder / CHECKPOINTS] * (not self.updates)
+        found = [steps[-1] for each in names if (steps := committed(Files(), each))]
+        return max(found, key=lambda step: step_of(step.name) or (0, 0)).parent if found else folder
 
     def _below(self, section: str) -> str | None:
         """Returns the first key of the sweep in a section of the configuration."""

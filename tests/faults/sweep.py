@@ -35,7 +35,7 @@ SWEEP = (
         name="reports-again-after-a-kill",
         about="A trial that is taken up counts its earlier reports as none, so old updates are reported twice.",
         file="engine/sweep/study.py",
-        old="return Assignment(trial.number, values, folder, max(reports, default=0))",
+        old="return Assignment(trial.number, values, folder, reported)",
         new="return Assignment(trial.number, values, folder, 0)",
         tests=(f"{_STUDY}::test_a_trial_of_a_live_process_is_not_taken_and_one_of_a_dead_process_is",),
     ),

@@ -124,10 +124,8 @@ def test_a_mistake_is_one_sentence(
         ("import engine; config = {'train_batch_size': 1}; import torch\n"
          "for _ in range(2): eng = engine.initialize(torch.nn.Linear(2, 2), config)",
          "trial 0 of the sweep initializes a second engine that trains, but follows one; give the"),
-        (swept.SCRIPT.replace("time.sleep(pause)", "eng.save_checkpoint('mine')"),
-         "in trial 0 of a sweep, whose trials would all save there; call save_checkpoint() without a folder."),
     ],
-    ids=["none", "two", "folder"],
+    ids=["none", "two"],
 )  # fmt: skip
 def test_a_script_that_cannot_be_swept_is_one_sentence(
     script: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

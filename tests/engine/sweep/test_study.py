@@ -59,6 +59,15 @@ def test_a_trial_that_kills_its_processes_fails(tmp_path: Path) -> None:
     assert [row.state for row in study.rows()] == ["fail", "running", "waiting", "waiting"]
 
 
+def test_a_trial_that_makes_progress_is_taken_up_as_often_as_it_is_preempted(tmp_path: Path) -> None:
+    for update in range(1, 2 * MOST_STARTS):
+        study = SweepStudy(sweep_of(tmp_path))
+        trial = study.next()
+        assert trial is not None and (trial.number, trial.reported) == (0, update - 1)
+        study.report(1.0, update)
+        study._locks.close()
+
+
 def test_the_pruner_of_optuna_decides(tmp_path: Path) -> None:
     study = SweepStudy(sweep_of(tmp_path))
     for value, stopped in ((1.0, False), (2.0, True), (0.5, False)):

@@ -76,6 +76,31 @@ def test_a_loop_with_its_own_metric_ends_after_the_step_that_follows(tmp_path: P
     assert made == [4, 6] and [row.state for row in sweep.rows()] == ["pruned", "complete"]
 
 
+def test_a_script_with_a_folder_of_its_own_saves_into_the_trial_s_and_continues_from_the_newest(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    with engine.initialize(nn.Linear(2, 1), CONFIG, loss) as eng:
+        eng.train_batch(torch.ones(4, 2))
+        eng.save_checkpoint(base).wait()
+    ends = []
+    for trial in sweep_of(tmp_path):
+        with engine_of(trial) as eng:
+            eng.load_checkpoint(base)
+            assert eng.step_count == 1, "the trial has none of its own"
+            eng.train_batch(torch.ones(4, 2))
+            saved = eng.save_checkpoint(base).wait()
+            assert saved.parent == trial.folder / "base"
+            eng.train_batch(torch.ones(4, 2))
+            eng.save_checkpoint().wait()
+            eng.load_checkpoint(base)
+            assert eng.step_count == 2, "the folder that the call names"
+            eng.load_checkpoint(saved)
+        trial.release()
+        with engine_of(trial) as eng:
+            eng.load_checkpoint(base)
+            ends.append(eng.step_count)
+    assert ends == [3, 3] and [path.name for path in base.glob("step-*")] == ["step-00000001"]
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_loss_that_is_not_finite_ends_the_trial(last: bool, tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path)
