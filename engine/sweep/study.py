@@ -9,6 +9,7 @@ A trial that runs in the journal while nobody holds its folder was left by a kil
 """
 
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -25,8 +26,12 @@ from engine.config.wording import shown_value
 from engine.errors import CheckpointError, ConfigError, first_line
 from engine.sweep.settings import Component, Dimension, SweepConfig
 
+logger = logging.getLogger("trine")
+
 MOST_STARTS = 3
 """Starts of one trial without a new report; a trial whose processes have died so often fails."""
+_FIRST_STEPS = 3
+"""Updates after which different values have different effects; a warmup may begin with a rate of 0."""
 _STARTS, _FOLDER, _UPDATES, _PROMOTED = "starts", "folder", "updates", "promoted"
 _WITHOUT = {"pruners": ("Base", "Patient"), "samplers": ("Base", "BaseGA", "Grid", "PartialFixed")}
 
@@ -125,6 +130,8 @@ class SweepStudy:
         self._settings, self._states = settings, optuna.trial.TrialState
         self._ask, self._locks = FileLock(settings.folder / "ask"), FolderLocks()
         self._trial: Any = None
+        self._told = False
+        """True once trials with the same reports were logged."""
         self._folder: Path | None = None
         verbosity = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -245,11 +252,29 @@ class SweepStudy:
         """
         trial = self._trial
         trial.set_user_attr(_UPDATES, updates)
-        reports = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        trials = self._study.get_trials(deepcopy=False)
+        reports = trials[trial.number].intermediate_values
+        self._tell_alike(trials[trial.number], trials)
         value = reports[max(reports)] if state == "complete" else None
         self._study.tell(trial, value, state=self._states[state.upper()])
         self._release()
         return self._row(self._study.get_trials(deepcopy=False)[trial.number])
+
+    def _tell_alike(self, ended: Any, trials: list[Any]) -> None:
+        """Logs once that two trials with different values have made the same reports, so that a key has no effect."""
+        reports = ended.intermediate_values
+        if self._told or max(reports, default=0) < _FIRST_STEPS:
+            return
+        for other in trials:
+            keys = [path for path, value in ended.params.items() if other.params.get(path, value) != value]
+            if keys and other.intermediate_values == reports:
+                self._told = True
+                logger.warning(
+                    "trials %d and %d of the sweep differ in %s and have made the same reports, so the values have no "
+                    "effect: another key of the configuration replaces them, as warmup_max_lr of a scheduler does lr.",
+                    other.number, ended.number, " and ".join(keys),
+                )  # fmt: skip
+                return
 
     def promote(self, count: int) -> None:
         """Queues the ``count`` best pruned trials again, each once: they go on from their checkpoints, unpruned."""

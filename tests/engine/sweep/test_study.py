@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.sweep.settings import SweepConfig, read_sweep
 from engine.sweep.study import MOST_STARTS, Assignment, SweepStudy
 
@@ -103,6 +105,19 @@ def test_promoted_trials_continue_in_their_folders_and_are_not_pruned(tmp_path: 
     assert trial is not None and trial.folder == folders[1]
     study.finish(4, "pruned")
     assert study.next() is None, "each once: only trial 1 was left"
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_values_without_effect_are_logged_once(alike: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    study = SweepStudy(sweep_of(tmp_path, pruner="nop"))
+    for number in range(3):
+        study.next()
+        for update in (1, 2, 3):
+            study.report(1.0 / update + (update == 3 and not alike) * number, update)
+        study.finish(3, "complete")
+    said = [record.message for record in caplog.records]
+    assert len(said) == alike
+    assert not alike or "trials 0 and 1 of the sweep differ in optimizer.params.lr and have made the same" in said[0]
 
 
 def test_a_process_that_starts_later_draws_other_values(tmp_path: Path) -> None:
