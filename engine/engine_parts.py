@@ -278,5 +278,7 @@ class EngineParts:
             logger.info("kernels: %s", chosen)
         self.update.check(outcome)
         if outcome.totals.stops or self.checkpoints.due:
-            self.checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))
+            self.checkpoints.after_step(not outcome.skipped, outcome.totals.terminated, outcome.totals.ends_trial)
+        if outcome.totals.ends_trial:
+            self.checkpoints.control.end_trial()
         return report

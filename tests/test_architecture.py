@@ -19,7 +19,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "web",
         "outer", "reporting", "watchdog", "build", "dry_run", "data", "models", "generation", "engine_parts", "loop",
-        "named_state", "engine", "api", "verify", "serving", "hosting", "deepspeed", "huggingface",
+        "named_state", "engine", "api", "verify", "serving", "sweep", "hosting", "deepspeed", "huggingface",
         "lightning",
     ),
     "engine.checkpoint": (

@@ -64,6 +64,7 @@ from tests.faults.shared_experts import SHARED_EXPERTS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
+from tests.faults.sweep import SWEEP
 from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
@@ -96,6 +97,7 @@ AREAS = {
     ),
     "training service": SERVICE,
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
+    "sweeps": SWEEP,
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *UNEVEN_WORK, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
