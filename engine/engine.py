@@ -6,7 +6,7 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from engine.reporting.console import say_if_slow
 from engine.reporting.step_report import StepReport
 from engine.step.generation import Generation
 from engine.step.runtime import RankRuntime
+
+if TYPE_CHECKING:
+    from engine.weights_out.publisher import PendingVersion
 
 logger = logging.getLogger("trine")
 
@@ -386,6 +389,28 @@ class Engine(TrainingLoop, NamedState):
             scheduler_states=load_lr_scheduler_states,
         )
         return self._parts.checkpoints.load(folder, self._parts.update, options, missing_ok)
+
+    def publish_weights(self) -> "PendingVersion":
+        """Publishes the weights as the next version, which receivers read while training goes on. Collective.
+
+        Copies this rank's elements, in their dtype of forward, to host memory: as many bytes as its shard. Waits for
+        receivers that read the last version, until ``weights_out.deadline``; their version is then dropped. Two small
+        all-reduces over the world, label "start"; frozen quantized weights are gathered once over dp. ``wait()`` on the
+        result waits for ``weights_out.folder``; ``url`` is the address for receivers.
+
+        Raises:
+            EngineError: the configuration has no "weights_out", or the model is not placed yet.
+        """
+        self._open("publish_weights")
+        if self._parts.publisher is None:
+            raise EngineError(
+                'publish_weights was called without "weights_out" in the configuration; add "weights_out": {}.'
+            )
+        self._parts.checkpoints.control.refuse_spoiled()
+        self._parts.checkpoints.placed("publish_weights")
+        pending = self._parts.publisher.publish()
+        assert pending is not None, "it has waited for the readers of the last version"
+        return pending
 
     def copy_weights_from(self, other: "Engine") -> None:
         """Copies parameters and persistent buffers from another engine on the same ranks, on any grid. Collective.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 from engine.step.user_loop import LoopControl, LoopState, UserLoop
+
+if TYPE_CHECKING:
+    from engine.weights_out.publisher import WeightPublisher
 
 logger = logging.getLogger("trine")
 
@@ -182,6 +185,8 @@ class EngineParts:
         self.built: RankRuntime | None = None
         self.loop: UserLoop | None = None
         """The user's loop; None until the engine is built."""
+        self.publisher: WeightPublisher | None = None
+        """Publisher of the weights; None without "weights_out", or until the engine is built."""
         self.control = LoopControl(managed=self.config.managed_gradient_accumulation)
         self.update = Update(self.config, self.comm, self.device)
         self.reports = StepReporter(self.config, self.comm, self.device)
@@ -206,6 +211,11 @@ class EngineParts:
             self.checkpoints.built(self.built, self.update, entries)
             for part in self.built.parts.having(StepPart.restarted):
                 part.restarted(self.update.made)
+            if self.config.weights_out is not None:
+                from engine.weights_out.publisher import WeightPublisher  # needs the packages of a server
+
+                self.publisher = WeightPublisher(self.checkpoints.placed("weights_out"), self.config.weights_out)
+                self.resources.add(self.publisher.close)
             if outer is not None:  # so that eng.outer.rows is known before the first batch
                 outer.begin_step()
 
@@ -272,4 +282,6 @@ class EngineParts:
         self.update.check(outcome)
         if outcome.totals.stops or self.checkpoints.due:
             self.checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))
+        if self.publisher is not None:
+            self.publisher.after_step(not outcome.skipped)
         return report

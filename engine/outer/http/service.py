@@ -4,7 +4,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Thread
@@ -80,14 +80,14 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class StoreService:
-    """HTTP server of a store on a socket."""
+class HttpService:
+    """HTTP server of an application on a socket."""
 
-    def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
-        self._application, self._listening = StoreServer(store, token), listening
+    def __init__(self, application: object, listening: socket.socket) -> None:
+        self._listening = listening
         self._server = _Server(
             uvicorn.Config(
-                cast(Any, self._application),  # ASGI applications have loose types
+                cast(Any, application),  # ASGI applications have loose types
                 log_level="warning",
                 access_log=False,
                 ws="none",
@@ -95,22 +95,38 @@ class StoreService:
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )
         )
+
+    async def run(self) -> None:
+        """Serves until ``stop``; answers the requests that have arrived."""
+        await self._server.serve([self._listening])
+
+    def stop(self) -> None:
+        """Ends the server; call it in the thread of its event loop."""
+        self._server.should_exit = True
+
+
+class StoreService(HttpService):
+    """HTTP server of a store on a socket."""
+
+    def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
+        self._application = StoreServer(store, token)
+        super().__init__(self._application, listening)
         self._application.on_failure = self.stop
 
     async def run(self) -> None:
-        """Serves until ``stop``; answers the requests that have arrived.
+        """Serves until ``stop``.
 
         Raises:
             Exception: the error that has ended the store's ticks.
         """
-        await self._server.serve([self._listening])
+        await super().run()
         if self._application.failure is not None:
             raise self._application.failure
 
     def stop(self) -> None:
-        """Ends the server; call it in the thread of its event loop."""
+        """Ends the server, and all requests that wait; call it in the thread of its event loop."""
         self._application.end_waits()
-        self._server.should_exit = True
+        super().stop()
 
 
 def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
@@ -135,14 +151,19 @@ class _Server(uvicorn.Server):
         yield
 
 
-@contextmanager
-def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None]:
+def serving(store: Store, token: str, listening: socket.socket) -> AbstractContextManager[None]:
     """Serves a store in a thread of this process until the block ends.
 
     Raises:
         Exception: the error that has ended the store's ticks.
     """
-    service, loop = StoreService(store, token, listening), asyncio.new_event_loop()
+    return in_thread(StoreService(store, token, listening))
+
+
+@contextmanager
+def in_thread(service: HttpService) -> Iterator[None]:
+    """Serves in a thread of this process until the block ends; raises an error that has ended the service."""
+    loop = asyncio.new_event_loop()
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -151,7 +172,7 @@ def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None
         except BaseException as error:
             failures.append(error)
 
-    thread = Thread(target=run, name="trine-outer-store", daemon=True)
+    thread = Thread(target=run, name="trine-http", daemon=True)
     thread.start()
     try:
         yield

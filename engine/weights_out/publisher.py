@@ -1,0 +1,262 @@
+"""Publisher: versions of an engine's weights, from the images of all ranks.
+
+publish    rank 0 decides on the number      two small all-reduces over the world, label "start"
+           each rank copies its elements into its image
+           rank 0 announces the version; receivers read it while training goes on
+"""
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from time import monotonic, sleep
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents.local_tensors import ModelTensor, local_region, stored_part
+from engine.checkpoint.format.host_image import torch_dtype
+from engine.checkpoint.format.pieces import Part, Piece
+from engine.checkpoint.huggingface import with_dtype
+from engine.checkpoint.run_state import RunState
+from engine.config.outer_section import WeightsOutConfig
+from engine.errors import ConfigError
+from engine.kernels.codecs.weight_format import dequantize
+from engine.outer.http.open_link import read_secret
+from engine.outer.http.service import HttpService, address_of, in_thread, is_loopback, listen
+from engine.parallel.comm.agreement import all_or_none, from_first
+from engine.weights_out.consumers.blocks import WeightBlocks, WeightConsumer
+from engine.weights_out.consumers.folder import VersionFolder
+from engine.weights_out.image import WeightImage
+from engine.weights_out.reader import WeightReader
+from engine.weights_out.sender import NoticeBoard, WeightServer
+from engine.weights_out.version import TOKEN_VARIABLE, Geometry, OwnerRank, PublishedTensor, WeightVersion
+from engine.zero.optim.master_weights import full_weights
+
+logger = logging.getLogger("trine")
+_URL_BYTES = 256
+_POLL_SECONDS = 0.01
+
+
+class PendingVersion:
+    """Handle of a published version; receivers read it, and ``folder`` is written, while training goes on."""
+
+    def __init__(self, version: WeightVersion, url: str, finish: Callable[[], None], background: bool) -> None:
+        self.number = version.number
+        self.url = url
+        """Address of rank 0, for receivers."""
+        self.problem: Exception | None = None
+        self._finish, self._thread = finish, Thread(target=self._run, name="weights-out", daemon=False)
+        if background:
+            self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """True once the consumers of rank 0, such as the folder, have the version; on other ranks, once it is known."""
+        return self._thread.ident is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits until the consumers of rank 0, such as the folder, have the version; receivers are not among them.
+
+        Raises:
+            EngineError: on rank 0, a consumer has not got the version.
+        """
+        if self._thread.ident is None:
+            self._finish()
+        else:
+            self._thread.join()
+        if self.problem is not None:
+            raise self.problem
+
+    def _run(self) -> None:
+        try:
+            self._finish()
+        except Exception as error:
+            self.problem = error
+            logger.warning("weights_out: version %d: %s", self.number, error)
+
+
+class WeightPublisher:
+    """Publisher of one engine's weights; each rank has one, and all call the same methods in the same order.
+
+    Raises:
+        ConfigError: an address that other hosts reach has no token.
+        EngineError: another rank cannot serve.
+    """
+
+    def __init__(self, run: RunState, settings: WeightsOutConfig) -> None:
+        self._run, self._settings, self._rank = run, settings, run.comm.grid.rank
+        self._served = ExitStack()
+        with all_or_none(run.comm, run.device):
+            self._token = read_secret(settings.token_file, TOKEN_VARIABLE, "weights_out.token_file")
+            if not self._token and not is_loopback(settings.host):
+                raise ConfigError(
+                    f"weights_out.host: {settings.host} serves other hosts, and weights without a token serve their own "
+                    f"only; set {TOKEN_VARIABLE} or weights_out.token_file, or leave weights_out.host out."
+                )
+            port = settings.port + self._rank if settings.port else 0
+            listening = self._served.enter_context(listen(settings.host, port))
+        self._geometry = make_geometry(run, settings, address_of(listening))
+        self._reader = WeightReader(self.url, self._token, settings.deadline)
+        pieces = owned_pieces(run, settings, self._rank)
+        self._own = [(tensor, pieces[tensor.key]) for tensor in run.tensors if tensor.key in pieces]
+        self._image = WeightImage(pieces, self._geometry.tensors)
+        self._board = NoticeBoard(self._geometry) if self._rank == 0 else None
+        service = HttpService(WeightServer(self._image, self._token, self._board), listening)
+        self._served.enter_context(in_thread(service))
+        folder = settings.folder if self._rank == 0 else None
+        self._consumers: list[WeightConsumer] = [] if folder is None else [VersionFolder(Path(folder), settings.keep)]
+        self._number, self._base = max((each.last for each in self._consumers), default=0), None
+        self._pending: PendingVersion | None = None
+
+    @property
+    def url(self) -> str:
+        """Address of rank 0, for receivers."""
+        return self._geometry.owners[0].url
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of this rank's image."""
+        return self._image.bytes
+
+    def close(self) -> None:
+        """Ends the server of this rank; receivers keep the last version that they have taken over."""
+        self._served.close()
+        self._reader.close()
+
+    def after_step(self, made: bool) -> None:
+        """Publishes if a version is due and nobody reads the last one. Collective."""
+        every, done = self._settings.every, self._run.trainer_state.update.made
+        if made and every and done % every == 0:
+            self.publish(waits=False)
+
+    @torch.no_grad()
+    def publish(self, waits: bool = True) -> PendingVersion | None:
+        """Copies this rank's elements and offers them as the next version. Collective.
+
+        ``waits``: waits for readers of the last version, until its deadline, and then drops it. False: returns None
+        while there are any.
+        """
+        told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
+        if not told:
+            return None
+        number, base = json.loads(told)
+        with self._run.runtime.saving(), self._image.filling(number):
+            for key, values, held in self._values():
+                self._image.put(key, values, held)
+        version = WeightVersion(self._geometry.run, number, base, self._run.trainer_state.update.made)
+        self._number, self._base = number, number
+        if self._board is None:
+            self._pending = PendingVersion(version, self.url, partial(self._await, number), background=False)
+        else:
+            self._board.announce(version)
+            self._pending = PendingVersion(version, self.url, partial(self._consume, version), bool(self._consumers))
+        return self._pending
+
+    def _begin(self, waits: bool) -> bytes:
+        """Returns the numbers of the next and of the last version as JSON, on rank 0; nothing while one is read."""
+        assert self._board is not None, "rank 0 has the board"
+        until = monotonic() + self._settings.deadline
+        while (self._pending is not None and not self._pending.done) or not self._board.begin():
+            if not waits:
+                return b""
+            if monotonic() >= until:
+                self._board.withdraw()
+                break
+            sleep(_POLL_SECONDS)
+        return json.dumps([self._number + 1, self._base]).encode()
+
+    def _consume(self, version: WeightVersion) -> None:
+        """Passes a version to all consumers."""
+        until = monotonic() + self._settings.deadline
+        with self._reader.leased(version, until):
+            for consumer in self._consumers:
+                consumer.take(WeightBlocks(self._reader, version, until))
+        if self._board is not None:
+            self._board.consumed = version.number
+
+    def _await(self, number: int) -> None:
+        """Waits until rank 0 has passed a version to its consumers, or the deadline is over."""
+        until = monotonic() + self._settings.deadline
+        while self._reader.consumed(until) < number and monotonic() < until:
+            sleep(_POLL_SECONDS)
+
+    def _values(self) -> Iterator[tuple[str, Tensor, Piece]]:
+        """Yields the tensors that this rank copies into its image: key, values, and the elements among them.
+
+        Frozen weights are yielded once. All-gathers buckets of quantized ones over dp, label "full state".
+        """
+        weights, run = {held.tensor: held for held in self._run.local_tensors.weights()}, self._run
+        for tensor, piece in self._own:
+            if tensor.row is None:
+                yield tensor.key, run.buffers[tensor.name].reshape(-1), piece
+            elif tensor.row.trainable or (tensor.row.quantized is None and self._image.lacks(tensor.key)):
+                held = weights[tensor.name]
+                yield tensor.key, held.values, held.own
+        if self._settings.frozen and self._base is None:
+            yield from self._decoded({tensor.name: tensor for tensor, _ in self._own})
+
+    def _decoded(self, own: Mapping[str, ModelTensor]) -> Iterator[tuple[str, Tensor, Piece]]:
+        """Yields quantized weights, decoded one tensor at a time."""
+        run, holder = self._run, self._run.comm.grid.holder()
+        rows = {row.name: row for row in run.runtime.plan.table if row.quantized is not None}
+        live = dict(run.model.named_parameters())
+        coded = [flat for flat in run.runtime.frozen if any(slot.name in rows for slot in flat.bucket.slots)]
+        placed = {slot.name for flat in coded for slot in flat.bucket.slots}
+        for name, codes in (*full_weights(coded, run.comm), *((n, live[n].detach()) for n in rows if n not in placed)):
+            tensor, form = own.get(f"param/{name}"), rows[name].quantized_shape(holder) if name in rows else None
+            if tensor is not None and form is not None:
+                values = dequantize(codes, form, torch_dtype(tensor.kind))
+                yield tensor.key, values.reshape(-1), local_region(rows[name], holder).whole()
+
+
+def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[str, Piece]:
+    """Returns the elements that a rank serves, by key: those that it saves in checkpoints."""
+    ownership, found = run.ownership, dict[str, Piece]()
+    grid, coord = ownership.grid, ownership.grid.coord(rank)
+    for tensor in run.tensors:
+        piece, row = None, tensor.row
+        if row is None:
+            piece = Part(tensor.kind.shape).whole() if tensor.owner == rank else None
+        elif row.quantized is None:
+            piece = ownership.stored(row, coord) if row.trainable or settings.frozen else None
+        elif settings.frozen and coord.pp == row.owners[0] and ownership.stores(row, coord):
+            # codes are sharded by their bytes, so values are divided anew
+            line = (grid.expert_spread if row.experts else grid.spread).sharding
+            part, index, count = stored_part(row, grid.holder(coord)), grid.index(line, rank), grid.size(line)
+            if part is not None:
+                piece = Piece(part, part.elements * index // count, part.elements * (index + 1) // count)
+        if piece is not None:
+            found[tensor.key] = piece
+    return found
+
+
+def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> Geometry:
+    """Returns the geometry, equal on all ranks. All-gathers the addresses over the world, label "start"."""
+    comm = run.comm
+    own, urls = torch.zeros(_URL_BYTES, dtype=torch.uint8), torch.zeros(comm.grid.world_size, _URL_BYTES)
+    own[: len(url)] = torch.tensor(list(url.encode()), dtype=torch.uint8)
+    urls = urls.to(run.device, torch.uint8)
+    comm.all_gather(urls.view(-1), own.to(run.device), "world", "start").wait()
+    name = from_first(lambda: secrets.token_hex(8).encode(), comm, run.device).decode()
+    addresses = [bytes(line.tolist()).rstrip(b"\0").decode() for line in urls.cpu()]
+    return Geometry(
+        run=name,
+        architecture=type(run.model).__name__,
+        files={file: data.decode() for file, data in with_dtype(run.model_files, run.dtype()).items()},
+        tensors={
+            tensor.key: PublishedTensor(
+                dtype=tensor.kind.dtype,
+                shape=tensor.kind.shape,
+                served=tensor.row is None or tensor.row.trainable or settings.frozen,
+                aliases=tuple(run.keys[tensor.name][1:]),
+            )
+            for tensor in run.tensors
+        },
+        owners=tuple(OwnerRank(each, owned_pieces(run, settings, rank)) for rank, each in enumerate(addresses)),
+        deadline=settings.deadline,
+    )
