@@ -51,7 +51,7 @@ class WeightImage:
         self._lock = Lock()
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """Bytes of the image."""
         return sum(values.nbytes for values in self._values.values())
 

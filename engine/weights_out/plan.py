@@ -49,18 +49,18 @@ class Flow:
         return np.cumsum(self.runs.length)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """Bytes of the flow."""
         return int(self._ends[-1]) * self.width
 
     @property
     def blocks(self) -> int:
         """Number of its blocks."""
-        return block_count(self.bytes)
+        return block_count(self.size)
 
     def block_bytes(self, block: int) -> int:
         """Returns the bytes of a block; only the last one is shorter than 256 KiB."""
-        return min(BLOCK, self.bytes - block * BLOCK)
+        return min(BLOCK, self.size - block * BLOCK)
 
     def places(self, block: int, side: Side) -> slice | Numbers:
         """Returns the positions of a block's elements in the owner's or in the wanted piece."""
@@ -89,7 +89,7 @@ class Flow:
 
 def digest_of(data: Elements | memoryview) -> int:
     """Returns the xxh3-64 hash of contiguous bytes."""
-    return int(xxhash.xxh3_64_intdigest(data))
+    return int(xxhash.xxh3_64_intdigest(memoryview(data)))
 
 
 def find_flows(

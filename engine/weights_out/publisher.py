@@ -95,8 +95,8 @@ class WeightPublisher:
             self._token = read_secret(settings.token_file, TOKEN_VARIABLE, "weights_out.token_file")
             if not self._token and not is_loopback(settings.host):
                 raise ConfigError(
-                    f"weights_out.host: {settings.host} serves other hosts, and weights without a token serve their own "
-                    f"only; set {TOKEN_VARIABLE} or weights_out.token_file, or leave weights_out.host out."
+                    f"weights_out.host: {settings.host} serves other hosts, and without a token only its own may read "
+                    f"weights; set {TOKEN_VARIABLE} or weights_out.token_file, or leave weights_out.host out."
                 )
             port = settings.port + self._rank if settings.port else 0
             listening = self._served.enter_context(listen(settings.host, port))
@@ -121,7 +121,7 @@ class WeightPublisher:
     @property
     def image_bytes(self) -> int:
         """Bytes of this rank's image."""
-        return self._image.bytes
+        return self._image.size
 
     def close(self) -> None:
         """Ends the server of this rank; receivers keep the last version that they have taken over."""
@@ -238,10 +238,10 @@ def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[s
 def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> Geometry:
     """Returns the geometry, equal on all ranks. All-gathers the addresses over the world, label "start"."""
     comm = run.comm
-    own, urls = torch.zeros(_URL_BYTES, dtype=torch.uint8), torch.zeros(comm.grid.world_size, _URL_BYTES)
-    own[: len(url)] = torch.tensor(list(url.encode()), dtype=torch.uint8)
-    urls = urls.to(run.device, torch.uint8)
-    comm.all_gather(urls.view(-1), own.to(run.device), "world", "start").wait()
+    urls = torch.zeros(comm.grid.world_size, _URL_BYTES, dtype=torch.uint8)
+    urls[comm.grid.rank, : len(url)] = torch.tensor(list(url.encode()), dtype=torch.uint8)
+    urls = urls.to(run.device)
+    comm.all_gather(urls.view(-1), urls[comm.grid.rank].clone(), "world", "start").wait()
     name = from_first(lambda: secrets.token_hex(8).encode(), comm, run.device).decode()
     addresses = [bytes(line.tolist()).rstrip(b"\0").decode() for line in urls.cpu()]
     return Geometry(

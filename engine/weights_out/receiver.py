@@ -174,17 +174,21 @@ def check_targets(geometry: Geometry, targets: Mapping[str, Target], architectur
     theirs, again = geometry.tensors, "build the receiver for the model that is trained."
     if architecture and geometry.architecture != architecture:
         raise EngineError(
-            f"the trainer publishes a {geometry.architecture}, and the receiver has a {architecture}; {again}"
+            f"the trainer publishes {geometry.architecture}, and the receiver has {architecture}; {again}"
         )
     for key, target in targets.items():
         if key not in theirs:
             raise EngineError(f"the receiver has {key!r}, which the trainer does not publish; {again}")
         own = kind_of(target.values, target.piece.part.shape)
-        if own != theirs[key].kind or target.values.numel() != target.piece.elements:
+        if own != theirs[key].kind:
             raise EngineError(
                 f"{key!r} is {theirs[key].dtype} {list(theirs[key].shape)} in the trainer and {own.dtype} "
-                f"{list(own.shape)} in the receiver ({target.values.numel():,} of {target.piece.elements:,} elements of "
-                f"its part); {again}"
+                f"{list(own.shape)} in the receiver; {again}"
+            )
+        if target.values.numel() != target.piece.elements:
+            raise EngineError(
+                f"{key!r} has {target.values.numel():,} elements in the receiver, and its part of the tensor has "
+                f"{target.piece.elements:,}; allocate the tensor for its part."
             )
     for key in geometry.served:
         if key not in targets:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Lock
 from time import monotonic
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from engine.errors import GridError, first_line
 from engine.outer.http.bodies import RANGE
@@ -165,7 +165,7 @@ def read_call(kind: type[T], data: bytes) -> T:
         StoreRefusedError: it is no such message.
     """
     try:
-        return cast(T, from_json(kind, parse_json(data), "request"))
+        return from_json(kind, parse_json(data), "request")
     except (ValueError, TypeError) as error:
         raise StoreRefusedError(
             f"the request is no {kind.__name__}: {first_line(error)}; use the same version of trine."

@@ -133,7 +133,7 @@ class StoreConnection:
                 now = monotonic()
                 waited, self._silent_since = now - began, self._silent_since or began
                 self.outage = self._in_trouble[own] = self._sentence(error, now - self._silent_since)
-                if waited + pause > patience or monotonic() > self._until:
+                if waited + pause > patience or now + pause > self._until:
                     raise GridError(self._in_trouble.pop(own)) from error
                 self._closed.wait(uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE)

@@ -15,6 +15,9 @@ from engine.weights_out.plan import Elements, elements_of
 from engine.weights_out.reader import Destination, Known, WeightReader
 from engine.weights_out.version import Geometry, PublishedTensor, WeightVersion
 
+Memory = Callable[[], Mapping[str, Tensor]]
+"""Function that returns the memory of tensors by key."""
+
 
 class WeightConsumer(Protocol):
     """Interface of a consumer."""
@@ -38,7 +41,7 @@ class WholeTensors:
     """
 
     wanted: Sequence[NamedPiece]
-    open: Callable[[], Mapping[str, Tensor]]
+    open: Memory
     has_values: bool = False
     made: Mapping[str, Tensor] | None = None
     """Memory, if it was opened."""
@@ -98,9 +101,7 @@ class WeightBlocks:
         for group in self.iter_groups():
             yield from group.items()
 
-    def bucket(
-        self, keys: Sequence[str], memory: Callable[[], Mapping[str, Tensor]], old: bool = False
-    ) -> WholeTensors:
+    def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> WholeTensors:
         """Returns the destination of a bucket; ``old``: its memory begins with values of an earlier version."""
         return WholeTensors([self.geometry.whole(key) for key in keys], memory, old)
 

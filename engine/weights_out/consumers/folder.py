@@ -86,9 +86,8 @@ class VersionFolder:
                 placed |= dict.fromkeys(keys, name)
             size = sum(tensor.kind.bytes for tensor in blocks.geometry.served.values())
             about = {"run": version.run, "number": version.number, "base": version.base, "step": version.step}
-            self._text(
-                written / INDEX, dump({"metadata": {"total_size": size, **_numbers(about)}, "weight_map": placed})
-            )
+            metadata = {"total_size": size, "version": version.number, "base": version.base}
+            self._text(written / INDEX, dump({"metadata": metadata, "weight_map": placed}))
             self._text(written / _NOTE, dump({**about, "hashes": hashes}))
             for name, text in blocks.geometry.files.items():
                 self._text(written / name, text.encode())
@@ -146,10 +145,6 @@ def _read_note(base: Path) -> Mapping[str, Any]:
         return parse((base / _NOTE).read_bytes(), str(base / _NOTE))
     except FileNotFoundError:
         return {}
-
-
-def _numbers(about: Mapping[str, Any]) -> dict[str, str]:
-    return {f"trine_{key}": str(value) for key, value in about.items()}
 
 
 def _texts(known: Known) -> dict[str, list[str]]:
