@@ -120,7 +120,7 @@ class WeightImage:
         layout.hashes[index] = stamp, hashes
         return hashes
 
-    def read(self, number: int, layout: str, blocks: Sequence[tuple[int, int, int]], limit: int) -> bytes:
+    def read(self, number: int, layout: str, blocks: Sequence[tuple[int, int, int]], limit: int) -> memoryview:
         """Returns the bytes of blocks, at most ``limit`` of them.
 
         Raises:
@@ -131,13 +131,14 @@ class WeightImage:
         if known is None:
             raise StoreRefusedError("a receiver asks for blocks before their hashes; ask for the hashes again.", GONE)
         chosen = self._chosen(known, blocks, limit)
-        parts = []
+        reply, at = bytearray(sum(flow.block_bytes(block) for flow, block in chosen)), 0
         for flow, block in chosen:
-            values = elements_of(self._values[flow.key])
+            values, size = elements_of(self._values[flow.key]), flow.block_bytes(block)
             with self._lock:
                 self._check(number)
-                parts.append(values[flow.places(block, "source")].tobytes())
-        return b"".join(parts)
+                reply[at : at + size] = memoryview(values[flow.places(block, "source")]).cast("B")
+            at += size
+        return memoryview(reply)
 
     def _chosen(self, layout: _Layout, blocks: Sequence[tuple[int, int, int]], limit: int) -> list[tuple[Flow, int]]:
         found, size = list[tuple[Flow, int]](), 0

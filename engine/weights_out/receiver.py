@@ -173,9 +173,7 @@ def check_targets(geometry: Geometry, targets: Mapping[str, Target], architectur
     """
     theirs, again = geometry.tensors, "build the receiver for the model that is trained."
     if architecture and geometry.architecture != architecture:
-        raise EngineError(
-            f"the trainer publishes {geometry.architecture}, and the receiver has {architecture}; {again}"
-        )
+        raise EngineError(f"the trainer has {geometry.architecture}, and the receiver {architecture}; {again}")
     for key, target in targets.items():
         if key not in theirs:
             raise EngineError(f"the receiver has {key!r}, which the trainer does not publish; {again}")

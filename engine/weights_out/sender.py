@@ -106,7 +106,7 @@ class WeightServer:
         self._token = authorization(token).encode() if token else b""
         self._thread = ThreadPoolExecutor(1, "weights-out")  # one core at most besides the training
 
-    def answer(self, path: str, data: bytes) -> bytes:
+    def answer(self, path: str, data: bytes) -> bytes | memoryview:
         """Returns the reply to a request.
 
         Raises:
@@ -142,7 +142,7 @@ class WeightServer:
             return
         await reply(scope, receive, send)
 
-    async def _reply(self, request: Request) -> bytes:
+    async def _reply(self, request: Request) -> bytes | memoryview:
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._token):
             raise StoreRefusedError(
                 f"the request has a wrong token or none; give trainer and receivers the same {wire.TOKEN_VARIABLE}, or "
@@ -154,7 +154,7 @@ class WeightServer:
             data += part
             if len(data) > CALL_BYTES:
                 raise StoreRefusedError(f"the request has more than {CALL_BYTES:,} bytes; ask for fewer tensors.", 413)
-        work: Callable[[], bytes] = partial(self.answer, request.url.path, bytes(data))
+        work: Callable[[], bytes | memoryview] = partial(self.answer, request.url.path, bytes(data))
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
