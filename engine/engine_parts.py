@@ -212,9 +212,12 @@ class EngineParts:
             for part in self.built.parts.having(StepPart.restarted):
                 part.restarted(self.update.made)
             if self.config.weights_out is not None:
-                from engine.weights_out.publisher import WeightPublisher  # needs the packages of a server
+                from engine.weights_out.consumers import open_consumers  # needs the packages of a server
+                from engine.weights_out.publisher import WeightPublisher
 
-                self.publisher = WeightPublisher(self.checkpoints.placed("weights_out"), self.config.weights_out)
+                consumers = open_consumers(self.config.weights_out) if self.grid.rank == 0 else ()
+                run = self.checkpoints.placed("weights_out")
+                self.publisher = WeightPublisher(run, self.config.weights_out, consumers)
                 self.resources.add(self.publisher.close)
             if outer is not None:  # so that eng.outer.rows is known before the first batch
                 outer.begin_step()

@@ -18,7 +18,7 @@ GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "outer",
-        "reporting", "watchdog", "build", "dry_run", "data", "models", "engine_parts", "loop",
+        "weights_out", "reporting", "watchdog", "build", "dry_run", "data", "models", "engine_parts", "loop",
         "named_state", "engine", "api", "verify", "hosting", "deepspeed", "huggingface",
         "lightning",
     ),

@@ -8,6 +8,7 @@ version     messages, geometry of the model
 plan        elements that flow from owners to receivers, in blocks of 256 KiB
 image       host memory of one rank's elements of a version
 sender      HTTP server of one rank
+blocks      whole tensors of a version, a bucket at a time
 publisher   versions of an engine
 reader      connections to all owner ranks
 receiver    tensors of a process that follows the training

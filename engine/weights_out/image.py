@@ -136,7 +136,7 @@ class WeightImage:
             values, size = elements_of(self._values[flow.key]), flow.block_bytes(block)
             with self._lock:
                 self._check(number)
-                reply[at : at + size] = memoryview(values[flow.places(block, "source")]).cast("B")
+                reply[at : at + size] = values[flow.places(block, "source")].data.cast("B")
             at += size
         return memoryview(reply)
 

@@ -80,16 +80,16 @@ class Flow:
 
     def hash(self, values: Elements, block: int, side: Side) -> int:
         """Returns the hash of a block, read from the owner's or from the wanted piece [elements]."""
-        return digest_of(values[self.places(block, side)])
+        return digest_of(values[self.places(block, side)].data)
 
     def hashes(self, values: Elements, side: Side) -> Hashes:
         """Returns the hashes of all blocks, uint64 [blocks]."""
         return np.fromiter((self.hash(values, i, side) for i in range(self.blocks)), np.uint64, self.blocks)
 
 
-def digest_of(data: Elements | memoryview) -> int:
+def digest_of(data: memoryview) -> int:
     """Returns the xxh3-64 hash of contiguous bytes."""
-    return int(xxhash.xxh3_64_intdigest(memoryview(data)))
+    return int(xxhash.xxh3_64_intdigest(data))
 
 
 def find_flows(

@@ -8,10 +8,9 @@ publish    rank 0 decides on the number      two small all-reduces over the worl
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
 
@@ -29,8 +28,7 @@ from engine.kernels.codecs.weight_format import dequantize
 from engine.outer.http.open_link import read_secret
 from engine.outer.http.service import HttpService, address_of, in_thread, is_loopback, listen
 from engine.parallel.comm.agreement import all_or_none, from_first
-from engine.weights_out.consumers.blocks import WeightBlocks, WeightConsumer
-from engine.weights_out.consumers.folder import VersionFolder
+from engine.weights_out.blocks import WeightBlocks, WeightConsumer
 from engine.weights_out.image import WeightImage
 from engine.weights_out.reader import WeightReader
 from engine.weights_out.sender import NoticeBoard, WeightServer
@@ -83,12 +81,17 @@ class PendingVersion:
 class WeightPublisher:
     """Publisher of one engine's weights; each rank has one, and all call the same methods in the same order.
 
+    Args:
+        run: state of this rank.
+        settings: section "weights_out".
+        consumers: consumers of whole tensors; only on rank 0.
+
     Raises:
         ConfigError: an address that other hosts reach has no token.
         EngineError: another rank cannot serve.
     """
 
-    def __init__(self, run: RunState, settings: WeightsOutConfig) -> None:
+    def __init__(self, run: RunState, settings: WeightsOutConfig, consumers: Sequence[WeightConsumer] = ()) -> None:
         self._run, self._settings, self._rank = run, settings, run.comm.grid.rank
         self._served = ExitStack()
         with all_or_none(run.comm, run.device):
@@ -108,9 +111,9 @@ class WeightPublisher:
         self._board = NoticeBoard(self._geometry) if self._rank == 0 else None
         service = HttpService(WeightServer(self._image, self._token, self._board), listening)
         self._served.enter_context(in_thread(service))
-        folder = settings.folder if self._rank == 0 else None
-        self._consumers: list[WeightConsumer] = [] if folder is None else [VersionFolder(Path(folder), settings.keep)]
-        self._number, self._base = max((each.last for each in self._consumers), default=0), None
+        self._consumers = consumers
+        self._number = max((each.last for each in consumers), default=0)
+        self._base: int | None = None
         self._pending: PendingVersion | None = None
 
     @property

@@ -12,7 +12,7 @@ from typing import Protocol
 import httpx
 import numpy as np
 
-from engine.checkpoint.format.checked_blocks import Hashes
+from engine.checkpoint.format.checked_blocks import BLOCK, Hashes
 from engine.errors import EngineError, GridError, first_line
 from engine.outer.http.bodies import RANGE
 from engine.outer.http.connection import StoreConnection
@@ -23,6 +23,7 @@ from engine.weights_out.plan import Elements, Flow, batches, digest_of, find_flo
 from engine.weights_out.version import BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, WeightVersion
 
 _DAMAGED_AT_MOST = 4
+_OWNERS_AT_ONCE = 8
 Known = dict[int, list[Hashes]]
 """Hashes of a receiver's own values: of each owner, those of its flows."""
 
@@ -114,7 +115,7 @@ class WeightReader:
             EngineError: the trainer does not answer until then (``monotonic``), or within the deadline, or refuses.
         """
         if self._geometry is None or (run is not None and self._geometry.run != run):
-            with worded():
+            with as_engine_errors():
                 self._geometry = self._open(self.url, until).get(wire.GEOMETRY, Geometry)
         return self._geometry
 
@@ -127,7 +128,7 @@ class WeightReader:
         return self._newest(until).consumed
 
     def _newest(self, until: float | None) -> wire.NewestReply:
-        with worded():
+        with as_engine_errors():
             return self._open(self.url, until).get(wire.NEWEST, wire.NewestReply)
 
     @contextmanager
@@ -138,7 +139,7 @@ class WeightReader:
             EngineError: the version is not the newest one any more.
         """
         call = LeaseCall(version.number, self._name, max(0.0, until - monotonic()))
-        with worded():
+        with as_engine_errors():
             self._open(self.url, until).ask(wire.OPEN, call, Done)
         try:
             yield
@@ -156,15 +157,18 @@ class WeightReader:
         Raises:
             EngineError: an owner has ended, does not answer until then, or sends other bytes than their hashes.
         """
-        geometry, found = self.geometry(version.run), Known()
-        pool, jobs, late = ThreadPoolExecutor(8, "weights-in"), dict[int, Future[list[Hashes]]](), False
+        geometry, found = self.geometry(version.run, until), Known()
+        flows = [find_flows(owner.pieces, into.wanted, geometry.tensors) for owner in geometry.owners]
+        at_once = min(_OWNERS_AT_ONCE, max(1, sum(map(bool, flows))))
+        pool, jobs, late = ThreadPoolExecutor(at_once, "weights-in"), dict[int, Future[list[Hashes]]](), False
         try:
             for number, owner in enumerate(geometry.owners):
-                if flows := find_flows(owner.pieces, into.wanted, geometry.tensors):
-                    job = _Transfer(version, self._open(owner.url, until), flows, into, self.traffic, until)
+                if flows[number]:
+                    connection, limit = self._open(owner.url, until), max(BLOCK, RANGE // at_once)
+                    job = _Transfer(version, connection, flows[number], into, self.traffic, until, limit)
                     jobs[number] = pool.submit(job.run, known[number] if known is not None else None)
             late = bool(wait(jobs.values(), max(0.0, until - monotonic()), FIRST_EXCEPTION).not_done)
-            with worded():
+            with as_engine_errors():
                 for number, each in jobs.items():
                     if each.done():
                         found[number] = each.result()
@@ -190,6 +194,8 @@ class _Transfer:
     into: Destination
     traffic: WeightTraffic
     until: float
+    limit: int
+    """Bytes of a request; those of all owners together are a bucket."""
 
     def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
         """Reads all lacking blocks; returns the hashes of all blocks of each flow."""
@@ -202,7 +208,7 @@ class _Transfer:
         for index, (flow, theirs) in enumerate(zip(self.flows, hashes, strict=True)):
             own = known[index] if known is not None else self._own(flow)
             lacked.append(np.flatnonzero(own != theirs) if own is not None else np.arange(flow.blocks))
-        for batch in batches(self.flows, lacked, RANGE):
+        for batch in batches(self.flows, lacked, self.limit):
             self.traffic.add(lacked=sum(self.flows[flow].block_bytes(block) for flow, block in batch))
             self._read(reply.layout, hashes, batch)
         return hashes
@@ -243,7 +249,7 @@ class _Transfer:
 
 
 @contextmanager
-def worded() -> Iterator[None]:
+def as_engine_errors() -> Iterator[None]:
     """Raises refusals of the trainer as errors of the engine."""
     try:
         yield

@@ -21,7 +21,7 @@ from engine.checkpoint.format.host_image import HostImage, ImageMemory, make_ima
 from engine.checkpoint.format.safetensors_file import INDEX
 from engine.checkpoint.format.strict_json import dump, parse
 from engine.errors import CheckpointError
-from engine.weights_out.consumers.blocks import WeightBlocks
+from engine.weights_out.blocks import WeightBlocks
 from engine.weights_out.reader import Known
 
 _NAME = re.compile(r"version-(\d{6,})")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from engine.checkpoint.format.filesystem import Files
 from engine.errors import CheckpointError, EngineError
-from engine.weights_out.consumers.blocks import WeightBlocks
+from engine.weights_out.blocks import WeightBlocks
 from engine.weights_out.consumers.folder import VersionFolder
 from engine.weights_out.reader import WeightReader
 from engine.weights_out.version import WeightVersion
@@ -131,5 +131,5 @@ def test_a_sender_that_is_killed_leaves_the_last_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     trainer: Any = Trainer(1)
-    with pytest.raises(CheckpointError, match="file cannot be written .*; give another weights_out.folder"):
+    with pytest.raises(CheckpointError, match=r"file cannot be written .*; give another weights_out\.folder"):
         take(tmp_path / "file", trainer.reader(), trainer.publish(random_weights(1)))

@@ -41,14 +41,16 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
 
 def test_weights_without_a_token_are_served_to_this_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINE_WEIGHTS_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="weights_out.host: 0.0.0.0 serves other hosts"):
+    with pytest.raises(ConfigError, match=r"weights_out\.host: 0\.0\.0\.0 serves other hosts"):
         started(host="0.0.0.0")
 
 
-def test_publishing_needs_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine.initialize(models.decoder(), CONFIG, loss_sum, models.batches_for("decoder", 4, 1)[0]) as eng:
-        with pytest.raises(EngineError, match='add "weights_out": {}'):
-            eng.publish_weights()
+def test_publishing_needs_the_section() -> None:
+    with (
+        engine.initialize(models.decoder(), CONFIG, loss_sum, models.batches_for("decoder", 4, 1)[0]) as eng,
+        pytest.raises(EngineError, match=r"without .weights_out. in the configuration"),
+    ):
+        eng.publish_weights()
 
 
 def test_another_model_is_refused_within_a_second_of_a_real_server() -> None:

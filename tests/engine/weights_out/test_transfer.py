@@ -5,8 +5,9 @@ import torch
 
 from engine.checkpoint.format.checked_blocks import BLOCK
 from engine.errors import EngineError
+from engine.weights_out.plan import share_of
 from engine.weights_out.receiver import Target, empty_targets
-from tests.engine.weights_out.trainer import SHAPES, Trainer, has, random_weights, receiver_of, share_of, targets
+from tests.engine.weights_out.trainer import SHAPES, Trainer, has, random_weights, receiver_of, targets
 
 BYTES = {key: 4 * torch.Size(shape).numel() for key, shape in SHAPES.items()}
 
