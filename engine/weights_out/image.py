@@ -1,7 +1,7 @@
 """Image of one rank's elements of a version: host memory that does not change until the next version fills it."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -29,6 +29,15 @@ class _Layout:
     flows: list[Flow]
     hashes: dict[int, tuple[int, Hashes]] = field(default_factory=dict)
     """Hashes of each flow, with the version that has written its tensor last."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReply:
+    """Blocks, each copied from the image when it is sent."""
+
+    size: int
+    """Bytes of all of them."""
+    parts: Iterable[bytes]
 
 
 class WeightImage:
@@ -120,25 +129,26 @@ class WeightImage:
         layout.hashes[index] = stamp, hashes
         return hashes
 
-    def read(self, number: int, layout: str, blocks: Sequence[tuple[int, int, int]], limit: int) -> memoryview:
-        """Returns the bytes of blocks, at most ``limit`` of them.
+    def read(self, number: int, layout: str, blocks: Sequence[tuple[int, int, int]], limit: int) -> "BlockReply":
+        """Returns blocks, at most ``limit`` bytes of them.
 
         Raises:
-            StoreRefusedError: another version is served, or the blocks do not exist.
+            StoreRefusedError: another version is served, or the blocks do not exist; also while they are read.
         """
         with self._lock:
             known = self._layouts.get(layout)
+            self._check(number)
         if known is None:
             raise StoreRefusedError("a receiver asks for blocks before their hashes; ask for the hashes again.", GONE)
         chosen = self._chosen(known, blocks, limit)
-        reply, at = bytearray(sum(flow.block_bytes(block) for flow, block in chosen)), 0
-        for flow, block in chosen:
-            values, size = elements_of(self._values[flow.key]), flow.block_bytes(block)
-            with self._lock:
-                self._check(number)
-                reply[at : at + size] = values[flow.places(block, "source")].data.cast("B")
-            at += size
-        return memoryview(reply)
+        size = sum(flow.block_bytes(block) for flow, block in chosen)
+        return BlockReply(size, (self._copy(number, flow, block) for flow, block in chosen))
+
+    def _copy(self, number: int, flow: Flow, block: int) -> bytes:
+        values = elements_of(self._values[flow.key])
+        with self._lock:
+            self._check(number)
+            return values[flow.places(block, "source")].tobytes()
 
     def _chosen(self, layout: _Layout, blocks: Sequence[tuple[int, int, int]], limit: int) -> list[tuple[Flow, int]]:
         found, size = list[tuple[Flow, int]](), 0

@@ -5,8 +5,9 @@ Requests have no influence on names of files, and nothing on the wire is evaluat
 
 import asyncio
 import hmac
-from collections.abc import Callable, MutableMapping
+from collections.abc import AsyncIterator, Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from threading import Lock
 from time import monotonic
@@ -18,12 +19,12 @@ from engine.outer.http.requests import Done, authorization
 from engine.outer.http.values import dump_json, from_json, parse_json
 from engine.outer.messages import StoreRefusedError
 from engine.weights_out import version as wire
-from engine.weights_out.image import GONE, WeightImage
+from engine.weights_out.image import GONE, BlockReply, WeightImage
 from engine.weights_out.version import BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, NewestReply
 
 try:
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import Response
+    from starlette.responses import Response, StreamingResponse
 except ImportError as error:
     raise GridError(
         f"weights_out serves by starlette and uvicorn, but {error.name} is not installed; run: pip install "
@@ -106,43 +107,50 @@ class WeightServer:
         self._token = authorization(token).encode() if token else b""
         self._thread = ThreadPoolExecutor(1, "weights-out")  # one core at most besides the training
 
-    def answer(self, path: str, data: bytes) -> bytes | memoryview:
+    def answer(self, path: str, data: bytes) -> BlockReply:
         """Returns the reply to a request.
 
         Raises:
             StoreRefusedError: the request is refused; its status is the reply's.
         """
-        if path == wire.HASHES:
-            call = read_call(HashesCall, data)
-            layout, hashes = self._image.hashes(call.number, call.wanted)
-            return dump_json(HashesReply(layout, tuple(each.astype("<u8").tobytes().hex() for each in hashes)))
         if path == wire.BLOCKS:
             asked = read_call(BlocksCall, data)
             return self._image.read(asked.number, asked.layout, asked.blocks, RANGE)
-        reply = self._board.answer(path, data) if self._board is not None else None
-        if reply is None:
+        if path == wire.HASHES:
+            call = read_call(HashesCall, data)
+            layout, hashes = self._image.hashes(call.number, call.wanted)
+            reply = dump_json(HashesReply(layout, tuple(each.astype("<u8").tobytes().hex() for each in hashes)))
+            return BlockReply(len(reply), [reply])
+        told = self._board.answer(path, data) if self._board is not None else None
+        if told is None:
             raise StoreRefusedError(f"{path[:80]} is no request to this rank; use the same version of trine.", 404)
-        return reply
+        return BlockReply(len(told), [told])
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        """Answers one connection of an ASGI server."""
+        """Answers one connection of an ASGI server; blocks are copied from the image one by one."""
         if scope["type"] == "lifespan":
-            while True:
-                event = (await receive())["type"]
-                await send({"type": f"{event}.complete"})
-                if event == "lifespan.shutdown":
-                    self._thread.shutdown(wait=False)
-                    return
+            return await self._live(receive, send)
         try:
             content = await self._reply(Request(scope, receive))
-            reply = Response(content, 200, media_type="application/octet-stream")
+            headers = {"content-length": str(content.size)}
+            # the server waits after each part until the network has taken it, so replies take no memory
+            reply: Response = StreamingResponse(_parts(content.parts), 200, headers, "application/octet-stream")
         except StoreRefusedError as error:
             reply = Response(dump_json({"error": str(error)}), error.status, media_type="application/json")
         except ClientDisconnect:
-            return
-        await reply(scope, receive, send)
+            return None
+        with suppress(StoreRefusedError):  # the version has ended: so does the connection, and the reader asks again
+            await reply(scope, receive, send)
 
-    async def _reply(self, request: Request) -> bytes | memoryview:
+    async def _live(self, receive: Any, send: Any) -> None:
+        """Ends with the server."""
+        while True:
+            event = (await receive())["type"]
+            await send({"type": f"{event}.complete"})
+            if event == "lifespan.shutdown":
+                return self._thread.shutdown(wait=False)
+
+    async def _reply(self, request: Request) -> BlockReply:
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._token):
             raise StoreRefusedError(
                 f"the request has a wrong token or none; give trainer and receivers the same {wire.TOKEN_VARIABLE}, or "
@@ -154,8 +162,13 @@ class WeightServer:
             data += part
             if len(data) > CALL_BYTES:
                 raise StoreRefusedError(f"the request has more than {CALL_BYTES:,} bytes; ask for fewer tensors.", 413)
-        work: Callable[[], bytes | memoryview] = partial(self.answer, request.url.path, bytes(data))
+        work = partial(self.answer, request.url.path, bytes(data))
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+async def _parts(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
 
 
 def read_call(kind: type[T], data: bytes) -> T:

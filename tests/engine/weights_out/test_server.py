@@ -88,7 +88,7 @@ def test_requests_of_strangers_have_a_status_and_a_sentence(path: str, data: byt
     trainer = Trainer(1)
     trainer.publish(random_weights(1))
     server, wanted = trainer.servers["http://owner0"], tuple(trainer.geometry.whole(key) for key in trainer.weights)
-    layout = json.loads(bytes(server.answer(HASHES, dump_json(HashesCall(1, wanted)))))["layout"]
+    layout = json.loads(b"".join(server.answer(HASHES, dump_json(HashesCall(1, wanted))).parts))["layout"]
     with pytest.raises(StoreRefusedError, match=message) as refusal:
         server.answer(path, data.replace(b"LAYOUT", layout.encode()))
     assert refusal.value.status == status

@@ -61,7 +61,7 @@ class Network:
             self._break()
         try:
             server = self.servers[f"http://{request.url.host}"]
-            content, status = bytes(server.answer(request.url.path, request.read())), 200
+            content, status = b"".join(server.answer(request.url.path, request.read()).parts), 200
         except StoreRefusedError as error:
             content, status = dump_json({"error": str(error)}), error.status
         with self.lock:
