@@ -8,6 +8,7 @@ whole versions one after the other, each byte of them, over a loopback connectio
 
 import argparse
 import multiprocessing
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -32,6 +33,7 @@ QUIET, READ = "nobody reads", "a receiver reads without a pause"
 def follow(url: str, reading: Event, done: Connection) -> None:
     """Body of the receiver: reads whole versions while ``reading`` is set, and sends the bytes of each."""
     torch.set_num_threads(1)
+    os.nice(19)  # it is on another host in a real run
     reader = WeightReader(url)
     targets = empty_targets(reader.geometry(), 0, 1)
     while True:
