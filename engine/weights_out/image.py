@@ -18,9 +18,8 @@ from engine.outer.http.bodies import digest
 from engine.outer.http.values import dump_json
 from engine.outer.messages import NamedPiece, StoreRefusedError
 from engine.weights_out.plan import Flow, elements_of, find_flows
-from engine.weights_out.version import PublishedTensor
+from engine.weights_out.version import GONE, NOT_YET, PublishedTensor
 
-GONE, NOT_YET = 410, 503
 _LAYOUTS = 64
 
 

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from threading import Thread
 from time import monotonic, sleep
 
@@ -23,7 +24,7 @@ from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.huggingface import with_dtype
 from engine.checkpoint.run_state import RunState
 from engine.config.outer_section import WeightsOutConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, LaunchError, first_line
 from engine.kernels.codecs.weight_format import dequantize
 from engine.outer.http.open_link import read_secret
 from engine.outer.http.service import HttpService, address_of, in_thread, is_loopback, listen
@@ -102,7 +103,13 @@ class WeightPublisher:
                     f"weights; set {TOKEN_VARIABLE} or weights_out.token_file, or leave weights_out.host out."
                 )
             port = settings.port + self._rank if settings.port else 0
-            listening = self._served.enter_context(listen(settings.host, port))
+            try:
+                listening = self._served.enter_context(listen(settings.host, port))
+            except LaunchError as error:
+                raise ConfigError(
+                    f"weights_out: port {port} of {settings.host} cannot be served ({first_line(error.__cause__ or error)});"
+                    " give an address of this host and a free port, or leave weights_out.port out."
+                ) from error
         self._geometry = make_geometry(run, settings, address_of(listening))
         self._reader = WeightReader(self.url, self._token, settings.deadline)
         pieces = owned_pieces(run, settings, self._rank)
@@ -176,7 +183,7 @@ class WeightPublisher:
     def _consume(self, version: WeightVersion) -> None:
         """Passes a version to all consumers."""
         until = monotonic() + self._settings.deadline
-        with self._reader.leased(version, until):
+        with self._reader.leased(None, until):
             for consumer in self._consumers:
                 consumer.take(WeightBlocks(self._reader, version, until))
         if self._board is not None:
@@ -210,7 +217,8 @@ class WeightPublisher:
         live = dict(run.model.named_parameters())
         coded = [flat for flat in run.runtime.frozen if any(slot.name in rows for slot in flat.bucket.slots)]
         placed = {slot.name for flat in coded for slot in flat.bucket.slots}
-        for name, codes in (*full_weights(coded, run.comm), *((n, live[n].detach()) for n in rows if n not in placed)):
+        outside = ((name, live[name].detach()) for name in rows if name not in placed)
+        for name, codes in chain(full_weights(coded, run.comm), outside):
             tensor, form = own.get(f"param/{name}"), rows[name].quantized_shape(holder) if name in rows else None
             if tensor is not None and form is not None:
                 values = dequantize(codes, form, torch_dtype(tensor.kind))

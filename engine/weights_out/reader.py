@@ -20,7 +20,7 @@ from engine.outer.http.requests import Done
 from engine.outer.messages import NamedPiece, StoreRefusedError
 from engine.weights_out import version as wire
 from engine.weights_out.plan import Elements, Flow, batches, digest_of, find_flows
-from engine.weights_out.version import BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, WeightVersion
+from engine.weights_out.version import GONE, BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, WeightVersion
 
 _DAMAGED_AT_MOST = 4
 _OWNERS_AT_ONCE = 8
@@ -132,20 +132,29 @@ class WeightReader:
             return self._open(self.url, until).get(wire.NEWEST, wire.NewestReply)
 
     @contextmanager
-    def leased(self, version: WeightVersion, until: float) -> Iterator[None]:
-        """Retains a version at the trainer until the block ends.
+    def leased(self, known: WeightVersion | None, until: float) -> Iterator[WeightVersion | None]:
+        """Yields the newest version, which the trainer retains until the block ends; None: there is none after
+        ``known``.
 
         Raises:
-            EngineError: the version is not the newest one any more.
+            EngineError: the trainer does not answer until then (``monotonic``), or refuses.
         """
-        call = LeaseCall(version.number, self._name, max(0.0, until - monotonic()))
-        with as_engine_errors():
-            self._open(self.url, until).ask(wire.OPEN, call, Done)
-        try:
-            yield
-        finally:
-            with suppress(GridError, StoreRefusedError):  # the lease ends by itself
-                self._open(self.url, until).ask(wire.CLOSE, call, Done, 0.0)
+        while (version := self.newest(until)) is not None and version != known:
+            call = LeaseCall(version.number, self._name, max(0.0, until - monotonic()))
+            with as_engine_errors():
+                try:
+                    self._open(self.url, until).ask(wire.OPEN, call, Done)
+                except StoreRefusedError as refusal:
+                    if refusal.status != GONE:
+                        raise
+                    continue  # a newer one has come
+            try:
+                yield version
+            finally:
+                with suppress(GridError, StoreRefusedError):  # the lease ends by itself
+                    self._open(self.url, until).ask(wire.CLOSE, call, Done, 0.0)
+            return
+        yield None
 
     def fetch(self, version: WeightVersion, into: Destination, known: Known | None, until: float) -> Known:
         """Reads the blocks that ``into`` lacks into its shadow; returns the hashes of all blocks.

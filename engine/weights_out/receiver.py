@@ -126,9 +126,10 @@ class WeightReceiver:
                 The live tensors have the old version.
         """
         until = monotonic() + self._reader.deadline
-        version = self._reader.newest(until)
-        if version is None or version == self.version:
-            return None
+        with self._reader.leased(self.version, until) as version:
+            return version if version is None else self._take(version, until)
+
+    def _take(self, version: WeightVersion, until: float) -> WeightVersion:
         geometry = self._reader.geometry(version.run, until)
         if self._known is None or self._known[0] != version.run:
             check_targets(geometry, self._targets, self._architecture)
@@ -136,13 +137,12 @@ class WeightReceiver:
         served = [key for key in self._targets if geometry.tensors[key].served]
         wanted = tuple(NamedPiece(key, self._targets[key].piece) for key in served)
         shadows = _Shadows(wanted, tuple(self._targets[key] for key in served))
-        with self._reader.leased(version, until):
-            hashes = self._reader.fetch(version, shadows, self._known[1] if self._known is not None else None, until)
-            if self._group is not None and not self._group.settle(version.name, until):
-                raise EngineError(
-                    f"version {version.number} is dropped, because a receiver of the group has not got it within "
-                    f"{self._reader.deadline:g} s; give a longer deadline, or start the receiver again."
-                )
+        hashes = self._reader.fetch(version, shadows, self._known[1] if self._known is not None else None, until)
+        if self._group is not None and not self._group.settle(version.name, until):
+            raise EngineError(
+                f"version {version.number} is dropped, because a receiver of the group has not got it within "
+                f"{self._reader.deadline:g} s; give a longer deadline, or start the receiver again."
+            )
         with torch.no_grad():
             for index, values in shadows.made.items():
                 shadows.targets[index].values.copy_(values)

@@ -19,8 +19,8 @@ from engine.outer.http.requests import Done, authorization
 from engine.outer.http.values import dump_json, from_json, parse_json
 from engine.outer.messages import StoreRefusedError
 from engine.weights_out import version as wire
-from engine.weights_out.image import GONE, BlockReply, WeightImage
-from engine.weights_out.version import BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, NewestReply
+from engine.weights_out.image import BlockReply, WeightImage
+from engine.weights_out.version import GONE, BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, NewestReply
 
 try:
     from starlette.requests import ClientDisconnect, Request

@@ -9,6 +9,8 @@ from engine.outer.messages import NamedPiece
 
 GEOMETRY, NEWEST, OPEN, CLOSE = "/v1/weights/geometry", "/v1/weights/newest", "/v1/weights/open", "/v1/weights/close"
 HASHES, BLOCKS = "/v1/weights/hashes", "/v1/weights/blocks"
+GONE, NOT_YET = 410, 503
+"""Status of a reply about a version that has ended, and about one that is not complete on a rank."""
 TOKEN_VARIABLE = "TRINE_WEIGHTS_TOKEN"
 """Environment variable with the token that a trainer and its receivers share."""
 

@@ -17,7 +17,7 @@ from tests.engine.weights_out.test_kills import SLACK
 
 ROOT, SCRIPT = Path(__file__).parents[3], Path(__file__).with_name("killed_trainer.py")
 DEADLINE = 2.0
-KILLS = int(os.environ.get("TRINE_PROCESS_KILLS", "16"))
+KILLS = int(os.environ.get("TRINE_PROCESS_KILLS", "12"))
 
 
 class Job:
@@ -65,6 +65,7 @@ class Job:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_killed_processes_leave_whole_versions(tmp_path: Path) -> None:
     job, dice = Job(tmp_path), random.Random(7)
     names = ["train", *map(str, range(PARTS))]

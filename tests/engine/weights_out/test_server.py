@@ -106,7 +106,8 @@ def test_a_version_that_is_read_is_not_replaced_by_steps_and_ends_at_its_deadlin
         reader = WeightReader(publisher.url, deadline=0.5)
         version = reader.newest()
         assert version is not None
-        with reader.leased(version, monotonic() + 60):
+        with reader.leased(None, monotonic() + 60) as found:
+            assert found == version
             eng.train_batch(batch)
             assert reader.newest() == version, "a step waits for nobody"
             began = monotonic()
@@ -116,7 +117,8 @@ def test_a_version_that_is_read_is_not_replaced_by_steps_and_ends_at_its_deadlin
             eng.train_batch(batch)
         newest = reader.newest()
         assert newest is not None and newest.number == version.number + 3
-        with reader.leased(newest, monotonic() + 60):
+        with reader.leased(version, monotonic() + 60) as found:
+            assert found == newest
             reader._open(reader.url).ask(CLOSE, LeaseCall(newest.number, reader._name, 1.0), Done)
             eng.train_batch(batch)
             assert reader.newest() != newest, "a reader that has ended keeps nothing"
@@ -129,3 +131,27 @@ def test_the_dtypes_of_forward_are_published() -> None:
         assert follow(model, eng.publish_weights().url).update() is not None
         state = eng.full_state_dict()
         assert all(torch.equal(value, state[key].bfloat16()) for key, value in model.state_dict().items())
+
+
+def test_a_port_in_use_is_named() -> None:
+    with started() as eng:
+        port = int(eng.publish_weights().url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"weights_out: port {port} of 127.0.0.1 cannot be served"):
+            started(port=port)
+
+
+def test_a_version_that_is_replaced_before_its_lease_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, weights = Trainer(1), random_weights(2)
+    trainer.publish(random_weights(1))
+    live, reader = targets(0, 1), trainer.reader()
+    receiver, newest = receiver_of(reader, live), reader.newest
+
+    def late(until: float | None = None) -> Any:
+        found = newest(until)
+        if trainer.number == 1:
+            trainer.publish(weights)
+        return found
+
+    monkeypatch.setattr(reader, "newest", late)
+    version = receiver.update()
+    assert version is not None and version.number == 2 and has(live, weights)
