@@ -1,8 +1,7 @@
 """Whole tensors of one version, a bucket at a time, for consumers that know Hugging Face names only."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from threading import Lock
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -10,9 +9,7 @@ from torch import Tensor
 
 from engine.checkpoint.format.host_image import in_batches, torch_dtype
 from engine.checkpoint.load import AT_ONCE
-from engine.outer.messages import NamedPiece
-from engine.weights_out.plan import Elements, elements_of
-from engine.weights_out.reader import Destination, Known, WeightReader
+from engine.weights_out.reader import Known, Shadows, WeightReader
 from engine.weights_out.version import Geometry, PublishedTensor, WeightVersion
 
 Memory = Callable[[], Mapping[str, Tensor]]
@@ -28,35 +25,6 @@ class WeightConsumer(Protocol):
 
     def take(self, blocks: "WeightBlocks") -> None:
         """Takes a version over, or raises and keeps the last one."""
-
-
-@dataclass(slots=True)
-class WholeTensors:
-    """Destination of one bucket of whole tensors.
-
-    Args:
-        wanted: the tensors.
-        open: returns the memory of all of them by key, at the first block that is read.
-        has_values: True if this memory begins with values of an earlier version.
-    """
-
-    wanted: Sequence[NamedPiece]
-    open: Memory
-    has_values: bool = False
-    made: Mapping[str, Tensor] | None = None
-    """Memory, if it was opened."""
-    _lock: Lock = field(default_factory=Lock)
-
-    def current(self, index: int) -> Elements | None:
-        """Returns the values of the earlier version."""
-        return self.shadow(index) if self.has_values else None
-
-    def shadow(self, index: int) -> Elements:
-        """Returns the memory of a tensor."""
-        with self._lock:
-            if self.made is None:
-                self.made = self.open()
-        return elements_of(self.made[self.wanted[index].name])
 
 
 class WeightBlocks:
@@ -101,11 +69,16 @@ class WeightBlocks:
         for group in self.iter_groups():
             yield from group.items()
 
-    def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> WholeTensors:
+    def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> Shadows:
         """Returns the destination of a bucket; ``old``: its memory begins with values of an earlier version."""
-        return WholeTensors([self.geometry.whole(key) for key in keys], memory, old)
+        opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
+        return Shadows(
+            wanted,
+            values=lambda index: opened()[keys[index]] if old else None,
+            make=lambda index: opened()[keys[index]],
+        )
 
-    def fetch(self, into: Destination, known: Known | None = None) -> Known:
+    def fetch(self, into: Shadows, known: Known | None = None) -> Known:
         """Reads the blocks that ``into`` lacks; returns the hashes of all blocks. See ``WeightReader.fetch``."""
         return self._reader.fetch(self.version, into, known, self._until)
 

@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
 from threading import Thread
@@ -39,43 +39,45 @@ from engine.zero.optim.master_weights import full_weights
 logger = logging.getLogger("trine")
 _URL_BYTES = 256
 _POLL_SECONDS = 0.01
+Together = Callable[[str], AbstractContextManager[None]]
+"""Function that returns a context whose error all ranks raise: ``all_or_none`` with the sentence of the others."""
 
 
 class PendingVersion:
     """Handle of a published version; receivers read it, and ``folder`` is written, while training goes on."""
 
-    def __init__(self, version: WeightVersion, url: str, finish: Callable[[], None], background: bool) -> None:
-        self.number = version.number
-        self.url = url
-        """Address of rank 0, for receivers."""
-        self.problem: Exception | None = None
-        self._finish, self._thread = finish, Thread(target=self._run, name="weights-out", daemon=False)
-        if background:
+    def __init__(self, number: int, url: str, together: Together, consume: Callable[[], None] | None) -> None:
+        self.number, self.url = number, url
+        """Number of the version, and address of rank 0 for receivers."""
+        self._together = together
+        self._problem: Exception | None = None
+        self._thread = Thread(target=self._run, args=(consume,), name="weights-out") if consume is not None else None
+        if self._thread is not None:
             self._thread.start()
 
     @property
     def done(self) -> bool:
-        """True once the consumers of rank 0, such as the folder, have the version; on other ranks, once it is known."""
-        return self._thread.ident is None or not self._thread.is_alive()
+        """True once the consumers of this rank have the version; only rank 0 has any."""
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
         """Waits until the consumers of rank 0, such as the folder, have the version; receivers are not among them.
+        Collective: 8 bytes over the world, label "start".
 
         Raises:
-            EngineError: on rank 0, a consumer has not got the version.
+            EngineError: a consumer has not got the version.
         """
-        if self._thread.ident is None:
-            self._finish()
-        else:
-            self._thread.join()
-        if self.problem is not None:
-            raise self.problem
+        with self._together(f"could not pass version {self.number} on"):
+            if self._thread is not None:
+                self._thread.join()
+            if self._problem is not None:
+                raise self._problem
 
-    def _run(self) -> None:
+    def _run(self, consume: Callable[[], None]) -> None:
         try:
-            self._finish()
+            consume()
         except Exception as error:
-            self.problem = error
+            self._problem = error
             logger.warning("weights_out: version %d: %s", self.number, error)
 
 
@@ -106,9 +108,10 @@ class WeightPublisher:
             try:
                 listening = self._served.enter_context(listen(settings.host, port))
             except LaunchError as error:
+                cause = first_line(error.__cause__ or error)
                 raise ConfigError(
-                    f"weights_out: port {port} of {settings.host} cannot be served ({first_line(error.__cause__ or error)});"
-                    " give an address of this host and a free port, or leave weights_out.port out."
+                    f"weights_out: port {port} of {settings.host} cannot be served ({cause}); give an address of this "
+                    "host and a free port, or leave weights_out.port out."
                 ) from error
         self._geometry = make_geometry(run, settings, address_of(listening))
         self._reader = WeightReader(self.url, self._token, settings.deadline)
@@ -160,11 +163,12 @@ class WeightPublisher:
                 self._image.put(key, values, held)
         version = WeightVersion(self._geometry.run, number, base, self._run.trainer_state.update.made)
         self._number, self._base = number, number
-        if self._board is None:
-            self._pending = PendingVersion(version, self.url, partial(self._await, number), background=False)
-        else:
+        if self._board is not None:
             self._board.announce(version)
-            self._pending = PendingVersion(version, self.url, partial(self._consume, version), bool(self._consumers))
+        consume = partial(self._consume, version) if self._consumers else None
+        self._pending = PendingVersion(
+            number, self.url, partial(all_or_none, self._run.comm, self._run.device), consume
+        )
         return self._pending
 
     def _begin(self, waits: bool) -> bytes:
@@ -186,14 +190,6 @@ class WeightPublisher:
         with self._reader.leased(None, until):
             for consumer in self._consumers:
                 consumer.take(WeightBlocks(self._reader, version, until))
-        if self._board is not None:
-            self._board.consumed = version.number
-
-    def _await(self, number: int) -> None:
-        """Waits until rank 0 has passed a version to its consumers, or the deadline is over."""
-        until = monotonic() + self._settings.deadline
-        while self._reader.consumed(until) < number and monotonic() < until:
-            sleep(_POLL_SECONDS)
 
     def _values(self) -> Iterator[tuple[str, Tensor, Piece]]:
         """Yields the tensors that this rank copies into its image: key, values, and the elements among them.

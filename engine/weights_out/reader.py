@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from time import monotonic
-from typing import Protocol
 
 import httpx
 import numpy as np
+from torch import Tensor
 
 from engine.checkpoint.format.checked_blocks import BLOCK, Hashes
 from engine.errors import EngineError, GridError, first_line
@@ -19,7 +19,7 @@ from engine.outer.http.connection import StoreConnection
 from engine.outer.http.requests import Done
 from engine.outer.messages import NamedPiece, StoreRefusedError
 from engine.weights_out import version as wire
-from engine.weights_out.plan import Elements, Flow, batches, digest_of, find_flows
+from engine.weights_out.plan import Elements, Flow, batches, digest_of, elements_of, find_flows
 from engine.weights_out.version import GONE, BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, WeightVersion
 
 _DAMAGED_AT_MOST = 4
@@ -28,18 +28,31 @@ Known = dict[int, list[Hashes]]
 """Hashes of a receiver's own values: of each owner, those of its flows."""
 
 
-class Destination(Protocol):
-    """Interface of the tensors that a transfer fills."""
+@dataclass(slots=True)
+class Shadows:
+    """Destination of a transfer: memory for the tensors of which blocks are read."""
 
-    @property
-    def wanted(self) -> Sequence[NamedPiece]:
-        """Pieces, in a fixed order."""
+    wanted: Sequence[NamedPiece]
+    values: Callable[[int], Tensor | None]
+    """Function that returns the own values of a wanted piece on the host; None: there are none."""
+    make: Callable[[int], Tensor]
+    """Function that returns memory for a wanted piece, which begins with the own values."""
+    made: dict[int, Tensor] = field(default_factory=dict)
+    """Memory of the pieces of which a block was read."""
+    _lock: Lock = field(default_factory=Lock)
 
     def current(self, index: int) -> Elements | None:
-        """Returns the own values of a wanted piece as integers [elements]; None: there are none."""
+        """Returns the own values of a wanted piece as integers [elements]."""
+        with self._lock:
+            found = self.values(index)
+        return elements_of(found) if found is not None else None
 
     def shadow(self, index: int) -> Elements:
-        """Returns memory [elements] that begins with the own values, for the blocks that are read."""
+        """Returns the memory of a wanted piece as integers [elements]."""
+        with self._lock:
+            if index not in self.made:
+                self.made[index] = self.make(index)
+            return elements_of(self.made[index])
 
 
 class SenderConnection(StoreConnection):
@@ -121,15 +134,8 @@ class WeightReader:
 
     def newest(self, until: float | None = None) -> WeightVersion | None:
         """Returns the newest version; None while there is none. Errors as in ``geometry``."""
-        return self._newest(until).version
-
-    def consumed(self, until: float | None = None) -> int:
-        """Returns the number of the last version that the consumers of rank 0 have. Errors as in ``geometry``."""
-        return self._newest(until).consumed
-
-    def _newest(self, until: float | None) -> wire.NewestReply:
         with as_engine_errors():
-            return self._open(self.url, until).get(wire.NEWEST, wire.NewestReply)
+            return self._open(self.url, until).get(wire.NEWEST, wire.NewestReply).version
 
     @contextmanager
     def leased(self, known: WeightVersion | None, until: float) -> Iterator[WeightVersion | None]:
@@ -156,7 +162,7 @@ class WeightReader:
             return
         yield None
 
-    def fetch(self, version: WeightVersion, into: Destination, known: Known | None, until: float) -> Known:
+    def fetch(self, version: WeightVersion, into: Shadows, known: Known | None, until: float) -> Known:
         """Reads the blocks that ``into`` lacks into its shadow; returns the hashes of all blocks.
 
         Args:
@@ -200,7 +206,7 @@ class _Transfer:
     version: WeightVersion
     connection: StoreConnection
     flows: list[Flow]
-    into: Destination
+    into: Shadows
     traffic: WeightTraffic
     until: float
     limit: int

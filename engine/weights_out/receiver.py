@@ -8,8 +8,7 @@ A version that does not arrive in time, a damaged block or an error leave the li
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from threading import Lock
+from dataclasses import dataclass
 from time import monotonic
 
 import torch
@@ -20,8 +19,8 @@ from engine.checkpoint.format.pieces import Part, Piece
 from engine.errors import EngineError
 from engine.outer.messages import NamedPiece
 from engine.weights_out.commit import CommitGroup
-from engine.weights_out.plan import Elements, elements_of, share_of
-from engine.weights_out.reader import Known, WeightReader
+from engine.weights_out.plan import share_of
+from engine.weights_out.reader import Known, Shadows, WeightReader
 from engine.weights_out.version import Geometry, WeightVersion
 
 
@@ -64,26 +63,6 @@ def empty_targets(
             shape[dim] = sum(stop - start for start, stop in piece.part.rows)
         found[key] = Target(piece, torch.zeros(shape, dtype=torch_dtype(tensor.kind)))
     return found
-
-
-@dataclass(slots=True)
-class _Shadows:
-    """Shadow of a version under way."""
-
-    wanted: tuple[NamedPiece, ...]
-    targets: tuple[Target, ...]
-    made: dict[int, Tensor] = field(default_factory=dict)
-    _lock: Lock = field(default_factory=Lock)
-
-    def current(self, index: int) -> Elements:
-        return elements_of(self.targets[index].values.contiguous().cpu())
-
-    def shadow(self, index: int) -> Elements:
-        with self._lock:
-            if index not in self.made:
-                live = self.targets[index].values
-                self.made[index] = torch.empty(live.shape, dtype=live.dtype).copy_(live)
-            return elements_of(self.made[index])
 
 
 class WeightReceiver:
@@ -136,7 +115,12 @@ class WeightReceiver:
             self._known = None
         served = [key for key in self._targets if geometry.tensors[key].served]
         wanted = tuple(NamedPiece(key, self._targets[key].piece) for key in served)
-        shadows = _Shadows(wanted, tuple(self._targets[key] for key in served))
+        live = [self._targets[key].values for key in served]
+        shadows = Shadows(
+            wanted,
+            values=lambda index: live[index].contiguous().cpu(),
+            make=lambda index: torch.empty(live[index].shape, dtype=live[index].dtype).copy_(live[index]),
+        )
         hashes = self._reader.fetch(version, shadows, self._known[1] if self._known is not None else None, until)
         if self._group is not None and not self._group.settle(version.name, until):
             raise EngineError(
@@ -145,7 +129,7 @@ class WeightReceiver:
             )
         with torch.no_grad():
             for index, values in shadows.made.items():
-                shadows.targets[index].values.copy_(values)
+                live[index].copy_(values)
         self.version, self._known = version, (version.run, hashes)
         return version
 

@@ -42,8 +42,6 @@ class NoticeBoard:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = dump_json(geometry)
         self._deadline = geometry.deadline
-        self.consumed = 0
-        """Number of the last version that the consumers of this rank have."""
         self._newest: wire.WeightVersion | None = None
         self._readers: dict[str, float] = {}
         self._lock = Lock()
@@ -72,7 +70,7 @@ class NoticeBoard:
             return self._geometry
         if path == wire.NEWEST:
             with self._lock:
-                return dump_json(NewestReply(self._newest, self.consumed))
+                return dump_json(NewestReply(self._newest))
         if path == wire.OPEN:
             self._open(read_call(LeaseCall, data))
             return dump_json(Done())

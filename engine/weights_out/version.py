@@ -88,8 +88,6 @@ class NewestReply:
     """Newest version; None before the first one."""
 
     version: WeightVersion | None
-    consumed: int
-    """Number of the last version that the consumers of rank 0 have."""
 
 
 @dataclass(frozen=True, slots=True)
