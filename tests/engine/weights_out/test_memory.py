@@ -21,7 +21,7 @@ from tests.models import take_rows
 SIZE = 6 << 20
 """Elements of each of two large tensors, so that a bucket is small beside them."""
 BUCKET = 4 * RANGE
-"""Replies under way: a range of all owners together, once more on the server and in the transport, and one for what Python adds."""
+"""Replies under way: a range of all owners together, on the server, in the transport and here, and what Python adds."""
 
 
 def storages() -> int:
