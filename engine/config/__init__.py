@@ -15,6 +15,7 @@ from engine.config.between import (
     check_average,
     check_copies,
     check_integrity,
+    check_managed,
     check_optimizer,
     check_precision,
     check_profile,
@@ -62,6 +63,7 @@ from engine.config.sections import (
     WireConfig,
     ZeroConfig,
 )
+from engine.config.serve_section import ServeConfig, check_serve
 from engine.config.wording import divisors, either, kind, show_path, shown_value
 from engine.errors import ConfigError
 from engine.parallel import grid
@@ -157,6 +159,8 @@ class Config:
     """Outer loop over sites that train apart and meet in a store; null: this engine trains alone."""
     weights_out: WeightsOutConfig | None = setting(None, Section(cls=WeightsOutConfig, null=True))
     """Versions of the weights for receivers, such as inference processes, that follow the training; null: none."""
+    serve: ServeConfig | None = setting(None, Section(cls=ServeConfig, null=True))
+    """Training service over HTTP; null: ``trine serve`` takes its defaults."""
     router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
     """Step of the router biases towards an even expert load after each update; 0: biases do not change."""
     router_replay: bool = setting(False, Flag())
@@ -380,15 +384,11 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)
     check_outer(config.outer, config.optimizer, config.gradient_clipping, config.zero_optimization, problems)
+    check_serve(config.serve, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
     check_uneven(config.uneven_microbatches, config.parallel, problems)
-    if not config.managed_gradient_accumulation and config.parallel.pipeline not in (1, "auto"):
-        problems.add(
-            "managed_gradient_accumulation",
-            f"false with parallel.pipeline {config.parallel.pipeline}, which has a schedule of a fixed number of "
-            "microbatches; leave managed_gradient_accumulation or parallel.pipeline out.",
-        )
+    check_managed(config.managed_gradient_accumulation, config.parallel, problems)
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

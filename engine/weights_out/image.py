@@ -15,8 +15,8 @@ from engine.checkpoint.format.checked_blocks import Hashes
 from engine.checkpoint.format.host_image import torch_dtype
 from engine.checkpoint.format.pieces import Piece
 from engine.outer.http.bodies import digest
-from engine.outer.http.values import dump_json
 from engine.outer.messages import NamedPiece, StoreRefusedError
+from engine.web.json_text import dump_json
 from engine.weights_out.plan import Flow, elements_of, find_flows
 from engine.weights_out.version import GONE, NOT_YET, PublishedTensor
 

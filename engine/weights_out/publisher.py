@@ -27,8 +27,9 @@ from engine.config.outer_section import WeightsOutConfig
 from engine.errors import ConfigError, LaunchError, first_line
 from engine.kernels.codecs.weight_format import dequantize
 from engine.outer.http.open_link import read_secret
-from engine.outer.http.service import HttpService, address_of, in_thread, is_loopback, listen
 from engine.parallel.comm.agreement import all_or_none, from_first
+from engine.web.hosted import HostedApplication, run_in_thread
+from engine.web.sockets import address_of, is_loopback, listen
 from engine.weights_out.blocks import WeightBlocks, WeightConsumer
 from engine.weights_out.image import WeightImage
 from engine.weights_out.reader import WeightReader
@@ -106,7 +107,7 @@ class WeightPublisher:
                 )
             port = settings.port + self._rank if settings.port else 0
             try:
-                listening = self._served.enter_context(listen(settings.host, port))
+                listening = self._served.enter_context(listen(settings.host, port, "weights_out"))
             except LaunchError as error:
                 cause = first_line(error.__cause__ or error)
                 raise ConfigError(
@@ -119,8 +120,8 @@ class WeightPublisher:
         self._own = [(tensor, pieces[tensor.key]) for tensor in run.tensors if tensor.key in pieces]
         self._image = WeightImage(pieces, self._geometry.tensors)
         self._board = NoticeBoard(self._geometry) if self._rank == 0 else None
-        service = HttpService(WeightServer(self._image, self._token, self._board), listening)
-        self._served.enter_context(in_thread(service))
+        server = WeightServer(self._image, self._token, self._board)
+        self._served.enter_context(run_in_thread(HostedApplication(server, listening, lambda: None), "weights-out"))
         self._consumers = consumers
         self._number = max((each.last for each in consumers), default=0)
         self._base: int | None = None

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from engine.errors import GridError, first_line
 from engine.outer.http.bodies import RANGE
 from engine.outer.http.requests import Done, authorization
-from engine.outer.http.values import dump_json, from_json, parse_json
+from engine.outer.http.values import from_json
 from engine.outer.messages import StoreRefusedError
+from engine.web.json_text import dump_json, parse_json
 from engine.weights_out import version as wire
 from engine.weights_out.image import BlockReply, WeightImage
 from engine.weights_out.version import GONE, BlocksCall, Geometry, HashesCall, HashesReply, LeaseCall, NewestReply
@@ -141,7 +142,7 @@ class WeightServer:
             await reply(scope, receive, send)
 
     async def _live(self, receive: Any, send: Any) -> None:
-        """Ends with the server."""
+        """Answers start and end of the server."""
         while True:
             event = (await receive())["type"]
             await send({"type": f"{event}.complete"})

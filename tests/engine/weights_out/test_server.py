@@ -12,8 +12,8 @@ import engine
 from engine.errors import ConfigError, EngineError
 from engine.models.decoder import loss_sum
 from engine.outer.http.requests import Done
-from engine.outer.http.values import dump_json
 from engine.outer.messages import StoreRefusedError
+from engine.web.json_text import dump_json
 from engine.weights_out.reader import WeightReader
 from engine.weights_out.receiver import follow
 from engine.weights_out.version import BLOCKS, CLOSE, GEOMETRY, HASHES, NEWEST, OPEN, BlocksCall, HashesCall, LeaseCall

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.pieces import Part, Piece
-from engine.outer.http.values import dump_json
 from engine.outer.messages import StoreRefusedError
+from engine.web.json_text import dump_json
 from engine.weights_out.image import WeightImage
 from engine.weights_out.plan import share_of
 from engine.weights_out.reader import SenderConnection, WeightReader
