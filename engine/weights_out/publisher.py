@@ -120,7 +120,7 @@ class WeightPublisher:
         self._own = [(tensor, pieces[tensor.key]) for tensor in run.tensors if tensor.key in pieces]
         self._image = WeightImage(pieces, self._geometry.tensors)
         self._board = NoticeBoard(self._geometry) if self._rank == 0 else None
-        server = WeightServer(self._image, self._token, self._board)
+        server = WeightServer(self._image, self._geometry.run, self._token, self._board)
         self._served.enter_context(run_in_thread(HostedApplication(server, listening, lambda: None), "weights-out"))
         self._consumers = consumers
         self._number = max((each.last for each in consumers), default=0)

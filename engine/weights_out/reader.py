@@ -130,6 +130,8 @@ class WeightReader:
         if self._geometry is None or (run is not None and self._geometry.run != run):
             with as_engine_errors():
                 self._geometry = self._open(self.url, until).get(wire.GEOMETRY, Geometry)
+        if run is not None and self._geometry.run != run:
+            raise EngineError(f"the trainer {self.url} has started again; read its newest version.")
         return self._geometry
 
     def newest(self, until: float | None = None) -> WeightVersion | None:
@@ -146,7 +148,7 @@ class WeightReader:
             EngineError: the trainer does not answer until then (``monotonic``), or refuses.
         """
         while (version := self.newest(until)) is not None and version != known:
-            call = LeaseCall(version.number, self._name, max(0.0, until - monotonic()))
+            call = LeaseCall(version.run, version.number, self._name, max(0.0, until - monotonic()))
             with as_engine_errors():
                 try:
                     self._open(self.url, until).ask(wire.OPEN, call, Done)
@@ -214,7 +216,7 @@ class _Transfer:
 
     def run(self, known: Sequence[Hashes] | None) -> list[Hashes]:
         """Reads all lacking blocks; returns the hashes of all blocks of each flow."""
-        call = HashesCall(self.version.number, tuple(self.into.wanted))
+        call = HashesCall(self.version.run, self.version.number, tuple(self.into.wanted))
         reply = self.connection.ask(wire.HASHES, call, HashesReply)
         hashes = [np.frombuffer(bytes.fromhex(text), dtype="<u8") for text in reply.hashes]
         if [len(each) for each in hashes] != [flow.blocks for flow in self.flows]:
@@ -234,7 +236,7 @@ class _Transfer:
 
     def _read(self, layout: str, hashes: Sequence[Hashes], batch: list[tuple[int, int]]) -> None:
         """Reads one batch; continues where a connection has broken, and repeats blocks with a wrong hash."""
-        left, damaged = batch, 0
+        left, damaged = batch, list[tuple[int, int]]()
         while left:
             call = BlocksCall(self.version.number, layout, tuple((flow, block, block + 1) for flow, block in left))
             self.connection.limit(self.until - monotonic())
@@ -248,17 +250,17 @@ class _Transfer:
                     break
                 at += len(part)
                 if digest_of(part) != hashes[number][block]:
-                    damaged += 1
+                    damaged.append((number, block))
                     self.traffic.add(repeated=len(part))
                     wrong.append((number, block))
                     continue
                 shadow = self.into.shadow(flow.wanted)
                 shadow[flow.places(block, "target")] = np.frombuffer(part, dtype=shadow.dtype)
                 self.traffic.add(received=len(part))
-            if damaged >= _DAMAGED_AT_MOST:
+            if any(damaged.count(each) >= _DAMAGED_AT_MOST for each in wrong):
                 raise StoreRefusedError(
                     f"blocks of {self.flows[wrong[0][0]].key!r} from {self.connection.url} have had another hash than "
-                    f"their version's {damaged} times; check the network."
+                    f"their version's {_DAMAGED_AT_MOST} times; check the network."
                 )
             left = wrong
 

@@ -42,7 +42,7 @@ class NoticeBoard:
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = dump_json(geometry)
-        self._deadline = geometry.deadline
+        self._deadline, self._run = geometry.deadline, geometry.run
         self._newest: wire.WeightVersion | None = None
         self._readers: dict[str, float] = {}
         self._lock = Lock()
@@ -84,6 +84,7 @@ class NoticeBoard:
         return None
 
     def _open(self, call: LeaseCall) -> None:
+        check_run(call, self._run)
         with self._lock:
             if self._newest is None or self._newest.number != call.number:
                 raise StoreRefusedError(f"version {call.number} is not the newest one; read the newest version.", GONE)
@@ -97,12 +98,13 @@ class WeightServer:
 
     Args:
         image: elements of this rank.
+        run: name of the run.
         token: secret that every request carries; empty: none.
         board: newest version; only on rank 0.
     """
 
-    def __init__(self, image: WeightImage, token: str = "", board: NoticeBoard | None = None) -> None:
-        self._image, self._board = image, board
+    def __init__(self, image: WeightImage, run: str, token: str = "", board: NoticeBoard | None = None) -> None:
+        self._image, self._board, self._run = image, board, run
         self._token = authorization(token).encode() if token else b""
         self._thread = ThreadPoolExecutor(1, "weights-out")  # one core at most besides the training
 
@@ -117,6 +119,7 @@ class WeightServer:
             return self._image.read(asked.number, asked.layout, asked.blocks, RANGE)
         if path == wire.HASHES:
             call = read_call(HashesCall, data)
+            check_run(call, self._run)
             layout, hashes = self._image.hashes(call.number, call.wanted)
             reply = dump_json(HashesReply(layout, tuple(each.astype("<u8").tobytes().hex() for each in hashes)))
             return BlockReply(len(reply), [reply])
@@ -168,6 +171,16 @@ class WeightServer:
 async def _parts(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
     for part in parts:
         yield part
+
+
+def check_run(call: HashesCall | LeaseCall, run: str) -> None:
+    """Refuses a request about a version of another run.
+
+    Raises:
+        StoreRefusedError: the trainer has started again.
+    """
+    if call.run != run:
+        raise StoreRefusedError(f"version {call.number} is of an earlier run; read the newest version.", GONE)
 
 
 def read_call(kind: type[T], data: bytes) -> T:

@@ -94,6 +94,7 @@ class NewestReply:
 class LeaseCall:
     """Begin or end of reading a version; the trainer retains it for ``seconds`` unless the reader ends earlier."""
 
+    run: str
     number: int
     reader: str
     seconds: float
@@ -103,6 +104,8 @@ class LeaseCall:
 class HashesCall:
     """Request for the block hashes of the elements that one owner has of the wanted pieces."""
 
+    run: str
+    """Run of the version: a trainer that has started again must not complete a version of the one before it."""
     number: int
     wanted: tuple[NamedPiece, ...]
 

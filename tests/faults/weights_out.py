@@ -62,6 +62,16 @@ WEIGHTS_OUT = (
         tests=(f"{TESTS}/test_transfer.py::test_one_changed_layer_is_sent_alone",),
     ),
     Fault(
+        name="versions-of-two-runs",
+        about="A trainer that has started again completes a version of its last run, which has the same number.",
+        file=f"{OUT}/sender.py",
+        old="    if call.run != run:\n",
+        new="    if False:\n",
+        tests=(
+            f"{TESTS}/test_transfer.py::test_a_trainer_that_starts_again_does_not_complete_a_version_of_its_last_run",
+        ),
+    ),
+    Fault(
         name="strangers-read-weights",
         about="A request with a wrong token is answered.",
         file=f"{OUT}/sender.py",

@@ -73,22 +73,23 @@ def test_another_model_is_refused_within_a_second_of_a_real_server() -> None:
         ("/v1/weights/other", b"{}", 404, "is no request to this rank"),
         (HASHES, b"[1]", 400, "the request is no HashesCall"),
         (HASHES, b"{" * 10_000, 400, "the request is no HashesCall"),
-        (HASHES, dump_json({"number": 1, "wanted": [], "more": 1}), 400, "no field of this message"),
+        (HASHES, dump_json({"run": "run", "number": 1, "wanted": [], "more": 1}), 400, "no field of this message"),
         (BLOCKS, dump_json(BlocksCall(1, "unknown", ())), 410, "before their hashes"),
         (BLOCKS, dump_json(BlocksCall(1, "LAYOUT", ((99, 0, 1),))), 400, "blocks that do not exist"),
         (BLOCKS, dump_json(BlocksCall(1, "LAYOUT", ((0, 0, 10**9),))), 400, "blocks that do not exist"),
         (BLOCKS, dump_json(BlocksCall(1, "LAYOUT", ((0, 0, 1),) * 60)), 413, "more than 4,194,304 bytes at once"),
         (BLOCKS, dump_json(BlocksCall(0, "LAYOUT", ((0, 0, 1),))), 410, "version 0 is over"),
         (BLOCKS, dump_json(BlocksCall(2, "LAYOUT", ((0, 0, 1),))), 503, "version 2 is not complete"),
-        (OPEN, dump_json(LeaseCall(7, "me", 1.0)), 410, "version 7 is not the newest one"),
-        (OPEN, dump_json(LeaseCall(1, "me", -1.0)), 400, "reads for -1.0 seconds"),
+        (OPEN, dump_json(LeaseCall("ran", 1, "me", 1.0)), 410, "version 1 is of an earlier run"),
+        (OPEN, dump_json(LeaseCall("run", 7, "me", 1.0)), 410, "version 7 is not the newest one"),
+        (OPEN, dump_json(LeaseCall("run", 1, "me", -1.0)), 400, "reads for -1.0 seconds"),
     ],
 )  # fmt: skip
 def test_requests_of_strangers_have_a_status_and_a_sentence(path: str, data: bytes, status: int, message: str) -> None:
     trainer = Trainer(1)
     trainer.publish(random_weights(1))
     server, wanted = trainer.servers["http://owner0"], tuple(trainer.geometry.whole(key) for key in trainer.weights)
-    layout = json.loads(b"".join(server.answer(HASHES, dump_json(HashesCall(1, wanted))).parts))["layout"]
+    layout = json.loads(b"".join(server.answer(HASHES, dump_json(HashesCall("run", 1, wanted))).parts))["layout"]
     with pytest.raises(StoreRefusedError, match=message) as refusal:
         server.answer(path, data.replace(b"LAYOUT", layout.encode()))
     assert refusal.value.status == status
@@ -119,7 +120,7 @@ def test_a_version_that_is_read_is_not_replaced_by_steps_and_ends_at_its_deadlin
         assert newest is not None and newest.number == version.number + 3
         with reader.leased(version, monotonic() + 60) as found:
             assert found == newest
-            reader._open(reader.url).ask(CLOSE, LeaseCall(newest.number, reader._name, 1.0), Done)
+            reader._open(reader.url).ask(CLOSE, LeaseCall(newest.run, newest.number, reader._name, 1.0), Done)
             eng.train_batch(batch)
             assert reader.newest() != newest, "a reader that has ended keeps nothing"
 

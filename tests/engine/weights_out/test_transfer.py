@@ -93,6 +93,20 @@ def test_a_trainer_that_starts_again_sends_only_what_differs() -> None:
     assert reader.traffic.received - before == BYTES["layers.1.scale"]
 
 
+def test_a_trainer_that_starts_again_does_not_complete_a_version_of_its_last_run() -> None:
+    first, second, live = Trainer(2), Trainer(2, run="again"), targets(0, 1)
+    first.publish(random_weights(1))
+    second.publish(random_weights(2))
+    reader = first.reader()
+    reader._connect.servers = {  # type: ignore[attr-defined]
+        "http://owner0": first.servers["http://owner0"],
+        "http://owner1": second.servers["http://owner1"],
+    }
+    with pytest.raises(EngineError, match="version 1 is of an earlier run"):
+        receiver_of(reader, live).update()
+    assert not any(target.values.any() for target in live.values())
+
+
 def test_damaged_blocks_are_repeated_and_never_taken_over() -> None:
     trainer, weights = Trainer(2), random_weights(1)
     trainer.publish(weights)

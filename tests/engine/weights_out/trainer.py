@@ -126,7 +126,7 @@ class Trainer:
         self.board = NoticeBoard(self.geometry)
         self.images = [WeightImage(own, tensors) for own in pieces]
         self.servers = {
-            f"http://owner{i}": WeightServer(image, board=None if i else self.board)
+            f"http://owner{i}": WeightServer(image, run, board=None if i else self.board)
             for i, image in enumerate(self.images)
         }
         self.number = 0
