@@ -198,13 +198,12 @@ class CheckpointCoordinator:
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
         """Loads initial weights or the requested checkpoint, once the model is sharded. Collective."""
-        state = self._trainer_state(update)
         self._run = RunState(
             model=self._model,
             config=self._config,
             comm=self._comm,
             device=self.device,
-            trainer_state=state,
+            trainer_state=self._trainer_state(update),
             runtime=runtime,
             full_state=FullState(self._model, runtime.plan, entries, self._comm),
             model_files=self._model_files,
@@ -304,7 +303,7 @@ class CheckpointCoordinator:
         """Writes a Hugging Face folder of the model; see :meth:`engine.Engine.save_pretrained`."""
         self.control.refuse_spoiled()
         if is_peft_model(self._model):
-            run = self._placed("save_pretrained")
+            run = self.placed("save_pretrained")
             source = AdapterSource(
                 model=self._model,
                 entries=run.full_state.entries,
@@ -454,7 +453,8 @@ class CheckpointCoordinator:
         self._request = replace(request, begun=not request.options.module_only)
         return reader.manifest.user
 
-    def _placed(self, call: str) -> RunState:
+    def placed(self, call: str) -> RunState:
+        """Returns the state of this rank; raises if the model is not placed, or has opened parameters."""
         if self._run is None:
             raise EngineError(
                 f"{call} was called before the model is placed on the grid, which needs a batch; pass "
@@ -465,7 +465,7 @@ class CheckpointCoordinator:
         return self._run
 
     def _writer(self, call: str) -> tuple[CheckpointWriter, RunState]:
-        run = self._placed(call)
+        run = self.placed(call)
         self._renew_group()
         if self._checkpoints is None:
             self._checkpoints = CheckpointWriter(run, self._group(), self.control)

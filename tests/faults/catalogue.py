@@ -69,6 +69,7 @@ from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
 from tests.faults.uneven_work import UNEVEN_WORK
+from tests.faults.weights_out import WEIGHTS_OUT
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
@@ -96,6 +97,7 @@ AREAS = {
         *CONTEXT_BYTES,
     ),
     "training service": SERVICE,
+    "weights out": WEIGHTS_OUT,
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
     "sweeps": SWEEP,
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
