@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     )
     from engine.reporting.step_report import StepReport
     from engine.serving.service import serve
-    from engine.web.remote_model import remote
     from engine.sweep.sweep import Sweep
     from engine.sweep.trial import SweepTrial, TrialEnd
+    from engine.web.remote_model import remote
 
 __all__ = [
     "CheckpointError",
