@@ -146,7 +146,7 @@ class Config:
     optimizer: OptimizerConfig | None = setting(
         OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, several=MatchedOptimizerConfig, null=True)
     )
-    """Optimizer; null: that of engine.initialize. In a list, each updates parameters of its ``match``, the last others."""
+    """Optimizer; null: that of engine.initialize. In a list, each updates those of its ``match``, the last others."""
     scheduler: SchedulerConfig | None = setting(None, Typed(cls=SchedulerConfig, kinds=SCHEDULERS, null=True))
     """Learning rate schedule; null keeps the rate constant."""
     ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))
