@@ -23,7 +23,7 @@ SERVER = "the service"
 """Name of the server in errors."""
 
 
-def read_token(serve: ServeConfig) -> str:
+def service_token(serve: ServeConfig) -> str:
     """Returns the token of a service; empty without one.
 
     Raises:
@@ -102,7 +102,7 @@ def open_front(
             f"a service needs starlette, uvicorn and protobuf, but {error.name} is not installed; run: pip install "
             "'trine[serve]'."
         ) from error
-    token, folder = read_token(serve), Path(serve.folder)
+    token, folder = service_token(serve), Path(serve.folder)
     with ExitStack() as opened:
         listening = opened.enter_context(listen(serve.host, serve.port, SERVER))
         stored: Iterator[FutureEntry] = iter(())

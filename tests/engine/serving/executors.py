@@ -133,7 +133,8 @@ class PlainExecutor:
             vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
         )  # fmt: skip
-        self.model: Any = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+        made: Any = Qwen3ForCausalLM(config)
+        self.model = made.eval().requires_grad_(False)
         self.tenants: dict[str, _PlainTenant] = {}
         self.saved: dict[str, Any] = {}
         self.losses: dict[str, Callable[..., torch.Tensor]] = {}
@@ -147,7 +148,7 @@ class PlainExecutor:
             tenant = self._active
             if tenant is None or tenant.adapter is None or f"{name}.A" not in tenant.weights:
                 return output
-            low = args[0] @ tenant.weights[f"{name}.A"].T
+            low: torch.Tensor = args[0] @ tenant.weights[f"{name}.A"].T
             return output + (low @ tenant.weights[f"{name}.B"].T) * (32 / tenant.adapter.rank)
 
         return hook

@@ -87,19 +87,16 @@ def test_a_journal_has_one_process(tmp_path: Path) -> None:
 
 
 def test_requests_that_arrive_together_share_one_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, syncs = CommandJournal(tmp_path), list[int]()
+    journal, syncs, late, stored = CommandJournal(tmp_path), list[int](), records(40)[1:], list[Any]()
     real = os.fsync
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda file: (
-            syncs.append(file),
-            [stored.append(journal.append(one)) for one in late],
-            late.clear(),
-            real(file),
-        ),
-    )
-    late, stored = records(40)[1:], list[Any]()
+
+    def fsync(file: int) -> None:
+        syncs.append(file)
+        stored.extend(journal.append(one) for one in late)
+        late.clear()
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     journal.append(records(1)[0]).result(20)
     for one in stored:
         one.result(20)
