@@ -271,19 +271,15 @@ def _reserve(
             return who.mapped(part.stop - part.start, dtype)
         return torch.zeros(part.stop - part.start, dtype=dtype, device=device)
 
-    lent = who.lent.get(tuple(slot.name for slot in bucket.slots))
+    kept = who.lent.get(tuple(slot.name for slot in bucket.slots))
     if sharded:
         params = torch.empty(bucket.elements, dtype=dtype, device=device)
+        if kept is None:
+            hosts = who.hosted_parameters
+            kept = _on_host(owned, dtype, who, device, "offload_param") if hosts else zeros(owned, dtype)
     else:
-        params = lent if lent is not None else zeros(whole, dtype)
-    if lent is not None:
-        kept = lent
-    elif not sharded:
-        kept = params[owned]
-    elif who.hosted_parameters:
-        kept = _on_host(owned, dtype, who, device, "offload_param")
-    else:
-        kept = zeros(owned, dtype)
+        params = zeros(whole, dtype) if kept is None else kept
+        kept = params[owned] if kept is None else kept
     # .data: gathers write into the bucket, which autograd must not count as a change of the parameter
     views = tuple(slot_view(params, slot).data for slot in bucket.slots)
     if sharded:
