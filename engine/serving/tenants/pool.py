@@ -75,7 +75,8 @@ class TenantPool:
     ) -> None:
         self._build, self._limits = build_base, limits or TenantLimits()
         self._world = world or read_world()
-        self._example = example_batch or {"input_ids": torch.zeros(1, _TOKENS, dtype=torch.int64)}
+        tokens = {"input_ids": torch.zeros(1, _TOKENS, dtype=torch.int64)}
+        self._example = tokens if example_batch is None else example_batch
         config = config.resolve(self._world.size)
         self._config = replace(
             config,
