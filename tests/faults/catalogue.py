@@ -65,6 +65,7 @@ from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.sweep import SWEEP
+from tests.faults.tenants import TENANTS
 from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
@@ -76,6 +77,7 @@ from tests.faults.zero import ZERO
 AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
+    "tenants": TENANTS,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
     "shared experts": (
         *EXPERTS,
