@@ -48,6 +48,14 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "outer.rules", "real sites of an outer loop: a slow site, a slow link, and the loss of each rule",
             frozenset({"write_figures"}),
         ),
+        "service": Benchmark(
+            "service.command", "clients of the training service: latencies beside a bare echo, lost updates",
+            frozenset({"write_figures"}),
+        ),
+        "weights_out": Benchmark(
+            "outer.read_weights", "training steps while a process reads the published weights",
+            frozenset({"rounds", "write_figures"}),
+        ),
         "host_time": Benchmark(
             "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",
             frozenset({"rounds", "write_figures"}),

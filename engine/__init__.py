@@ -27,6 +27,10 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from engine.reporting.step_report import StepReport
+    from engine.serving.service import serve
+    from engine.sweep.sweep import Sweep
+    from engine.sweep.trial import SweepTrial, TrialEnd
+    from engine.web.remote_model import remote
 
 __all__ = [
     "CheckpointError",
@@ -40,10 +44,15 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "StepReport",
+    "Sweep",
+    "SweepTrial",
+    "TrialEnd",
     "__version__",
     "data",
     "initialize",
     "load_config",
+    "remote",
+    "serve",
     "verify",
 ]
 
@@ -54,8 +63,13 @@ _HOMES = MappingProxyType(
         "Config": "engine.config",
         "Engine": "engine.engine",
         "StepReport": "engine.reporting.step_report",
+        "Sweep": "engine.sweep.sweep",
+        "SweepTrial": "engine.sweep.trial",
+        "TrialEnd": "engine.sweep.trial",
         "initialize": "engine.api",
         "load_config": "engine.config",
+        "remote": "engine.web.remote_model",
+        "serve": "engine.serving.service",
     }
 )
 

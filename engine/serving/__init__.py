@@ -3,11 +3,10 @@
 commands    commands and results, and their encoding
 wire        HTTP routes of both doors: Tinker's call set, and tensors
 entry       accepted commands: futures and their states
-line        numbered commands of a model
+line        numbered commands of a model, and their records
 session     sessions of clients, limits
 ledger      futures by key: order, repeats, results
 journal     accepted commands on disk, snapshots
-records     records of the ledger in the journal
 restart     start from a journal: snapshots, and later commands
 queue       fair order over sessions, limits
 loop        the command loop that all ranks follow

@@ -10,13 +10,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
 from engine.engine import Engine
-from engine.errors import EngineError, first_line
+from engine.errors import ConfigError, EngineError, first_line
 from engine.parallel.comm.agreement import take_from
+from engine.parallel.grid import Grid
 from engine.serving.commands import (
     Adapter,
     BackwardTensors,
@@ -40,7 +41,6 @@ from engine.serving.commands import (
 from engine.serving.loss_graph import LossGraph
 from engine.serving.losses import ServedError
 from engine.serving.sampling import sample
-from engine.serving.tenants.pool import TenantPool
 from engine.serving.tensor_calls import Function, TensorCalls
 from engine.serving.training import Trainer
 
@@ -54,6 +54,25 @@ _LOSSES = 1024
 """Maximum number of uploaded losses."""
 
 
+class EnginePool(Protocol):
+    """Engines of tenants by id; all calls are collective."""
+
+    base: Engine
+    """Engine of the base model."""
+
+    def create(self, model_id: str, adapter: Adapter | None) -> Engine:
+        """Creates a tenant."""
+
+    def get(self, model_id: str) -> Engine:
+        """Returns a tenant's engine, with its state on the device."""
+
+    def drop(self, model_id: str) -> None:
+        """Removes a tenant."""
+
+    def close(self) -> None:
+        """Closes all tenants."""
+
+
 class Executor:
     """Tenants of the service on this rank.
 
@@ -63,7 +82,7 @@ class Executor:
         functions: functions that clients call by name, each from tensors to tensors.
     """
 
-    def __init__(self, pool: TenantPool, folder: Path, functions: Mapping[str, Function] | None = None) -> None:
+    def __init__(self, pool: EnginePool, folder: Path, functions: Mapping[str, Function] | None = None) -> None:
         self._pool, self._folder = pool, folder
         self._trainers: dict[str, Trainer] = {}
         self._adapters: dict[str, Adapter | None] = {}
@@ -87,6 +106,15 @@ class Executor:
             DropTicket: lambda command: self._tensors.drop(command),
             CallFunction: lambda command: self._tensors.call(command),
         }
+
+    @property
+    def grid(self) -> Grid:
+        """Grid of the ranks."""
+        return self._pool.base.grid
+
+    def adopt(self, model: str, engine: Engine) -> None:
+        """Adds an engine of the caller as a model."""
+        self._trainers[model], self._adapters[model] = Trainer(engine, self._graphs), None
 
     def run(self, command: Command) -> Result:
         """Runs a command; returns its result, or a failure."""
@@ -124,7 +152,7 @@ class Executor:
         return self._trainers[model]
 
     def _create(self, command: CreateModel) -> Done:
-        engine = self._pool.create(command.model, command.adapter)
+        engine = self._made(command.model, command.adapter)
         self._trainers[command.model] = Trainer(engine, self._graphs)
         self._adapters[command.model] = command.adapter
         return Done({"model": command.model})
@@ -168,7 +196,7 @@ class Executor:
         return Done({"name": command.name, "version": trainer.version})
 
     def _drop_weights(self, command: DropWeights) -> Done:
-        if self._pool.base.grid.rank == 0:
+        if self.grid.rank == 0:
             shutil.rmtree(self._folder / command.name, ignore_errors=True)
         return Done()
 
@@ -212,13 +240,26 @@ class Executor:
         if model in self._samplers:
             del self._samplers[model]
         else:
-            while len(self._samplers) >= SAMPLERS:
-                oldest = next(iter(self._samplers))
-                del self._samplers[oldest]
-                self._pool.drop(oldest)
-            Trainer(self._pool.create(model, adapter), {}).load(folder, optimizer=False)
+            if len(self._samplers) >= SAMPLERS:
+                self._drop_sampler()
+            Trainer(self._made(model, adapter), {}).load(folder, optimizer=False)
         self._samplers[model] = None
         return self._pool.get(model)
+
+    def _made(self, model: str, adapter: Adapter | None) -> Engine:
+        """Creates a tenant; samplers give way to it if the pool is full."""
+        while True:
+            try:
+                return self._pool.create(model, adapter)
+            except ConfigError:
+                if not self._samplers:
+                    raise
+                self._drop_sampler()
+
+    def _drop_sampler(self) -> None:
+        oldest = next(iter(self._samplers))
+        del self._samplers[oldest]
+        self._pool.drop(oldest)
 
 
 def _worded(adapter: Adapter | None) -> str:

@@ -32,9 +32,8 @@ from engine.serving.commands import (
 )
 from engine.serving.entry import INTERNAL, EntryState, FutureEntry, RequestRefusedError, cost_of
 from engine.serving.journal import CommandJournal, JournalRecord
-from engine.serving.line import ModelLine
+from engine.serving.line import ModelLine, digest_of, record_of, snapshot_record
 from engine.serving.queue import FairQueue
-from engine.serving.records import digest_of, record_of, snapshot_record
 from engine.serving.session import WAITS, ClientSession, LedgerLimits
 
 RETAINED = 4096
@@ -131,6 +130,8 @@ class Ledger:
     def enter(self, session: ClientSession, entry: FutureEntry) -> None:
         """Adds an entry to its session and line."""
         session.entries[entry.key] = entry
+        if entry.command is not None:
+            session.open[entry.key] = entry
         entry.cost = 1 if entry.command is None else cost_of(entry.command)
         if isinstance(entry.command, CreateModel):
             self.lines[entry.command.model] = ModelLine(entry.command.model, entry.session)
@@ -212,6 +213,7 @@ class Ledger:
     def _take_back(self, entry: FutureEntry) -> None:
         if (session := self.sessions.get(entry.session)) is not None:
             session.entries.pop(entry.key, None)
+            session.open.pop(entry.key, None)
         if isinstance(entry.command, CreateModel):
             self.lines.pop(entry.command.model, None)
 
@@ -303,7 +305,7 @@ class Ledger:
                     self.end_session(session.name, f"sent no heartbeat for {self.limits.session_seconds:g} seconds")
                     continue
                 late = now - self.limits.seconds
-                for entry in [one for one in session.entries.values() if one.state in WAITS and one.accepted < late]:
+                for entry in [one for one in session.open.values() if one.state in WAITS and one.accepted < late]:
                     self._expire(entry)
 
     def _expire(self, entry: FutureEntry) -> None:
@@ -348,6 +350,7 @@ class Ledger:
             session = self.sessions.get(entry.session)
             entry.result = result
             if session is not None and entry.key in session.entries:
+                session.open.pop(entry.key, None)
                 entry.result_bytes = array_bytes(result)
                 self.result_bytes += entry.result_bytes
                 self._evict()
@@ -433,7 +436,7 @@ class Ledger:
                 return
             session.is_ending = True
             listeners = list[Callable[[], None]]()
-            for entry in session.entries.values():
+            for entry in session.open.values():
                 if entry.state in WAITS:
                     self.queue.remove(entry)
                     entry.state, entry.command = EntryState.DONE, None

@@ -47,6 +47,8 @@ class Restart:
 
     def __init__(self, ledger: Ledger, records: list[JournalRecord]) -> None:
         self._ledger = ledger
+        ledger.is_replaying = True
+        self._run_again = 0
         self._snapshots: dict[str, JournalRecord] = {}
         self._ends: dict[str, Mapping[str, Any]] = {}
         self._gone: set[str] = set()
@@ -96,7 +98,6 @@ class Restart:
             CheckpointError: a snapshot could not be loaded.
         """
         ledger = self._ledger
-        ledger.is_replaying = True
         for entry, command in self._stored:
             session, line = ledger.sessions.get(entry.session), ledger.lines.get(entry.line or "")
             is_covered = line is not None and line.snapshot is not None and (entry.number or 0) <= line.covered
@@ -113,11 +114,13 @@ class Restart:
         line = self._ledger.lines.get(entry.line or "")
         end = self._ends.get(entry.key)
         if getattr(command, "model", None) in self._gone:
+            session.open.pop(entry.key, None)
             self._end(entry, Failure(f"model {getattr(command, 'model', '')} was unloaded or could not be created."))
             if isinstance(command, CreateModel):
                 self._ledger.lines.pop(command.model, None)
             return
         if end is not None:
+            session.open.pop(entry.key, None)
             self._end(entry, Failure(end["error"]) if "error" in end else None)
         if line is not None and entry.number:
             line.hold(entry)
@@ -129,8 +132,19 @@ class Restart:
         if isinstance(command, CreateModel):
             yield from self._restore(session, command.model)
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Numbers of sessions, models and snapshots, and of commands that have run again so far."""
+        ledger = self._ledger
+        loaded = sum(line.snapshot is not None for line in ledger.lines.values())
+        return {
+            "sessions": len(ledger.sessions), "models": len(ledger.lines), "snapshots": loaded,
+            "commands": self._run_again,
+        }  # fmt: skip
+
     def _run(self, entry: FutureEntry) -> Iterator[FutureEntry]:
         entry.state = EntryState.RUNNING
+        self._run_again += 1
         yield entry
         assert entry.state is EntryState.DONE, "the loop calls finish"
 

@@ -1,122 +1,198 @@
 """Training service on the ranks: rank 0 answers HTTP in a thread, and all ranks run its commands in one order.
 
-start    replay of the journal -> HTTP server -> commands until SIGTERM or SIGINT on rank 0
-end      the server stops, all ranks leave the loop after the same command, and close their engines
+start    models of the journal -> commands of clients until rank 0 gets SIGTERM or SIGINT
+end      all ranks leave the loop after the same command; the server stops, engines close
 """
 
 import logging
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
-from engine.errors import EngineError
-from engine.parallel.comm.host_group import HostGroup
-from engine.serving.commands import Command, Result, Stop
-from engine.serving.entry import FutureEntry
-from engine.serving.executor import Executor
-from engine.serving.ledger import Ledger
+import torch
+from torch import nn
+
+from engine.config import Config
+from engine.config.serve_section import ServeConfig
+from engine.engine import Engine
+from engine.errors import ConfigError, EngineError, PlanError, first_line
+from engine.parallel.comm.host_group import HostGroup, TorchHostGroup
+from engine.serving.commands import Adapter
+from engine.serving.executor import EnginePool, Executor
+from engine.serving.front import open_front
 from engine.serving.loop import CommandLoop
-from engine.serving.restart import Restart
+from engine.serving.tenants.pool import TenantLimits, TenantPool
+from engine.serving.tensor_calls import Function
+from engine.serving.training import LENGTH
+from engine.serving.wire.served_model import ServedModel
 
 logger = logging.getLogger("trine")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+WEIGHTS = "weights"
+"""Folder of saved weights in the folder of a service."""
+SHARED = "shared"
+"""Id of the model that all clients of the second door share."""
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-class LedgerSource:
-    """Commands of the ledger for the command loop: those of the journal first, then those of clients.
-
-    Args:
-        ledger: ledger of rank 0.
-        restart: commands that an earlier process had accepted; None: there is no journal.
-        begin: called once after the replay, before the first command of a client; it starts the HTTP server.
-    """
-
-    def __init__(self, ledger: Ledger, restart: Restart | None, begin: Callable[[], None]) -> None:
-        self._ledger, self._begin = ledger, begin
-        self._replay: Iterator[FutureEntry] | None = restart.entries() if restart is not None else iter(())
-        self._running: FutureEntry | None = None
-        self._stopped = False
-        self.replayed = 0
-        """Number of commands of the journal that were run again."""
-
-    def stop(self) -> None:
-        """Ends the loop of all ranks after the command that runs."""
-        self._stopped = True
-
-    def take(self, seconds: float) -> tuple[str, Command] | None:
-        """Returns the next command with its key; None if none has come within ``seconds``."""
-        if self._stopped:
-            return "", Stop()
-        entry = self._again() if self._replay is not None else None
-        if entry is None:
-            entry = self._ledger.queue.next(seconds)
-        if entry is None or entry.command is None:
-            return None
-        self._running = entry
-        return entry.key, entry.command
-
-    def finish(self, key: str, result: Result) -> None:
-        """Stores the result of the command that was taken last."""
-        entry, self._running = self._running, None
-        assert entry is not None and entry.key == key, "one command runs at a time"
-        self._ledger.finish(entry, result)
-
-    def _again(self) -> FutureEntry | None:
-        """Returns the next command of the journal; after the last one, lets clients in."""
-        assert self._replay is not None
-        entry = next(self._replay, None)
-        if entry is None:
-            self._replay = None
-            if self.replayed:
-                logger.info("the service has run %d commands of its journal again", self.replayed)
-            self._begin()
-            return None
-        self.replayed += 1
-        return entry
-
-
-def serve_ranks(
-    executor: Executor, host: HostGroup, open_source: Callable[[], AbstractContextManager[LedgerSource]] | None
-) -> None:
-    """Runs the service on this rank until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
-
-    Args:
-        executor: runs commands on this rank.
-        host: messages between the ranks' host memories.
-        open_source: opens ledger and HTTP server on rank 0; None on other ranks.
+def serve_folder(config: Config, folder: Path) -> None:
+    """Serves a Hugging Face folder until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
 
     Raises:
-        EngineError: a rank is lost, or the journal cannot be read.
+        ConfigError: the folder is no causal language model.
+        EngineError: configuration, address or journal have a mistake, or a rank is lost.
     """
+    settings = config.serve or ServeConfig()
+    limits = TenantLimits(adapters=settings.tenants.most, full=settings.tenants.full)
+    example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
+    pool = TenantPool(lambda: read_model(folder), config, limits, example)
+    model = describe(pool.base, settings.models or (folder.resolve().name,), read_tokenizer(folder))
+    serve_ranks(Executor(pool, Path(settings.folder) / WEIGHTS), settings, model)
+
+
+def serve(engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None) -> None:
+    """Serves one engine as the model that all clients share, until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
+
+    Args:
+        functions: functions that clients call by name, each from tensors to tensors.
+        settings: address, limits and folder; None: ``serve`` of the engine's configuration, or its defaults.
+
+    Raises:
+        EngineError: address or journal have a mistake, or a rank is lost.
+    """
+    settings = settings or engine.config.serve or ServeConfig()
+    executor = Executor(_OneEngine(engine), Path(settings.folder) / WEIGHTS, functions)
+    executor.adopt(SHARED, engine)
+    serve_ranks(executor, settings, describe(engine, settings.models or (SHARED,)))
+
+
+def serve_ranks(executor: Executor, settings: ServeConfig, model: ServedModel) -> None:
+    """Runs the command loop of this rank, and on rank 0 the HTTP server.
+
+    Raises:
+        EngineError: a rank is lost, or address or journal have a mistake.
+    """
+    grid = executor.grid
+    host = TorchHostGroup(grid.rank, grid.world_size, _PATIENCE_SECONDS, "serve a model")
     try:
-        if open_source is None:
-            with _signals_to(lambda: None):  # rank 0 ends the loop of all
-                CommandLoop(host, executor.run, executor.spoil).run()
-            return
-        with open_source() as source, _signals_to(source.stop):
-            CommandLoop(host, executor.run, executor.spoil, source).run()
+        _run_loop(executor, host, settings, model)
     finally:
         executor.close()
+        host.close()
+
+
+_PATIENCE_SECONDS = 600.0
+"""Seconds after which a rank that runs one command is considered lost."""
+
+
+def _run_loop(executor: Executor, host: HostGroup, settings: ServeConfig, model: ServedModel) -> None:
+    if host.rank:
+        with _signals_to(lambda: None) as renew:  # rank 0 ends the loop of all
+            CommandLoop(host, executor.run, executor.spoil, beat=renew).run()
+        return
+    with (
+        open_front(settings, model, lambda line: print(line, flush=True)) as source,
+        _signals_to(source.stop) as renew,
+    ):
+        CommandLoop(host, executor.run, executor.spoil, source, renew).run()
+
+
+def read_model(folder: Path) -> nn.Module:
+    """Builds the causal language model of a Hugging Face folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("trine serve reads models with transformers; run: pip install transformers.") from error
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--model {folder} is no causal language model of Hugging Face ({first_line(error)}); give a folder with "
+            "config.json and weights."
+        ) from error
+    return model
+
+
+def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
+    """Returns the function that tokenizes stop strings; None if the folder has no tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        logger.info("%s has no tokenizer (%s), so stop strings are refused", folder, first_line(error))
+        return None
+
+    def tokenize(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return found
+
+    return tokenize
+
+
+def describe(engine: Engine, names: tuple[str, ...], tokenize: Callable[[str], list[int]] | None = None) -> ServedModel:
+    """Returns what requests are checked against."""
+    about: Any = getattr(engine.module, "config", None)
+    ends = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
+    return ServedModel(
+        names=names,
+        context=int(getattr(about, "max_position_embeddings", None) or 1 << 20),
+        vocabulary=int(getattr(about, "vocab_size", None) or 1 << 31),
+        ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (int(ends),),
+        architecture=type(engine.module).__name__,
+        grid=str(engine.grid),
+        tokenize=tokenize,
+    )
+
+
+class _OneEngine(EnginePool):
+    """Pool of one engine, which creates no tenants."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.base = engine
+
+    def create(self, model_id: str, adapter: Adapter | None) -> Engine:
+        raise PlanError("this service shares one engine; start `trine serve` for models of clients.")
+
+    def get(self, model_id: str) -> Engine:
+        return self.base
+
+    def drop(self, model_id: str) -> None:
+        raise PlanError(f"model {model_id} is shared by all clients and stays.")
+
+    def close(self) -> None:
+        """Leaves the engine to its owner."""
 
 
 @contextmanager
-def _signals_to(stop: Callable[[], None]) -> Iterator[None]:
-    """Calls ``stop`` at SIGTERM and SIGINT inside the block."""
+def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Calls ``stop`` at SIGTERM and SIGINT inside the block; yields the function that sets the handlers again.
+
+    An engine sets a handler of its own, by which it would save a checkpoint and exit in its next step.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop()
 
-    before: dict[int, Any] = {}
+    def renew() -> None:
+        for one in _SIGNALS:
+            if signal.getsignal(one) is not handle:
+                signal.signal(one, handle)
+
+    before: dict[signal.Signals, Any] = {one: signal.getsignal(one) for one in _SIGNALS}
     try:
-        for number in _SIGNALS:
-            before[number] = signal.signal(number, handle)
+        renew()
     except ValueError as error:
         raise EngineError("a service runs in the main thread of its process; call it there.") from error
     try:
-        yield
+        yield renew
     finally:
-        for changed, handler in before.items():
-            signal.signal(changed, handler)
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -35,6 +35,8 @@ class ClientSession:
     seen: float
     """Time of its last request."""
     entries: dict[str, FutureEntry] = field(default_factory=dict)
+    open: dict[str, FutureEntry] = field(default_factory=dict)
+    """Those that are not done."""
     fetched: OrderedDict[str, FutureEntry] = field(default_factory=OrderedDict)
     """Fetched futures, oldest first."""
     models: list[str] = field(default_factory=list)
@@ -43,4 +45,4 @@ class ClientSession:
 
     def waiting(self) -> int:
         """Returns the number of commands that have not begun."""
-        return sum(one.state in WAITS for one in self.entries.values())
+        return sum(one.state in WAITS for one in list(self.open.values()))

@@ -165,7 +165,9 @@ class Comm:
         self._routes: dict[Axis, _Route] = {}
         """Streams of collectives over whole axes."""
         self._gather_routes: dict[int | Axis | None, _Route] = {}
-        self._closed = self._lent = False
+        self._closed = False
+        self.borrows = False
+        """True if groups, and frozen parameters of the model, belong to another engine."""
 
     def lend(self) -> "Comm":
         """Returns communication for another engine of the same ranks, over the same groups, with a tally of its own.
@@ -174,7 +176,7 @@ class Comm:
         """
         lent = Comm(self.grid, self._backend)
         lent.reports, lent.joint, lent.failures, lent.recorder = self.reports, self.joint, self.failures, self.recorder
-        lent._symmetric, lent._lent = self._symmetric, True
+        lent._symmetric, lent.borrows = self._symmetric, True
         return lent
 
     def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
@@ -416,7 +418,7 @@ class Comm:
         otherwise keep the connection open.
         """
         self._closed = True
-        if self._lent:
+        if self.borrows:
             return
         self.failures.close()
         if self.joint is not None:

@@ -10,7 +10,7 @@ Names of the base's parameters in the adapted model differ by PEFT's prefix and 
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from engine.errors import ConfigError, PlanError
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_linear
+from engine.parallel.tensor.plan.styles import Style
 from engine.serving.commands import Adapter
 
 ALPHA = 32
@@ -38,6 +39,24 @@ def base_name(name: str) -> str:
 def adapted_name(name: str) -> str:
     """Returns the adapted model's name of a unit of the base."""
     return _PREFIX + name
+
+
+def adapted_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
+    """Returns the tensor plan of an adapted ``model`` by the styles of the base, so that pairs add no communication.
+
+    column, vocabulary    A whole, B as the layer
+    row                   A as the layer, B whole: the sum of the layer contains the pair's
+    """
+    wrapped = {base_name(name): name for name, _ in model.named_modules() if name.endswith(".base_layer")}
+    parameters = {base_name(name): name for name, _ in model.named_parameters() if ".lora_" not in name}
+    plan: dict[str, str] = {}
+    for name, style in styles.items():
+        layer = wrapped.get(name)
+        plan[layer or parameters.get(name) or adapted_name(name)] = style.text
+        if layer is not None and style.text != "replicate":
+            half = "lora_A" if style.text.startswith("row") else "lora_B"
+            plan[f"{layer.removesuffix('base_layer')}{half}.default"] = style.text
+    return plan
 
 
 def find_targets(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
@@ -100,7 +119,7 @@ def adapted(model: nn.Module, adapter: Adapter) -> nn.Module:
     exact = "^(" + "|".join(re.escape(name) for name in targets) + ")$"
     settings = LoraConfig(r=adapter.rank, lora_alpha=ALPHA, target_modules=exact, lora_dropout=0.0)
     with torch.random.fork_rng(devices=()):  # PEFT draws A with the process's generator
-        made: nn.Module = get_peft_model(model, settings)  # type: ignore[arg-type]
+        made: nn.Module = get_peft_model(model, settings)
     for name, parameter in made.named_parameters():
         if parameter.requires_grad:
             _draw(name, parameter, adapter.seed)
@@ -112,6 +131,7 @@ def _draw(name: str, parameter: nn.Parameter, seed: int) -> None:
     if "lora_A" not in name:
         parameter.zero_()
         return
-    generator = torch.Generator().manual_seed((seed << 32 | zlib.crc32(base_name(name).encode())) % 2**63)
+    # torch's generator on the host reads 32 bits of its seed
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {base_name(name)}".encode()))
     bound = 1 / math.sqrt(parameter.shape[1])
     parameter.uniform_(-bound, bound, generator=generator)

@@ -18,7 +18,7 @@ from engine.parallel.comm.world import Lender, World, read_world
 from engine.program.batch import Batch
 from engine.serving.commands import Adapter
 from engine.serving.tenants.adapters import adapted
-from engine.serving.tenants.skeleton import Skeleton, lender_of, tenant_config
+from engine.serving.tenants.skeleton import lender_of, tenant_config, without_memory
 from engine.serving.training import LENGTH
 
 
@@ -74,7 +74,8 @@ class TenantPool:
     ) -> None:
         self._build, self._limits = build_base, limits or TenantLimits()
         self._world = world or read_world()
-        self._example = example_batch or {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
+        tokens = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
+        self._example = tokens if example_batch is None else example_batch
         config = config.resolve(self._world.size)
         self._config = replace(
             config,
@@ -85,7 +86,7 @@ class TenantPool:
         )
         self._tenants: dict[str, _Tenant] = {}
         model = make_model(build_base, config.seed, self._world.device)
-        self._skeleton = Skeleton(model)
+        self._skeleton = without_memory(model)
         model.requires_grad_(False)
         frozen = replace(self._config, optimizer=None, checkpoint=replace(config.checkpoint, every=0, memory_every=0))
         self._base = self._initialize(model, frozen)
@@ -165,8 +166,8 @@ class TenantPool:
             raise ConfigError(f"the adapter has rank {adapter.rank}; give a rank from 1 to {limits.rank}.")
 
     def _adapted(self, adapter: Adapter) -> Engine:
-        model = adapted(self._skeleton.copy(), adapter)
-        config = tenant_config(self._config, self._base, model)
+        model = adapted(without_memory(self._skeleton), adapter)
+        config = tenant_config(self._config, self._base, self._skeleton, model)
         config = replace(config, checkpoint=CheckpointConfig(frozen=False))
         return self._initialize(model, config, lender_of(self._base, model))
 

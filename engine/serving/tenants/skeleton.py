@@ -15,22 +15,12 @@ from torch import Tensor, nn
 from engine.config import Config
 from engine.engine import Engine
 from engine.parallel.comm.world import Lender
-from engine.serving.tenants.adapters import adapted_name, base_name
+from engine.parallel.tensor.plan.sharding_rules import match_styles
+from engine.serving.tenants.adapters import adapted_name, adapted_styles, base_name
 
 
-class Skeleton:
-    """Modules and buffers of a model, whose parameters are on the meta device."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = _without_memory(model)
-
-    def copy(self) -> nn.Module:
-        """Returns another model without memory, frozen."""
-        return _without_memory(self._model)
-
-
-def _without_memory(model: nn.Module) -> nn.Module:
-    """Copies a model; parameters of the copy are on the meta device and frozen, ties stay ties."""
+def without_memory(model: nn.Module) -> nn.Module:
+    """Copies a model; parameters of the copy are on the meta device and frozen, and ties stay ties."""
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         for parameter in model.parameters()
@@ -51,13 +41,16 @@ def lender_of(base: Engine, model: nn.Module) -> Lender:
     return Lender(runtime.comm, tensors, shards)
 
 
-def tenant_config(config: Config, base: Engine, model: nn.Module) -> Config:
+def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:
     """Returns the configuration of a tenant's engine with the base's stages and quantized weights."""
     plan = base.plan
     frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if plan.partition is not None:
         units = tuple(f"{adapted_name(unit)}:{before}" for unit, before in plan.partition.boundaries)
         config = replace(config, parallel=replace(config.parallel, split=units))
+    if plan.tensor is not None:
+        styles = adapted_styles(model, match_styles(skeleton, plan.tensor.patterns))
+        config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, prove_plan=False))
     if config.quantize_frozen is not None:
         kept = tuple(frozen[row.name] for row in plan.table if row.quantized is None and row.name in frozen)
         config = replace(config, quantize_frozen=replace(config.quantize_frozen, skip=kept))

@@ -2,9 +2,9 @@
 
 import asyncio
 import hmac
-import logging
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from time import monotonic
 from typing import Any, cast
 
@@ -24,13 +24,16 @@ from engine.serving.wire.requests import RequestReader
 from engine.serving.wire.routes import PREFIX, FutureRoutes, json_reply
 from engine.serving.wire.served_model import ServedModel
 from engine.serving.wire.statistics import ServiceStatistics
+from engine.serving.wire.tensor_routes import TensorRoutes
 
-STATUS = "/v1/status"
-_TICK_SECONDS = 1.0
+STATUS, STATISTICS = "/v1/status", "/v1/statistics"
+_TICK_SECONDS, _RETRY_SECONDS = 1.0, 2
 _OPEN = (f"{PREFIX}healthz", "/")
 _TINKER_KEY = b"tml-"
 """Beginning that Tinker's client demands of a key; a token without it is accepted with it."""
-logger = logging.getLogger("trine")
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+"""Policy of the page: it loads nothing, and asks this service only."""
 
 
 class ServiceApplication:
@@ -51,6 +54,7 @@ class ServiceApplication:
         reader = RequestReader(model, self.directory)
         self._futures = FutureRoutes(ledger, self.directory, reader, self._body)
         listings = ListingRoutes(model, ledger, self.directory, self._body)
+        tensors = TensorRoutes(ledger, self._body)
         posts = {**self._futures.posts(), **listings.posts()}
         checkpoint = f"{PREFIX}training_runs/{{run}}/checkpoints/{{checkpoint:path}}"
         refused = cast(Any, self._refused)
@@ -59,7 +63,10 @@ class ServiceApplication:
                 *(Route(PREFIX + path, handler, methods=["POST"]) for path, handler in posts.items()),
                 Route(checkpoint, listings.delete_checkpoint, methods=["DELETE"]),
                 *(Route(PREFIX + path, handler, methods=["GET"]) for path, handler in listings.gets().items()),
+                *tensors.routes(),
                 Route(STATUS, self._status, methods=["GET"]),
+                Route(STATISTICS, self._routes, methods=["GET"]),
+                Route("/", self._page, methods=["GET"]),
             ],
             lifespan=lambda _: self._ticking(),
             exception_handlers={RequestRefusedError: refused, HTTPException: refused, ClientDisconnect: refused},
@@ -81,6 +88,9 @@ class ServiceApplication:
             error = RequestRefusedError(
                 "the request has a wrong X-API-Key or none; give TINKER_API_KEY the token of the service.", 401
             )
+            await _error_reply(error)(scope, receive, counted)
+        elif self.ledger.is_replaying and scope["path"] not in _OPEN:
+            error = RequestRefusedError("the service loads its models; repeat the request soon.", 503, _RETRY_SECONDS)
             await _error_reply(error)(scope, receive, counted)
         else:
             await self._app(scope, receive, counted)
@@ -115,10 +125,12 @@ class ServiceApplication:
 
     async def _tick_forever(self) -> None:
         while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            if self.ledger.is_replaying:
+                continue
             self.ledger.tick()
             self.directory.forget_sessions()
             self.directory.remove_expired()
-            await asyncio.sleep(_TICK_SECONDS)
 
     async def _body(self, request: Request) -> bytes:
         """Returns the body of a request; one that is too long is refused before it is read."""
@@ -142,6 +154,12 @@ class ServiceApplication:
     async def _status(self, request: Request) -> Response:
         return json_reply(self.statistics.status(self.model, self.ledger))
 
+    async def _routes(self, request: Request) -> Response:
+        return json_reply({"routes": self.statistics.routes(), "commands": self.ledger.commands_done})
+
+    async def _page(self, request: Request) -> Response:
+        return Response(_PAGE.read_bytes(), 200, {"Content-Security-Policy": _PAGE_MAY}, "text/html; charset=utf-8")
+
     async def _refused(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             sentence = f"{request.method} {request.url.path[:80]} is no request to this service."
@@ -153,4 +171,5 @@ class ServiceApplication:
 
 def _error_reply(error: RequestRefusedError) -> Response:
     headers = {} if error.retry_seconds is None else {"Retry-After": str(error.retry_seconds)}
-    return json_reply({"detail": str(error)}, error.status, headers)
+    sentence = str(error)
+    return json_reply({"detail": sentence, "error": sentence}, error.status, headers)  # the doors' two names of it

@@ -58,10 +58,14 @@ class ServiceStatistics:
             "queue": {"waiting": len(ledger.queue), "depth": ledger.limits.depth, "result_bytes": ledger.result_bytes},
             "sessions": sessions,
             "tenants": [self._tenant(line, ledger) for line in list(ledger.lines.values())],
-            "routes": {
-                route: {"requests": int(row[0]), "seconds": row[1], "refused": int(row[2])}
-                for route, row in list(self._routes.items())
-            },
+            "routes": self.routes(),
+        }
+
+    def routes(self) -> Mapping[str, Any]:
+        """Returns requests, their seconds and the refused ones of each route."""
+        return {
+            route: {"requests": int(row[0]), "seconds": row[1], "refused": int(row[2])}
+            for route, row in list(self._routes.items())
         }
 
     def _tenant(self, line: ModelLine, ledger: Ledger) -> Mapping[str, Any]:

@@ -4,7 +4,6 @@ POST /v1/forward/{model}?ticket=        tensors -> outputs; with a ticket, the g
 POST /v1/backward/{model}/{ticket}      gradients of outputs -> gradients of inputs; ?step= updates the weights
 POST /v1/step/{model}                   AdamW as JSON -> version
 POST, GET /v1/call/{name}               a function of the server
-GET  /v1/statistics                     calls and seconds of each route
 
 A request carries its session and number. A repeat waits for the same future, so that a lost reply changes nothing
 twice. The reply waits for the command; after ``REPLY_SECONDS`` it is 202, and the client repeats its request.
@@ -13,9 +12,9 @@ twice. The reply waits for the command; after ``REPLY_SECONDS`` it is 202, and t
 import asyncio
 import json
 import re
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine.remote.names import NUMBER, SESSION, TENSORS, VERSION
 from engine.serving.commands import (
     AdamParameters,
     Array,
@@ -41,6 +39,7 @@ from engine.serving.commands import (
 )
 from engine.serving.entry import FutureEntry, RequestRefusedError
 from engine.serving.ledger import Ledger
+from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
 REPLY_SECONDS = 20.0
 """Seconds after which a reply says that the command still runs."""
@@ -52,27 +51,17 @@ _DONE, _WAITING = 200, 202
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-@dataclass(slots=True)
-class RouteCount:
-    """Calls of a route, those that failed, and their seconds from request to reply."""
-
-    calls: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-
-
 class TensorRoutes:
     """Routes of the second door over a ledger.
 
     Args:
         ledger: ledger of the service.
-        body_bytes: maximum bytes of a request.
+        read_body: reads the body of a request, and refuses one that is too long.
     """
 
-    def __init__(self, ledger: Ledger, body_bytes: int) -> None:
-        self._ledger, self._body_bytes = ledger, body_bytes
-        self.counts: dict[str, RouteCount] = {}
-        """Statistics by route."""
+    def __init__(self, ledger: Ledger, read_body: Callable[[Request], Awaitable[bytes]]) -> None:
+        self._ledger, self._body = ledger, read_body
+        self._gets = count()
 
     def routes(self) -> list[Route]:
         """Returns the routes for an application."""
@@ -86,22 +75,11 @@ class TensorRoutes:
         return [
             *made,
             Route("/v1/call/{name}", self._handler("/v1/call/{name}", self._call), methods=["GET"]),
-            Route("/v1/statistics", self._statistics, methods=["GET"]),
         ]
 
     def _handler(self, path: str, parse: Callable[[Request], Awaitable[Command]]) -> Handler:
         async def handle(request: Request) -> Response:
-            count, began = self.counts.setdefault(path, RouteCount()), time.monotonic()
-            count.calls += 1
-            try:
-                result = await self._run(request, path, await parse(request))
-            except RequestRefusedError:
-                count.failed += 1
-                raise
-            finally:
-                count.seconds += time.monotonic() - began
-            count.failed += isinstance(result, Failure)
-            return _reply(result)
+            return _reply(await self._run(request, path, await parse(request)))
 
         return handle
 
@@ -110,7 +88,7 @@ class TensorRoutes:
         session = _named(request.headers.get(SESSION, ""), f"the header {SESSION}")
         number = request.headers.get(NUMBER, "")
         if request.method == "GET":
-            number = f"get{time.monotonic_ns()}"
+            number = f"get{next(self._gets)}"
         elif not number.isdecimal() or len(number) > 18:
             raise RequestRefusedError(f"the header {NUMBER} is {number[:40]!r}; number requests of a session from 1.")
         if session not in self._ledger.sessions:
@@ -169,48 +147,17 @@ class TensorRoutes:
             raise RequestRefusedError(f"the body has {len(found)} tensors, but at most {MOST_TENSORS} are taken.")
         return {name: np.ascontiguousarray(value) for name, value in found.items()}
 
-    async def _body(self, request: Request) -> bytes:
-        """Reads the body.
-
-        Raises:
-            RequestRefusedError: 413, it is longer than ``body_bytes``.
-        """
-        parts, size = list[bytes](), 0
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal():
-            self._check_size(int(declared))
-        async for part in request.stream():
-            size += len(part)
-            self._check_size(size)
-            parts.append(part)
-        return b"".join(parts)
-
-    def _check_size(self, size: int) -> None:
-        if size > self._body_bytes:
-            raise RequestRefusedError(
-                f"the body has {size:,} bytes or more, but at most {self._body_bytes:,} are taken; send fewer rows.",
-                413,
-            )
-
-    async def _statistics(self, request: Request) -> Response:
-        rows = {
-            path: {"calls": one.calls, "failed": one.failed, "seconds": round(one.seconds, 6)}
-            for path, one in sorted(self.counts.items())
-        }
-        return JSONResponse({"routes": rows, "commands": self._ledger.commands_done})
-
 
 def _reply(result: Result | None) -> Response:
     if result is None:
         return Response(status_code=_WAITING)
     if isinstance(result, Failure):
-        return JSONResponse({"error": result.error, "final": True}, 400 if result.category == "user" else 500)
+        return JSONResponse({"detail": result.error, "final": True}, 400 if result.category == "user" else 500)
     if isinstance(result, TensorOutput):
         body = save({name: np.ascontiguousarray(value) for name, value in result.tensors.items()})
         return Response(body, _DONE, {VERSION: str(result.version)}, TENSORS)
     assert isinstance(result, Done), "commands of this door have these results"
-    metrics = result.values.get("metrics", {})
-    return JSONResponse({"version": int(metrics.get("version", 0)), "grad_norm": metrics.get("grad_norm")})
+    return JSONResponse(dict(result.values))
 
 
 def _model(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""Executors of tests: one that only counts, and one in plain torch. A loop runs them in a thread, as rank 0's main thread."""
+"""Executors of tests, one that only counts and one in plain torch, and loops that run them."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -53,9 +53,9 @@ class CountingExecutor:
     def run(self, command: Command) -> Result:
         """Runs a command."""
         self.log.append(type(command).__name__)
-        if isinstance(getattr(command, "model", None), str) and not isinstance(command, CreateModel):
-            if command.model not in self.models:  # type: ignore[union-attr]
-                return Failure("the model is unknown.")
+        model = getattr(command, "model", None)
+        if model not in (None, *self.models) and not isinstance(command, CreateModel):
+            return Failure("the model is unknown.")
         match command:
             case CreateModel(model=model):
                 self.models[model] = [7, 0]
@@ -82,8 +82,8 @@ class CountingExecutor:
                 del self.models[model]
             case Sample(prompt=prompt, parameters=parameters):
                 tokens = (prompt.sum() + np.arange(parameters.max_tokens)).astype(np.int32) % VOCABULARY
-                one = SampledSequence(tokens, np.zeros(len(tokens), np.float32), False)
-                return SampledOutput((one,) * parameters.samples)
+                drawn = SampledSequence(tokens, np.zeros(len(tokens), np.float32), False)
+                return SampledOutput((drawn,) * parameters.samples)
         return Done()
 
 
@@ -133,7 +133,7 @@ class PlainExecutor:
             vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
         )  # fmt: skip
-        self.model: Any = Qwen3ForCausalLM(config).float().eval().requires_grad_(False)
+        self.model: Any = Qwen3ForCausalLM(config).eval().requires_grad_(False)
         self.tenants: dict[str, _PlainTenant] = {}
         self.saved: dict[str, Any] = {}
         self.losses: dict[str, Callable[..., torch.Tensor]] = {}
@@ -205,11 +205,12 @@ class PlainExecutor:
     def _logits(self, tenant: _PlainTenant | None, tokens: torch.Tensor) -> torch.Tensor:
         self._active = tenant
         if tenant is not None and tenant.adapter is None:
-            found = torch.func.functional_call(self.model, tenant.weights, (tokens[None],), tie_weights=False).logits[0]
+            output = torch.func.functional_call(self.model, tenant.weights, (tokens[None],), tie_weights=False)
         else:
-            found = self.model(tokens[None]).logits[0]
+            output = self.model(tokens[None])
         self._active = None
-        return found  # type: ignore[no-any-return]
+        found: torch.Tensor = output.logits[0]
+        return found
 
     def _logprobs(self, tenant: _PlainTenant, datum: Datum) -> torch.Tensor:
         table = torch.log_softmax(self._logits(tenant, torch.from_numpy(datum.tokens.copy())), -1)

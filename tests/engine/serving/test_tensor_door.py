@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.remote.client import RemoteModel
-from engine.remote.line import RemoteError, RemoteLine
+from engine.web.remote_line import RemoteError, RemoteLine
+from engine.web.remote_model import RemoteModel
 from tests.engine.serving.doors import tensor_server
 
 ADAM = {"lr": 1e-2, "eps": 1e-8, "beta2": 0.999}
@@ -49,7 +49,7 @@ def test_a_client_trains_a_server_as_its_own_model(tmp_path: Path) -> None:
         with torch.no_grad():
             torch.testing.assert_close(model(rows(9)), local(rows(9)), rtol=0, atol=1e-6)
         assert model.statistics()["routes"]["/v1/backward/{model}/{ticket}"] == {
-            "calls": 5, "failed": 0, "seconds": pytest.approx(0, abs=60),
+            "requests": 5, "refused": 0, "seconds": pytest.approx(0, abs=60),
         }  # fmt: skip
 
 

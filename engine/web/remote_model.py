@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.remote.line import RemoteError, RemoteLine, on_host
+from engine.web.remote_line import RemoteError, RemoteLine, on_host
 
 
 class RemoteModel:

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from engine.errors import EngineError, GridError, first_line
-from engine.remote.names import NUMBER, SESSION, TENSORS, VERSION
+from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
 try:
     import httpx
@@ -146,7 +146,7 @@ def _field(response: httpx.Response, name: str) -> Any:
 
 
 def _sentence(response: httpx.Response) -> str:
-    return str(_field(response, "error") or "")
+    return str(_field(response, "detail") or "")
 
 
 def _retry_after(response: httpx.Response) -> float:
