@@ -19,8 +19,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "web",
         "outer", "weights_out", "reporting", "watchdog", "build", "dry_run", "data", "models", "generation",
-        "engine_parts", "loop", "named_state", "engine", "api", "verify", "serving", "sweep", "hosting", "deepspeed", "huggingface",
-        "lightning",
+        "engine_parts", "loop", "named_state", "engine", "api", "verify", "serving", "sweep", "hosting",
+        "deepspeed", "huggingface", "lightning",
     ),
     "engine.checkpoint": (
         "format", "memory_folder", "memory_checkpoints", "contents", "full_state", "huggingface", "load", "foreign",
