@@ -236,13 +236,24 @@ class Kernels:
         name = str(dtype).removeprefix("torch.")
         if self.mode == "reference" or self.card == "" or not runs_triton(device):
             return False
-        if self.mode == "triton":
+        if operator in _PRODUCTS and dtype == torch.float32 and _sums_in_full(device):
+            chosen, why = False, "full fp32"
+        elif self.mode == "triton":
             chosen, why = True, "as configured"
         else:
             row = find_choice(self._winners, operator, self.card or device_name(device), name, width)
             chosen, why = (False, "not in the table") if row is None else (row.triton, row.reason)
         logger.info("kernels: %s, %s, width %d: %s, %s", operator, name, width, _NAMES[chosen], why)
         return chosen
+
+
+def _sums_in_full(device: torch.device) -> bool:
+    """Returns True if fp32 products on a GPU are computed in full fp32, which the library does.
+
+    Without tensor cores a kernel gains nothing, and its one long sum over K errs up to 2.8 times as much as cuBLAS,
+    which adds several partial sums. With partial sums the kernel spills registers.
+    """
+    return compiles_triton(device) and torch.get_float32_matmul_precision() == "highest"
 
 
 REFERENCE = Kernels("reference")
