@@ -10,6 +10,7 @@ lines.
 import logging
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
 from engine.launch.run_folder import training_options
@@ -39,10 +40,10 @@ def run(options: Namespace) -> None:
     shape = train.decoder_config(options)
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
 
-    if first := train.job_place()[0] == 0:
-        run_folder.open_run(options, settings, training_text, shape)
+    first = train.job_place()[0] == 0
+    folder = run_folder.open_run(options, settings, training_text, shape) if first else nullcontext()
     example = train.example_batch(settings, shape)
-    with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum, example_batch=example) as eng:
+    with folder, engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum, example_batch=example) as eng:
         if first:
             train.say(train.describe_text(training_text))
         windows = window_count(len(training_text.tokens), shape.context)
@@ -67,8 +68,8 @@ def run(options: Namespace) -> None:
         if first and text is not None:
             train.say(f"validation loss {loss:.3f}, {train.bits_per_byte(loss):.3f} bits per byte")
             train.say(f"--- sample\n{train.decode_for_terminal(text)}\n---")
-            if eng.step_count > begun:
-                train.say(eng.traffic_report())
+            if eng.step_count > begun and (sent := eng.traffic_report()):
+                train.say(sent)
 
 
 if __name__ == "__main__":

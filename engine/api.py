@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ def _refuse_writes(call: str) -> None:
 
 
 def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[Comm, Watchdog | None]:
-    """Connects all ranks, refuses different input, then creates the groups and, for several processes, the watchdog."""
+    """Connects all ranks, refuses different input, then creates the groups, and a watchdog for ranks or sites."""
     grid = config.grid(world.rank)
     if world.lender is not None:
         return world.lender.comm.lend(), None
@@ -199,6 +200,8 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[
             reports = FailureReports(store, world.rank)
             joint = JointCalls(store, world.rank, world.size, timeout_seconds(world.patience))
             watchdog = open_watchdog(config, grid, store, rendezvous.name)
+        elif config.outer is not None:  # `trine watch` shows the site
+            watchdog = open_watchdog(config, grid, store, f"site{config.outer.site}-{token_hex(4)}")
         open_world(world, store)
     comm = Comm(grid, open_backend(grid, world.device))
     comm.reports, comm.joint = reports, joint

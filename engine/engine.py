@@ -182,7 +182,7 @@ class Engine(TrainingLoop, NamedState):
         return measured_timeline(self.plan.schedule, self._parts.runtime.executor, self._parts.comm, self._parts.device)
 
     def traffic_report(self) -> str:
-        """Returns a table of planned and measured bytes of a training step on this rank."""
+        """Returns a table of planned and measured bytes of a training step on this rank; "" for a rank alone."""
         return compare_traffic(
             self.plan, self._parts.reports.trained, self.grid.rank, max(1, self._parts.reports.attempts)
         )

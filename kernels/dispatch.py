@@ -126,11 +126,6 @@ class TunedChoice:
     speedup: float | None = None
     """Measured time of PyTorch over the time of Triton; None for an estimate from the moved bytes."""
 
-    @property
-    def reason(self) -> str:
-        """Reason of the choice for the log, such as "measured 1.30x torch"."""
-        return "not measured on this GPU" if self.speedup is None else f"measured {self.speedup:.2f}x torch"
-
 
 def read_choices(text: str) -> tuple[TunedChoice, ...]:
     """Parses a table of choices from JSON."""
@@ -183,6 +178,8 @@ class Kernels:
         self.mode = mode
         self._winners = shipped_choices() if winners is None else winners
         self._made: dict[tuple[Any, ...], bool] = {}
+        self._chosen: dict[str, dict[str, dict[str, None]]] = {}
+        """Names of operators in the order of their choices, by reason and implementation."""
         self._products: dict[tuple[torch.device, torch.dtype], Kernels] = {}
         self.card: str | None = None
         """Name of the GPU for the search of rows; "" turns all kernels off, None uses the tensor's GPU."""
@@ -214,8 +211,18 @@ class Kernels:
             found = self._products[x.device, x.dtype] = self if some else REFERENCE
         return found
 
+    def summary(self) -> str:
+        """Returns all choices so far as the text of one log line; "" if there are none.
+
+        Each choice with its dtype and width, and the measured time, is logged at debug level when it is made.
+        """
+        return "; ".join(
+            why.format("; ".join(f"{', '.join(operators)}: {name}" for name, operators in sorted(names.items())[::-1]))
+            for why, names in sorted(self._chosen.items())
+        )
+
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
-        """Returns True if a Triton kernel should run on ``x``. Each new choice is logged once."""
+        """Returns True if a Triton kernel should run on ``x``. Each new choice is logged once, at debug level."""
         if torch.compiler.is_compiling():
             # torch.compile may pass a symbolic width; the length of a range is a concrete int
             return self._known(operator, x.device, x.dtype, len(range(width)))
@@ -236,14 +243,17 @@ class Kernels:
         name = str(dtype).removeprefix("torch.")
         if self.mode == "reference" or self.card == "" or not runs_triton(device):
             return False
+        row, times = None, ""
         if operator in _PRODUCTS and dtype == torch.float32 and _sums_in_full(device):
-            chosen, why = False, "full fp32"
-        elif self.mode == "triton":
-            chosen, why = True, "as configured"
-        else:
+            chosen, why = False, _FULL
+        elif self.mode == "auto":
             row = find_choice(self._winners, operator, self.card or device_name(device), name, width)
-            chosen, why = (False, "not in the table") if row is None else (row.triton, row.reason)
-        logger.info("kernels: %s, %s, width %d: %s, %s", operator, name, width, _NAMES[chosen], why)
+            chosen, why = (False, _UNKNOWN) if row is None else (row.triton, _MEASURED if row.speedup else _ESTIMATED)
+            times = f", measured {row.speedup:.2f}x torch" if row is not None and row.speedup else ""
+        else:
+            chosen, why = True, _CONFIGURED
+        logger.debug("kernels: %s, %s, width %d: %s%s", operator, name, width, _NAMES[chosen], times)
+        self._chosen.setdefault(why, {}).setdefault(_NAMES[chosen], {})[operator] = None
         return chosen
 
 
@@ -259,6 +269,9 @@ def _sums_in_full(device: torch.device) -> bool:
 REFERENCE = Kernels("reference")
 """Kernel selection that always uses PyTorch."""
 _NAMES = ("torch", "triton")
+_CONFIGURED, _MEASURED, _UNKNOWN = "as configured: {}", "measured on this GPU: {}", "not in the table: {}"
+_ESTIMATED = "not measured on this GPU, so by the default table: {}; `python -m benchmarks kernels` measures"
+_FULL = "in full fp32: {}"
 _PRODUCTS = ("linear", "linear_backward")
 
 

@@ -3,6 +3,7 @@
 rank  host   pid   step  is in                                   for     finished before
 0     node0  8123  70    gradients over dp (#70 of 'dp', ..)     5.3 s   control over world (..)
 1     node0  8124  70    forward of stage 0, microbatch 0        5.3 s   control over world (..)
+outer loop of site 1: clock 7, version 9, staleness 1, 3 members, 560 rows, waited 4.2 s (rank 0)
 """
 
 import json
@@ -114,7 +115,9 @@ def _report(folder: Path, waits: bool) -> list[str]:
 
 
 def _tables(views: list[RankView], waits: bool) -> list[str]:
-    return [*rank_table(views), *(["", *wait_table(views)] if waits else [])]
+    first = min(views, key=lambda view: view.rank, default=None)
+    noted = [f"{first.note} (rank {first.rank})"] if first is not None and first.note else []
+    return [*rank_table(views), *noted, *(["", *wait_table(views)] if waits else [])]
 
 
 def rank_table(views: list[RankView]) -> list[str]:

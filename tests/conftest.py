@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks as start_ranks
-from tests.ranks import start_server
+from tests.ranks import server_address, start_server, use_server
 from tests.selection import items_of_part, time_by_group
 from tests.tables import Table
 
@@ -51,6 +51,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
     if worker := getattr(config, "workerinput", None):
         sys.argv = worker["mainargv"]  # figures name the command that has measured them
+        if server := worker.get("server"):
+            use_server(server)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """The workers of a whole run share one fork server: each would import torch and the engine for its own."""
+    if node.config.args_source is not pytest.Config.ArgsSource.ARGS:
+        node.workerinput["server"] = server_address()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,9 +14,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -50,8 +50,26 @@ class _Answer(NamedTuple):
     """When, on the clock of this machine; 0 for a rank that died without a word, which the others only hear of."""
 
 
+SERVER: Any = forkserver._forkserver
+"""Fork server of this process; the standard library gives it no public name."""
+
+
+def use_server(address: str) -> None:
+    """Let this process fork its ranks from the server that another process has started, and keeps for as long."""
+    SERVER._forkserver_address, SERVER._forkserver_alive_fd = address, os.pipe()[1]
+    SERVER.ensure_running = resource_tracker.ensure_running
+
+
+def server_address() -> str:
+    """Start the server of this process; return its address."""
+    start_server()
+    return str(SERVER._forkserver_address)
+
+
 def start_server() -> None:
-    """Choose what the fork server imports, and let it begin."""
+    """Choose what the fork server imports, and let it begin, unless another process's is used."""
+    if "ensure_running" in vars(SERVER):
+        return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     here = Path.cwd() == ROOT  # the server searches its folder first; from another one it may find another engine
@@ -60,7 +78,7 @@ def start_server() -> None:
     last = ("tests.frozen",) if here else ()
     multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, *last])
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # a fork copies an entry for each page of the server
-    ensure_running()
+    forkserver.ensure_running()
     del os.environ["GLIBC_TUNABLES"]
 
 

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing import Pipe, Pool, get_start_method
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, _collect
+from tests.ranks import ROOT, RankError, _collect, server_address
 
 RunRanks = Callable[..., list[Any]]
 
@@ -55,6 +57,16 @@ def part_then_die_on_zero() -> None:
         dist.destroy_process_group()
         time.sleep(0.5)
         os._exit(7)
+
+
+def test_another_process_forks_its_ranks_from_the_same_server(run_ranks: RunRanks) -> None:
+    code = (
+        "import os; from tests.ranks import run_ranks, use_server\n"
+        f"use_server({server_address()!r}); print(*run_ranks(os.getppid, 2))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {*map(int, done.stdout.split())} == {*run_ranks(os.getppid, 1)}
 
 
 def test_results_come_by_rank_and_the_environment_arrives(run_ranks: RunRanks) -> None:

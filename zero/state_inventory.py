@@ -268,8 +268,8 @@ class StateInventory:
                     kind=kind, tensor=value, name=name, equal=updates.on_all_data_ranks, spread=self._spread(name)
                 )
 
-    def averages(self) -> Iterator[StateTensor]:
-        """Yields the averages of the weights on this rank, and other companions of updated tensors."""
+    def companion_state(self) -> Iterator[StateTensor]:
+        """Yields the companions of updated tensors on this rank: averages, anchors and encoding errors."""
         for companion in self.companions:
             yield from self.element_state(companion.tensors())
 

@@ -11,7 +11,7 @@ from engine.integrity.copies import AtRest, DataCopies, ReplicaCopies
 from engine.integrity.guard import ComputedGradients, Integrity
 from engine.optim.lr_schedules import LearningRate
 from engine.outer.http.open_link import open_link
-from engine.outer.local_pieces import find_pieces
+from engine.outer.local_pieces import UntrainedState, find_pieces
 from engine.outer.site import OpenLink, OuterLoop
 from engine.outer.site_weights import SiteWeights
 from engine.parallel.comm.comm import Comm
@@ -94,7 +94,8 @@ def _outer(request: PartRequest) -> StepPart | None:
         return None
     outer, stores = plan.config.outer, max(1, len(plan.config.outer.urls))
     local = find_pieces(plan, request.comm.grid.coord(), request.buckets, outer.fragments, stores)
-    weights = SiteWeights(local, outer, optimizer, request.gatherer)
+    untrained = UntrainedState(plan, request.inventory)
+    weights = SiteWeights(local, outer, optimizer, request.gatherer, untrained)
     request.inventory.companions.append(weights.anchors)
     connect: OpenLink = open_link
     if outer.serve and outer.site == 0 and request.comm.grid.rank == 0:

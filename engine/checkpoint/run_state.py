@@ -120,7 +120,7 @@ class RunState:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
         moments = local_tensors.state(moments_by_bucket(self.runtime.optimizer))
         apart = [held for each in self.runtime.optimizer.whole for held in local_tensors.apart(each)]
-        pieces = [*local_tensors.masters(), *moments, *apart, *local_tensors.averages()]
+        pieces = [*local_tensors.masters(), *moments, *apart, *local_tensors.companions()]
         numbers = parameter_scalars(self.runtime.optimizer, self.runtime.plan.table)
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 
@@ -145,7 +145,7 @@ class RunState:
                 self.runtime.optimizer, self.runtime.plan.table, self.runtime.learning_rate.governs
             ),
             user=_json("client_state", user),
-            model_files=with_dtype(self.model_files if tensors == self.tensors else {}, self._dtype()),
+            model_files=with_dtype(self.model_files if tensors == self.tensors else {}, self.dtype()),
         )
 
     def _info(self, whole: bool) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class RunState:
             "config": config,
         }
 
-    def _dtype(self) -> str:
+    def dtype(self) -> str:
         """Returns the dtype with most bytes of the weights."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:

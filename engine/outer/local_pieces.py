@@ -10,14 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents.local_tensors import SaveOwnership, copy_shared, local_region
-from engine.checkpoint.format.pieces import Piece
+from engine.checkpoint.contents.local_tensors import LocalTensors, SaveOwnership, copy_shared, local_region
+from engine.checkpoint.format.pieces import Part, Piece
 from engine.outer.fragments import Fragment, divide
 from engine.outer.messages import NamedPiece, RankLayout
+from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Coord
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.optimizer_tensors import update_gradient
+from engine.zero.state_inventory import StateInventory
+
+_AT_ONCE = 1 << 24
+"""Elements of a tensor whose digest is computed at once."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Integers by the bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +121,57 @@ def find_pieces(
                 pushed = ownership.stored(row, coord)
                 found[row.name] = LocalPiece(row.name, fragment_of[row.name], flat, slice(start, stop), pulled, pushed)
     return LocalPieces(made, tuple(found[row.name] for row in rows if row.name in found), tuple(buckets))
+
+
+@dataclass(frozen=True, slots=True)
+class UntrainedState:
+    """Frozen parameters and persistent buffers of one rank; sites never exchange them, so they start with equal ones.
+
+    The digest of a tensor does not depend on the grid: it is the sum of its words, each times an odd factor by its
+    place in the full tensor, modulo 2^64. Quantized weights, whose codes depend on the grid, have none.
+    """
+
+    plan: Plan
+    inventory: StateInventory
+
+    @torch.no_grad()
+    def digests(self, comm: Comm, device: torch.device, with_buffers: bool) -> dict[str, str]:
+        """Returns "dtype digest" by name on rank 0; parameters alone on other ranks. One all-reduce over the world."""
+        ownership, coord = SaveOwnership(self.plan), comm.grid.coord()
+        rows = [row for row in self.plan.table if not row.trainable and row.quantized is None]
+        found = dict.fromkeys((row.name for row in rows), torch.zeros((), dtype=torch.int64))
+        for held in LocalTensors(ownership, coord, self.inventory).weights() if rows else ():
+            own = ownership.stored(held.row, coord)
+            if held.row.name in found and own is not None:
+                values = held.values.new_empty(own.elements)
+                copy_shared(held.values, held.own, values, own)
+                found[held.row.name] = _digest(values, own).cpu()
+        if rows:
+            summed = torch.stack([*found.values()]).to(device)
+            comm.all_reduce(summed, "world", "outer").wait()
+            found = dict(zip(found, summed.cpu(), strict=True))
+        named = {row.name: (ownership.frozen_dtype(row), found[row.name]) for row in rows}
+        if with_buffers and comm.grid.rank == 0:
+            for name, values in self._buffers():
+                named[name] = values.dtype, _digest(values.detach().flatten(), Part(tuple(values.shape)).whole())
+        dtypes = {name: str(dtype).removeprefix("torch.") for name, (dtype, _) in named.items()}
+        return {name: f"{dtypes[name]} {int(digest) % 2**64:016x}" for name, (_, digest) in named.items()}
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        model = self.inventory.model
+        stored = {id(values) for values in model.state_dict(keep_vars=True).values()}
+        return ((name, values) for name, values in model.named_buffers() if id(values) in stored and not values.is_meta)
+
+
+def _digest(values: Tensor, piece: Piece) -> Tensor:
+    """Returns the digest of a piece's ``values`` [elements], int64 []."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(piece.start, piece.stop, _AT_ONCE):
+        part = Piece(piece.part, start, min(start + _AT_ONCE, piece.stop))
+        spans = part.spans()
+        shifts = torch.from_numpy(spans.full - spans.local).repeat_interleave(torch.from_numpy(spans.length))
+        places = (shifts + torch.arange(part.elements)).to(values.device)
+        chunk = values[start - piece.start :][: part.elements].contiguous()
+        words = chunk.view(_WORDS[chunk.element_size()]).view(part.elements, -1).sum(1, dtype=torch.int64)
+        total += (words * (2 * places + 1)).sum()
+    return total

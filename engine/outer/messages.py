@@ -68,6 +68,8 @@ class JoinRequest:
     """Group of each tensor, in the order of ``tensors``; empty: all in one group without options of its own."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all sites and the store share, as JSON values; see ``shared_settings``."""
+    untrained: Mapping[str, str] = field(default_factory=dict)
+    """Dtype and digest of every frozen parameter and, from a site without updates, of every persistent buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +209,6 @@ class StoreLink(Protocol):
 
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
         """Stores one rank's encoded body, uint8 [bytes]; on return it survives a crash of the store."""
-
-    def withdraw(self, key: PushKey) -> None:
-        """Withdraws a push of a step that has failed on one of the site's ranks; its ``seq`` is not used again."""
 
     def offer(self, life: int, fragment: int) -> Offer | None:
         """Returns the newest version that this life may take over, and retains it for ``pull``; None before the

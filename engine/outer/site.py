@@ -70,6 +70,13 @@ class OuterState:
     waited: float
     """Seconds that this rank has waited for the store."""
 
+    def __str__(self) -> str:
+        return (
+            f"clock {self.clock}, version {'/'.join(map(str, self.versions))}, staleness {self.staleness}, "
+            f"{self.members} members, {self.rows:,} rows, {self.pushed_bytes / 1e6:,.1f} MB pushed, "
+            f"{self.pulled_bytes / 1e6:,.1f} MB pulled, waited {self.waited:.1f} s"
+        )
+
     @property
     def figures(self) -> dict[str, float]:
         """Numbers for the step report, by name."""
@@ -174,7 +181,10 @@ class OuterLoop(StepPart):
         if self._content is Content.DELTAS:
             self._push_due()
             self._take_over()
-        step.figures |= self.state_now.figures
+        now = self.state_now
+        step.figures |= now.figures
+        if self._comm.recorder is not None:
+            self._comm.recorder.note(f"outer loop of site {self._outer.site}: {now}")
 
     def restarted(self, made: int) -> None:
         """Joins again if weights were loaded. Collective."""
@@ -212,7 +222,9 @@ class OuterLoop(StepPart):
     def _join(self) -> None:
         """Starts a life of this site: joins, registers pieces, and takes the current weights over. Collective."""
         link = self._link = self._link or self._open(self._outer, self.weights.local.fragments)
-        told = json.loads(from_first(lambda: _worded(lambda: link.join(self._request())), self._comm, self._device))
+        untrained = self.weights.untrained.digests(self._comm, self._device, with_buffers=not self._made)
+        request = self._request(untrained)
+        told = json.loads(from_first(lambda: _worded(lambda: link.join(request)), self._comm, self._device))
         joined = JoinReply(**told)
         self._life, self._clock = joined.life, joined.clock
         if self._content is Content.SUMS and joined.clock != self._made:
@@ -245,7 +257,7 @@ class OuterLoop(StepPart):
                 self._outer.site, joined.life, f"{self._rows:,}", "/".join(map(str, self._versions)),
             )  # fmt: skip
 
-    def _request(self) -> JoinRequest:
+    def _request(self, untrained: Mapping[str, str]) -> JoinRequest:
         config, rows = self._plan.config, [row for row in self._plan.table if row.trainable]
         groups = {
             slot.name: slot.group for layout in self._plan.layouts.values() for b in layout.buckets for slot in b.slots
@@ -257,6 +269,7 @@ class OuterLoop(StepPart):
             groups=tuple(group.as_kwargs() for group in self._plan.groups),
             group_of=tuple(groups[row.name] for row in rows),
             settings=shared_settings(self._outer, config.optimizer, config.gradient_clipping),
+            untrained=untrained,
         )
 
     def _send_seeds(self, link: StoreLink) -> None:

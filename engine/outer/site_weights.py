@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.config.outer_section import OuterConfig
 from engine.outer.codecs import encode_with_feedback, make_delta_codec
-from engine.outer.local_pieces import LocalPiece, LocalPieces
+from engine.outer.local_pieces import LocalPiece, LocalPieces, UntrainedState
 from engine.outer.pulled_weights import PulledWeights
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -72,11 +72,14 @@ class SiteWeights:
 
     Args:
         gatherer: gathers of sharded parameters, which a take-over makes stale; None below ZeRO 3.
+        untrained: frozen parameters and buffers.
     """
 
     def __init__(
-        self, local: LocalPieces, outer: OuterConfig, optimizer: ShardedOptimizer, gatherer: ParameterGatherer | None
-    ) -> None:
+        self, local: LocalPieces, outer: OuterConfig, optimizer: ShardedOptimizer,
+        gatherer: ParameterGatherer | None, untrained: UntrainedState,
+    ) -> None:  # fmt: skip
+        self.untrained = untrained
         self.local, self._outer, self._optimizer, self._gatherer = local, outer, optimizer, gatherer
         self._codec = make_delta_codec(outer.wire, density=outer.density, bits=outer.bits)
         deltas = outer.content == "deltas"

@@ -105,15 +105,18 @@ def _copies_line(plan: Plan) -> dict[str, str]:
 
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
-    """Returns a table of planned and measured bytes and calls per step of ``rank``, one row for each axis and label."""
+    """Returns a table of planned and measured bytes and calls per step of ``rank``, one row for each axis and label; ""
+    for a rank alone, which sends nothing.
+    """
     planned = {(row.axis, row.label): row for row in plan.rank(rank).traffic}
-    lines = [f"bytes sent by rank {rank} per step, over {steps} steps", _row("axis", "what", "planned", "measured")]
+    lines = list[str]()
     for row in measured.rows():
         plan_row = planned.pop((row.axis, row.label), None)
         expected = _amount(plan_row.bytes, plan_row.calls) if plan_row else "-"
         lines.append(_row(row.axis, row.label, expected, _amount(row.bytes / steps, row.calls / steps)))
     lines += [_row(row.axis, row.label, _amount(row.bytes, row.calls), "0") for row in planned.values()]
-    return "\n".join(lines)
+    head = (f"bytes sent by rank {rank} per step, over {steps} steps", _row("axis", "what", "planned", "measured"))
+    return "\n".join([*head, *lines]) if lines else ""
 
 
 def _row(axis: str, label: str, planned: str, measured: str) -> str:

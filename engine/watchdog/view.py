@@ -111,6 +111,8 @@ class RankView:
     """Total seconds of waiting by axis."""
     streams: tuple[WaitView, ...] = ()
     """Total waits by stream, which identify the ranks waited for."""
+    note: str = ""
+    """Note of the rank about its training, such as the state of its outer loop; empty if none."""
 
     @property
     def runs(self) -> bool:
@@ -176,6 +178,7 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
         in_steps=flight.sums.in_steps / SECOND,
         waits={axis: time / SECOND for axis, time in flight.sums.waits.items() if time},
         streams=tuple(WaitView.of(waits, flight) for waits in flight.streams),
+        note=flight.note,
     )
 
 

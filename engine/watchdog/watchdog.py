@@ -4,7 +4,7 @@
     some seconds a thread starts the monitor, unless another rank of this host has, and ends
     close        the last rank of a host deletes all flight files, and the monitor ends
 
-A job that ends before the thread wakes up never has a monitor.
+A job that ends before the thread wakes up never has a monitor, nor has a rank alone, for which no other rank waits.
 """
 
 import atexit
@@ -79,8 +79,11 @@ class Watchdog:
         self._closed, self._stop, self._process = False, Lock(), os.getpid()
         self._stop.acquire()
         atexit.register(self._leave)
-        # threading.Thread and Event take locks, which may be locked when the garbage collector closes a dropped engine
-        start_new_thread(self._start_monitor, ())
+        if self._size > 1:
+            # threading.Thread and Event take locks, which may be locked when the garbage collector closes an engine
+            start_new_thread(self._start_monitor, ())
+        else:
+            remove_old(self._folder.parent)
 
     def close(self) -> None:
         """Ends the recording of this rank; the last rank of a host deletes all flight files. A second call does

@@ -11,9 +11,9 @@ Recipes have no gradient. Short tensors (position ids, documents, padding) are o
 computes short integer tensors that come from ``torch.arange`` on the host, so that ``if mask.all():`` does not wait.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from engine.parallel.trace.torch_function import METADATA
 
 _LARGE = 1 << 24
 """Elements from which on a result stays a recipe."""
-_ROWS = 1 << 22
-"""Elements of a mask that attention makes at a time."""
+_ROWS, _LINES = 1 << 22, 64
+"""Elements of a mask that attention makes at a time, and the minimum number of its rows."""
 _LONG = 1 << 12
 """Positions from which on the tensors of a forward become recipes."""
 _TWIN = 1 << 17
@@ -72,8 +72,8 @@ class TensorRecipe(Tensor):
 
     part: Callable[[Sequence[Part]], Tensor]
     made: Tensor | None
-    seen: dict[int, slice]
-    """Keys that the rows of queries from a number on see."""
+    seen: dict[Hashable, "list[SeenLines]"]
+    """Blocks of rows and the keys that they see, by runs of rows and choice of keys."""
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, part: Callable[[Sequence[Part]], Tensor]) -> "TensorRecipe":
@@ -299,37 +299,60 @@ def _attention(func: Function, *args: Any, **options: Any) -> Tensor:
         return func(*_made((query, key, value, recipe)), **options)  # type: ignore[no-any-return]
 
     def attend(rows: Tensor, key: Tensor, value: Tensor, lines: slice, keys: slice) -> Tensor:
-        out: Tensor = func(rows, key, value, attn_mask=_lines(recipe, lines, keys), **options)
+        out: Tensor = func(rows, key, value, attn_mask=mask_block(recipe, lines, keys), **options)
         return out
 
-    length, outs = query.shape[-2], list[Tensor]()
-    count = max(1, _ROWS // max(1, recipe.shape[:-2].numel() * recipe.shape[-1]))
-    graded, draws = torch.is_grad_enabled(), bool(options.get("dropout_p"))
-    for start, rows in zip(range(0, length, count), query.split(count, -2), strict=True):
-        lines = slice(start, start + rows.shape[-2])
-        keys = _seen(recipe, lines)
-        given = rows, key[..., keys, :], value[..., keys, :], lines, keys
+    outs, graded, draws = list[Tensor](), torch.is_grad_enabled(), bool(options.get("dropout_p"))
+    for lines, seen in seen_lines(recipe, (query.shape[-2],)):
+        keys = slice(0, key.shape[-2]) if seen is None else seen
+        given = query[..., lines, :], key[..., keys, :], value[..., keys, :], lines, keys
         out = checkpoint(attend, *given, use_reentrant=False, preserve_rng_state=draws) if graded else attend(*given)
         outs.append(out)
     return torch.cat(outs, -2) if len(outs) > 1 else outs[0]
 
 
-def _lines(recipe: TensorRecipe, lines: slice, keys: slice) -> Tensor:
+class SeenLines(NamedTuple):
+    """Rows of a mask, and the keys from the first to the last that some row sees; None: no key."""
+
+    lines: slice
+    keys: slice | None
+
+
+def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
     """Returns some rows of a mask, which may have one row for all queries, or one column for all keys."""
     wanted = (lines if recipe.shape[-2] != 1 else None, keys if recipe.shape[-1] != 1 else None)
     return recipe.box([*(None,) * (recipe.ndim - 2), *wanted])
 
 
-def _seen(recipe: TensorRecipe, lines: slice) -> slice:
-    """Returns the keys from the first to the last that some row sees, found once for all layers."""
-    every = slice(0, recipe.shape[-1])
-    if recipe.dtype is not torch.bool or recipe.shape[-1] == 1:
-        return every if recipe.shape[-1] != 1 else slice(None)
-    if lines.start not in recipe.seen:
-        with torch.no_grad():
-            found = _lines(recipe, lines, every).flatten(0, -2).any(0).nonzero()
-        recipe.seen[lines.start] = slice(int(found[0]), int(found[-1]) + 1) if len(found) else every
-    return recipe.seen[lines.start]
+def seen_lines(
+    recipe: TensorRecipe, runs: Sequence[int], places: Tensor | None = None, key: Hashable = None
+) -> list[SeenLines]:
+    """Returns blocks of the rows of a mask; found once for all layers, with one wait for the device.
+
+    ``runs``: numbers of rows of neighbouring queries; a block has rows of one run. ``places``: keys among which the
+    keys of a block are counted, named ``key``; None: all keys. Rows of an added mask see all of them.
+    """
+    at = (tuple(runs), key)
+    if at not in recipe.seen:
+        count = recipe.shape[-1] if places is None else len(places)
+        size = max(_LINES, _ROWS // max(1, recipe.shape[:-2].numel() * count))
+        blocks, start = list[slice](), 0
+        for run in runs:
+            blocks += [slice(start + line, start + min(line + size, run)) for line in range(0, run, size)]
+            start += run
+        keys: list[slice | None] = [slice(0, count) if recipe.shape[-1] != 1 else slice(None)] * len(blocks)
+        if recipe.dtype is torch.bool and recipe.shape[-1] != 1 and count and blocks:
+            with torch.no_grad():
+                ends = torch.stack([_ends(mask_block(recipe, lines, places)) for lines in blocks]).tolist()
+            keys = [slice(first, last) if first < last else None for first, last in ends]
+        recipe.seen[at] = [SeenLines(*pair) for pair in zip(blocks, keys, strict=True)]
+    return recipe.seen[at]
+
+
+def _ends(block: Tensor) -> Tensor:
+    """Returns the first key that some row sees and the last one + 1; two zeros if there is none."""
+    seen = block.flatten(0, -2).any(0).int()
+    return torch.stack((seen.argmax(), len(seen) - seen.flip(0).argmax())) * seen.any()
 
 
 class HostTwins:

@@ -12,6 +12,7 @@ from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.context import CONTEXT
 from tests.faults.context_attention import CONTEXT_ATTENTION
+from tests.faults.context_balance import CONTEXT_BALANCE
 from tests.faults.context_bytes import CONTEXT_BYTES
 from tests.faults.context_plan import CONTEXT_PLAN
 from tests.faults.context_recurrence import CONTEXT_RECURRENCE
@@ -28,6 +29,7 @@ from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.first_gpu import FIRST_GPU
+from tests.faults.generation import GENERATION
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.ground import GROUND
 from tests.faults.grouped_experts import GROUPED_EXPERTS
@@ -56,15 +58,18 @@ from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
 from tests.faults.router_replay import ROUTER_REPLAY
 from tests.faults.scripts_of_deepspeed import SCRIPTS_OF_DEEPSPEED
 from tests.faults.secondary_shards import SECONDARY_SHARDS
+from tests.faults.service import SERVICE
 from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.shared_experts import SHARED_EXPERTS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
+from tests.faults.sweep import SWEEP
 from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
 from tests.faults.uneven_work import UNEVEN_WORK
+from tests.faults.weights_out import WEIGHTS_OUT
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
@@ -82,8 +87,19 @@ AREAS = {
         *AWAITED_EXPERTS,
         *GROUPED_EXPERTS,
     ),
-    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE, *CONTEXT_BYTES),
+    "context": (
+        *CONTEXT,
+        *CONTEXT_ATTENTION,
+        *CONTEXT_BALANCE,
+        *CONTEXT_ROWS,
+        *CONTEXT_PLAN,
+        *CONTEXT_RECURRENCE,
+        *CONTEXT_BYTES,
+    ),
+    "training service": SERVICE,
+    "weights out": WEIGHTS_OUT,
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
+    "sweeps": SWEEP,
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *UNEVEN_WORK, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
@@ -112,6 +128,7 @@ AREAS = {
     "expert load": EXPERT_LOAD,
     "caught failures": (*CAUGHT_FAILURES, *PICKLED_WEIGHTS),
     "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED, *ANSWERS_TO_DEEPSPEED),
+    "generation": GENERATION,
     "first GPU": (*FIRST_GPU, *COMPILED_AHEAD),
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

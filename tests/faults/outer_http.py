@@ -35,8 +35,8 @@ OUTER_HTTP = (
         name="late-offer-moves-on",
         about="A late double of a request for an offer ends the version that the ranks of the site pull.",
         file=f"{HTTP}/server.py",
-        old="            if is_repeated or call.asked < asked.number:\n",
-        new="            if call.asked < asked.number:\n",
+        old="        if latest is not None and call.asked <= latest[0]:\n",
+        new="        if latest is not None and call.asked < latest[0]:\n",
         tests=(f"{TESTS}/test_link.py::test_a_late_double_of_an_offer_does_not_end_the_version_that_is_pulled",),
     ),
     Fault(

@@ -5,6 +5,7 @@ from tests.faults.fault import Fault
 _SITES = "tests/engine/outer/test_sites.py"
 _GRIDS = "tests/engine/outer/test_grid_sites.py"
 _ODD = "tests/engine/outer/test_odd_sites.py"
+_UNTRAINED = "tests/engine/outer/test_untrained.py"
 
 OUTER_SITE = (
     Fault(
@@ -30,6 +31,22 @@ OUTER_SITE = (
         old="        delta = piece.chosen(self.anchors.of(piece)).double() - piece.chosen(weights).double()\n",
         new="        delta = piece.chosen(self.anchors.of(piece)) - piece.chosen(weights)\n",
         tests=(f"{_SITES}::test_one_site_gets_its_own_weights_back",),
+    ),
+    Fault(
+        name="sites-with-other-frozen-weights-join",
+        about="A site whose frozen weights differ trains on, and the merged weights fit no site.",
+        file="engine/outer/store/records.py",
+        old="        if value != known_value and value.split()[0]",
+        new="        if value.split()[1] == known_value and value.split()[0]",
+        tests=(f"{_UNTRAINED}::test_a_site_with_other_frozen_values_or_buffers_is_refused_by_name",),
+    ),
+    Fault(
+        name="digests-by-place-in-the-shard",
+        about="Digests of frozen weights count places within a rank's piece, so that sites on other grids are refused.",
+        file="engine/outer/local_pieces.py",
+        old="repeat_interleave(torch.from_numpy(spans.length))",
+        new="mul(0).repeat_interleave(torch.from_numpy(spans.length))",
+        tests=(f"{_UNTRAINED}::test_digests_do_not_depend_on_the_grid",),
     ),
     Fault(
         name="mixed-the-wrong-way",

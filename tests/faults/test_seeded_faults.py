@@ -20,25 +20,26 @@ def code_of(text: str) -> str:
     return ast.dump(ast.parse(text))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_fits_its_file(fault: Fault) -> None:
-    before, after = (ROOT / fault.file).read_text(encoding="utf-8"), fault.patched()
-    assert before != after
-    if fault.file.endswith(".py"):
-        assert code_of(before) != ast.dump(ast.parse(after)), "it is other code"
-    assert (ROOT / fault.file).resolve() == ROOT / fault.file, "a file is named by its real path"
+@pytest.mark.parametrize("area", AREAS)
+def test_faults_fit_their_files(area: str) -> None:
+    for fault in AREAS[area]:
+        before, after = (ROOT / fault.file).read_text(encoding="utf-8"), fault.patched()
+        assert before != after, fault.name
+        if fault.file.endswith(".py"):
+            assert code_of(before) != ast.dump(ast.parse(after)), f"{fault.name} is other code"
+        assert (ROOT / fault.file).resolve() == ROOT / fault.file, f"{fault.name} names its file by its real path"
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_the_tests_of_a_fault_exist_and_run_by_default(fault: Fault) -> None:
-    assert fault.tests and fault.known_tests() == fault.tests
-    for test in fault.tests:
-        file, _, function = test.partition("::")
-        for name, node in functions_of(ROOT / file).items():
-            if name == function.partition("[")[0]:
-                assert not [
-                    mark for mark in map(ast.unparse, node.decorator_list) if mark.startswith("pytest.mark.long")
-                ]
+@pytest.mark.parametrize("area", AREAS)
+def test_the_tests_of_faults_exist_and_run_by_default(area: str) -> None:
+    for fault in AREAS[area]:
+        assert fault.tests and fault.known_tests() == fault.tests, fault.name
+        for test in fault.tests:
+            file, _, function = test.partition("::")
+            for name, node in functions_of(ROOT / file).items():
+                if name == function.partition("[")[0]:
+                    marks = map(ast.unparse, node.decorator_list)
+                    assert not any(mark.startswith("pytest.mark.long") for mark in marks), fault.name
 
 
 def test_there_are_enough_faults_and_none_twice() -> None:

@@ -32,7 +32,7 @@ def held_bytes(eng: Engine) -> dict[tuple[Home, str], int]:
         held[each.home, "master"] += each.tensor.nbytes
     for each in inventory.moments():
         held[each.home, "optimizer"] += each.tensor.nbytes
-    for each in inventory.averages():
+    for each in inventory.companion_state():
         held[each.home, "average"] += each.tensor.nbytes
     for each in inventory.gradients():
         held[each.home, "gradients"] += each.tensor.nbytes

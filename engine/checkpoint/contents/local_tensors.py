@@ -222,9 +222,9 @@ class LocalTensors:
         """Yields optimizer moments as views of ``tensors``: updated parameter -> name -> moment of equal shape."""
         return self._elements(self.inventory.element_state(tensors))
 
-    def averages(self) -> Iterator[Held]:
-        """Yields the moving averages of parameters."""
-        return self._elements(self.inventory.averages())
+    def companions(self) -> Iterator[Held]:
+        """Yields the tensors that features store for each updated one: averages, anchors of the outer loop."""
+        return self._elements(self.inventory.companion_state())
 
     def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
         rows = {row.name: row for row in self.ownership.plan.table}

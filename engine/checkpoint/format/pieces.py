@@ -12,6 +12,7 @@ overlaps.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -55,6 +56,18 @@ class Part:
         """Returns a piece with all elements of the part."""
         return Piece(self, 0, self.elements)
 
+    @property
+    def is_inside(self) -> bool:
+        """True if the rows ascend and are inside the full tensor; a part that was received may have others."""
+        if self.dim is None:
+            return not self.rows and self.outer is None
+        if not 0 <= self.dim < len(self.shape):
+            return False
+        if self.outer is not None and (self.dim == 0 or not 0 <= self.outer[0] <= self.outer[1] <= self.shape[0]):
+            return False
+        bounds = (0, *(edge for row in self.rows for edge in row), self.shape[self.dim])
+        return all(a <= b for a, b in pairwise(bounds)) and all(start < stop for start, stop in self.rows)
+
 
 class Spans(NamedTuple):
     """Ranges of a piece that are contiguous in the full tensor, ascending; three arrays of equal length."""
@@ -78,6 +91,11 @@ class Piece:
     def elements(self) -> int:
         """Number of elements in the piece."""
         return self.stop - self.start
+
+    @property
+    def is_inside(self) -> bool:
+        """True if the piece is inside its part, and the part inside the full tensor."""
+        return self.part.is_inside and 0 <= self.start <= self.stop <= self.part.elements
 
     def spans(self) -> Spans:
         """Returns the ranges of the full tensor that the piece consists of."""

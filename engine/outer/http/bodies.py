@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.outer.messages import PushKey, PushState, StoreRefusedError
+from engine.outer.messages import PushState, StoreRefusedError
 from engine.web.json_text import dump_json
 
 RANGE = 4 << 20
@@ -208,16 +208,6 @@ class Uploads:
     def drop(self, key: BodyKey) -> None:
         """Drops the body under way."""
         self.under_way.pop(key.place, None)
-
-    def withdraw(self, key: PushKey) -> None:
-        """Drops the bodies of a push, which may follow again with other values."""
-        withdrawn = (key.life, key.fragment, key.seq)
-        for place, (body, _, _) in list(self.finished.items()):
-            if (body.life, body.fragment, body.seq) == withdrawn:
-                del self.finished[place]
-        for place, upload in list(self.under_way.items()):
-            if (upload.key.life, upload.key.fragment, upload.key.seq) == withdrawn:
-                del self.under_way[place]
 
     def forget_others(self, lives: Collection[int]) -> None:
         """Drops all bodies except of ``lives``."""

@@ -18,7 +18,6 @@ from engine.outer.messages import (
     JoinReply,
     JoinRequest,
     Offer,
-    PushKey,
     PushMeta,
     PushShare,
     PushState,
@@ -43,7 +42,7 @@ _GONE, _OTHER_SEEDS = (404, 410), 409
 class HttpLink:
     """Connection of one rank to one or several stores; see ``StoreLink``.
 
-    ``push``, ``pull``, ``seed`` and ``withdraw`` wait until the store answers, however long that lasts. While a store
+    ``push``, ``pull`` and ``seed`` wait until the store answers, however long that lasts. While a store
     does not answer, ``offer`` returns None, ``renew`` raises an error at once, and ``outage`` describes it.
 
     A site has a life on each store. With several stores, the number of its life has 20 bits for each of them.
@@ -129,7 +128,7 @@ class HttpLink:
     def push(self, meta: PushMeta, rank: int, share: PushShare, body: Tensor) -> PushState:
         """Sends the body of this rank, and returns its state once the store has it on its disk."""
         number = self._number(meta.key.fragment)
-        key = self._key(meta.key, number)
+        key = replace(meta.key, life=self._life(meta.key.life, number))
         own = replace(meta, key=key)
 
         def head(part: BodyRange) -> wire.PushHead:
@@ -138,23 +137,13 @@ class HttpLink:
         where = partial(wire.ArrivedCall, key.life, rank, key.fragment, key.seq)
         return self._stores[number].send(wire.PUSH, head, where, body)
 
-    def withdraw(self, key: PushKey) -> None:
-        """Withdraws a push."""
-        number = self._number(key.fragment)
-        self._stores[number].ask(wire.WITHDRAW, wire.WithdrawCall(self._key(key, number)), wire.Done)
-
-    def offer(self, life: int, fragment: int, after: int | None = None, wait: float = 0.0) -> Offer | None:
-        """Returns the newest version that the store offers; None without one, and while the store does not answer.
-
-        Args:
-            after: version that the site has; the reply waits for a newer one.
-            wait: seconds for which it waits, at most 10.
-        """
+    def offer(self, life: int, fragment: int) -> Offer | None:
+        """Returns the newest version that the store offers; None without one, and while the store does not answer."""
         with self._lock:
             self._asked += 1
             asked = self._asked
         number = self._number(fragment)
-        call = wire.OfferCall(self._life(life, number), fragment, asked, after, wait)
+        call = wire.OfferCall(self._life(life, number), fragment, asked)
         try:
             return self._stores[number].ask(wire.OFFER, call, wire.OfferReply, _BRIEF_SECONDS).offer
         except GridError:
@@ -204,9 +193,6 @@ class HttpLink:
 
     def _life(self, life: int, number: int) -> int:
         return life_on(number, life, len(self._stores))
-
-    def _key(self, key: PushKey, number: int) -> PushKey:
-        return replace(key, life=self._life(key.life, number))
 
 
 def joined_lives(lives: Sequence[int]) -> int:

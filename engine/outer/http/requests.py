@@ -4,16 +4,14 @@ from dataclasses import dataclass
 
 from engine.errors import ConfigError
 from engine.outer.http.bodies import BodyKey, BodyRange
-from engine.outer.messages import JoinRequest, Offer, PushKey, PushMeta, PushShare, RankLayout
+from engine.outer.messages import JoinRequest, Offer, PushMeta, PushShare, RankLayout
 
 JOIN, REGISTER, LEAVE, RENEW = "/v1/join", "/v1/register", "/v1/leave", "/v1/renew"
-SEED, PUSH, ARRIVED, WITHDRAW = "/v1/seed", "/v1/push", "/v1/arrived", "/v1/withdraw"
+SEED, PUSH, ARRIVED = "/v1/seed", "/v1/push", "/v1/arrived"
 OFFER, PULL, STATUS, HEALTH = "/v1/offer", "/v1/pull", "/v1/status", "/v1/healthz"
 
 SEED_NUMBER = -1
 """Number of a body with initial weights."""
-LONGEST_WAIT = 10.0
-"""Seconds for which a request for an offer waits at most."""
 
 
 def authorization(token: str) -> str:
@@ -95,13 +93,6 @@ class ArrivedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class WithdrawCall:
-    """Withdrawal of a push."""
-
-    key: PushKey
-
-
-@dataclass(frozen=True, slots=True)
 class LifeCall:
     """Renewal of a lease, or end of a life."""
 
@@ -116,10 +107,6 @@ class OfferCall:
     fragment: int
     asked: int
     """Number of the request, ascending within a life."""
-    after: int | None
-    """Version after which the reply waits for a newer one; None: the reply does not wait."""
-    wait: float
-    """Seconds that the reply waits."""
 
 
 @dataclass(frozen=True, slots=True)

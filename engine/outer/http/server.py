@@ -11,7 +11,6 @@ import re
 from collections.abc import AsyncIterator, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any, TypeVar, cast
@@ -47,22 +46,10 @@ from engine.web.json_text import dump_json, parse_json
 MESSAGE_BYTES = 64 << 20
 """Maximum bytes of a request without a range."""
 _TICK_SECONDS = 0.25
-_POLL_SECONDS = 0.5
 _IN_TROUBLE = 500
 _SAME_VERSION = "use the same version of trine on sites and stores."
 logger = logging.getLogger("trine")
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Asked:
-    """Latest request for an offer of a life and fragment."""
-
-    number: int
-    handler: int
-    """Number of the handler that replies; earlier ones have lost their client."""
-    replied: bool = False
-    offer: Offer | None = None
 
 
 class StoreServer:
@@ -82,14 +69,12 @@ class StoreServer:
         self._thread = ThreadPoolExecutor(1, "store")
         self._uploads, self._downloads = Uploads(), Downloads()
         self._attempts: dict[int, tuple[str, JoinReply]] = {}
-        self._asked: dict[tuple[int, int], _Asked] = {}
-        self._handlers = 0
-        self._closing = False
-        self._news: asyncio.Event | None = None
+        self._offers: dict[tuple[int, int], tuple[int, Offer | None]] = {}
+        """Number of the latest request for an offer, and its offer, by life and fragment."""
         posts = {
             wire.JOIN: self._join, wire.REGISTER: self._register, wire.LEAVE: self._leave, wire.RENEW: self._renew,
             wire.SEED: self._receive_seed, wire.PUSH: self._receive_push, wire.ARRIVED: self._arrived,
-            wire.WITHDRAW: self._withdraw, wire.OFFER: self._offer,
+            wire.OFFER: self._offer,
         }  # fmt: skip
         gets = {wire.PULL: self._pull, wire.STATUS: self._status, wire.HEALTH: self._health}
         refused = cast(Any, self._refused)
@@ -113,31 +98,14 @@ class StoreServer:
     @asynccontextmanager
     async def ticking(self) -> AsyncIterator[None]:
         """Lets the store tick four times a second, and waits for its last work."""
-        loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-
-        def listener(event: object) -> None:
-            loop.call_soon_threadsafe(self._wake)
-
-        self.store.listeners.append(listener)
         ticks = asyncio.create_task(self._tick_forever())
         try:
             yield
         finally:
             ticks.cancel()
             await asyncio.wait([ticks])
-            self.store.listeners.remove(listener)
-            await loop.run_in_executor(self._thread, self.store.close)
+            await self._run(self.store.close)
             await asyncio.to_thread(self._thread.shutdown)
-
-    def end_waits(self) -> None:
-        """Answers all requests that wait for an offer, before the server stops."""
-        self._closing = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._news is not None:
-            self._news.set()
-            self._news = asyncio.Event()
 
     async def _tick_forever(self) -> None:
         while True:
@@ -180,7 +148,7 @@ class StoreServer:
         """Drops everything about lives that have ended."""
         self._uploads.forget_others(lives)
         self._downloads.forget_others(lives)
-        self._asked = {key: asked for key, asked in self._asked.items() if key[0] in lives}
+        self._offers = {key: latest for key, latest in self._offers.items() if key[0] in lives}
 
     async def _register(self, request: Request) -> Response:
         call = _message(wire.RegisterCall, await _text(request))
@@ -193,16 +161,6 @@ class StoreServer:
 
     async def _renew(self, request: Request) -> Response:
         await self._run(self.store.renew, _message(wire.LifeCall, await _text(request)).life)
-        return _reply(wire.Done())
-
-    async def _withdraw(self, request: Request) -> Response:
-        call = _message(wire.WithdrawCall, await _text(request))
-
-        def withdraw() -> None:
-            self.store.withdraw(call.key)
-            self._uploads.withdraw(call.key)
-
-        await self._run(withdraw)
         return _reply(wire.Done())
 
     async def _status(self, request: Request) -> Response:
@@ -223,47 +181,20 @@ class StoreServer:
 
     async def _offer(self, request: Request) -> Response:
         call = _message(wire.OfferCall, await _text(request))
-        if not call.wait >= 0:
-            raise StoreRefusedError(f"a request for an offer waits {call.wait} seconds; give a number of at least 0.")
-        self._handlers += 1
-        key, handler = (call.life, call.fragment), self._handlers
-        until = monotonic() + min(call.wait, wire.LONGEST_WAIT)
-        while True:
-            news = self._news
-            offer, is_final = await self._run(self._offer_once, key, call, handler)
-            left = until - monotonic()
-            is_news = offer is not None and (call.after is None or offer.version > call.after)
-            if is_final or is_news or left <= 0 or self._closing or news is None or await request.is_disconnected():
-                break
-            try:
-                await asyncio.wait_for(news.wait(), min(left, _POLL_SECONDS))
-            except TimeoutError:
-                continue
-        if not is_final:
-            await self._run(self._conclude, key, handler)
-        return _reply(wire.OfferReply(offer))
+        return _reply(wire.OfferReply(await self._run(self._offer_once, call)))
 
-    def _offer_once(self, key: tuple[int, int], call: wire.OfferCall, handler: int) -> tuple[Offer | None, bool]:
-        """Returns the offer, and True if no other one may follow: the request has been answered, or a newer one asked.
+    def _offer_once(self, call: wire.OfferCall) -> Offer | None:
+        """Returns the offer of a request; a repeated or a late one gets the offer of the latest.
 
-        A repeated or a late request must not move the store to a newer version, which would end the one that the ranks
-        pull.
+        Such a request must not move the store to a newer version, which would end the one that the ranks pull.
         """
-        asked = self._asked.get(key)
-        if asked is not None and handler != asked.handler:
-            is_repeated = call.asked == asked.number and (asked.replied or handler < asked.handler)
-            if is_repeated or call.asked < asked.number:
-                return asked.offer, True
+        key = call.life, call.fragment
+        latest = self._offers.get(key)
+        if latest is not None and call.asked <= latest[0]:
+            return latest[1]
         offer = self.store.offer(*key)
-        if asked is None or call.asked > asked.number:
-            self._asked[key] = asked = _Asked(call.asked, handler)
-        asked.handler, asked.offer = handler, offer
-        return offer, False
-
-    def _conclude(self, key: tuple[int, int], handler: int) -> None:
-        asked = self._asked.get(key)
-        if asked is not None and asked.handler == handler:
-            asked.replied = True
+        self._offers[key] = call.asked, offer
+        return offer
 
     # ---------------------------------------------------------------- bodies
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
-from itertools import pairwise
 from math import prod
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -84,15 +83,8 @@ def _read_number(kind: type[int] | type[float], value: Any, at: str, least: int)
 
 def _check_piece(piece: Piece, at: str) -> None:
     """Refuses a piece with rows or bounds outside of its tensor."""
-    shape, dim, rows, outer = piece.part.shape, piece.part.dim, piece.part.rows, piece.part.outer
-    right = len(shape) <= _DIMS and prod(shape) <= _LARGEST
-    if dim is not None:
-        bounds = [edge for row in rows for edge in row]
-        right = right and dim < len(shape) and all(a <= b for a, b in pairwise((0, *bounds, shape[dim])))
-        right = right and all(start < stop for start, stop in rows)
-    if outer is not None:
-        right = right and bool(dim) and outer[0] <= outer[1] <= shape[0]
-    if not right or (dim is None and rows) or not piece.start <= piece.stop <= piece.part.elements:
+    shape = piece.part.shape
+    if len(shape) > _DIMS or prod(shape) > _LARGEST or not piece.is_inside:
         raise ValueError(f"{at} has rows or elements outside of a tensor of shape {_shown(list(shape))}")
 
 

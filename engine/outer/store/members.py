@@ -28,8 +28,6 @@ class Progress:
     """Versions that other sites made between the base of that push and its merge."""
     hashes: list[str] = field(default_factory=list)
     """Hashes of the bodies of that push, in the order of ranks."""
-    withdrawn: list[int] = field(default_factory=list)
-    """``seq`` of every withdrawn push."""
     offered: int = -1
     """Version that is retained for this life, also while it is lost."""
     taken: int = -1

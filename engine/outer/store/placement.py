@@ -6,9 +6,8 @@
 Views along one dim place the parts; no array of indices is made.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 
@@ -141,7 +140,7 @@ def check_layout(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> N
             raise StoreRefusedError(
                 f"{each.name!r} is registered, but no tensor of the training has this name; register trained tensors."
             )
-        if each.piece.part.shape != shapes[each.name] or not _is_inside(each.piece):
+        if each.piece.part.shape != shapes[each.name] or not each.piece.is_inside:
             raise StoreRefusedError(
                 f"a piece of {each.name!r} is registered as {each.piece.start:,} to {each.piece.stop:,} of a part of "
                 f"shape {list(each.piece.part.shape)}, but the tensor has shape {list(shapes[each.name])} and the "
@@ -178,21 +177,6 @@ def check_coverage(layouts: Mapping[int, RankLayout], shapes: Mapping[str, tuple
                 f"the {len(layouts):,} ranks of the site register {len(pieces[name]):,} pushed pieces of {name!r}, "
                 "which do not cover each of its elements exactly once; register every element on one rank."
             )
-
-
-def _is_inside(piece: Piece) -> bool:
-    part = piece.part
-    if part.dim is not None:
-        ends = [bound for run in part.rows for bound in run]
-        if not 0 <= part.dim < len(part.shape) or not _ascends([0, *ends, part.shape[part.dim]]):
-            return False
-        if part.outer is not None and (part.dim == 0 or not _ascends([0, *part.outer, part.shape[0]])):
-            return False
-    return 0 <= piece.start <= piece.stop <= part.elements
-
-
-def _ascends(numbers: Sequence[int]) -> bool:
-    return all(low <= high for low, high in pairwise(numbers))
 
 
 def _runs_of(tensor: Tensor, part: Part, dim: int) -> list[Tensor]:

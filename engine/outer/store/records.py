@@ -1,6 +1,6 @@
 """Events of a store as JSON objects: every change of its state is one of them.
 
-    start join layout seed push withdraw merge offer taken lost back leave
+    start join layout seed push merge offer taken lost back leave
 
 A field "kind" names the event. Numbers of lives, ranks, fragments and versions are integers; hashes are texts.
 """
@@ -49,7 +49,9 @@ def check_shared(request: JoinRequest, ours: Mapping[str, Any]) -> None:
 
 
 def check_model(site: int, model: Event, known: Event) -> None:
-    """Refuses a site with another model or other parameter groups than the sites before it.
+    """Refuses a site with another model, parameter groups or frozen values than the sites before it.
+
+    Values of different dtypes are not compared, since each site chooses its precision.
 
     Raises:
         StoreRefusedError: names the first tensor or group that differs.
@@ -59,6 +61,14 @@ def check_model(site: int, model: Event, known: Event) -> None:
             raise StoreRefusedError(
                 f"site {site} has other {name.replace('_', ' ')} than the sites before it, "
                 f"{_first_difference(model[name], known[name])}; start all sites with the same model and optimizer.",
+                409,
+            )
+    for name, known_value in known.get("untrained", {}).items():
+        value = model["untrained"].get(name, known_value)
+        if value != known_value and value.split()[0] == known_value.split()[0]:
+            raise StoreRefusedError(
+                f"site {site} has other values of {name!r} than the sites before it, and sites never exchange frozen "
+                "parameters and buffers; start all sites from the same ones.",
                 409,
             )
 
@@ -83,9 +93,11 @@ def _first_difference(theirs: Sequence[Any], ours: Sequence[Any]) -> str:
 
 
 def model_record(request: JoinRequest) -> dict[str, Any]:
-    """Returns the tensors and groups of a training."""
-    groups = [dict(group) for group in request.groups]
-    return json_values({"tensors": request.tensors, "groups": groups, "group_of": request.group_of})
+    """Returns the tensors and groups of a training, and the digests of its other tensors."""
+    groups, untrained = [dict(group) for group in request.groups], dict(request.untrained)
+    return json_values(
+        {"tensors": request.tensors, "groups": groups, "group_of": request.group_of, "untrained": untrained}
+    )
 
 
 def push_record(meta: PushMeta, rank: int, share: PushShare, body_hash: str, finite: bool) -> dict[str, Any]:

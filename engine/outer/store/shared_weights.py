@@ -24,7 +24,6 @@ from engine.outer.messages import (
     JoinReply,
     JoinRequest,
     Offer,
-    PushKey,
     PushMeta,
     PushShare,
     PushState,
@@ -98,9 +97,6 @@ class SharedWeights:
             shared.sub_(own)
         self._merged, self._moved[0] = meta.key.seq, self._moved[0] + body.nbytes
         return PushState.MERGED
-
-    def withdraw(self, key: PushKey) -> None:
-        """Does nothing: a push is in the weights at once."""
 
     def offer(self, life: int, fragment: int) -> Offer | None:
         """Returns the weights as they are; None before the first site has written them."""

@@ -78,7 +78,7 @@ class FragmentState:
         """Initial weights of the ranks that have sent them."""
         self.spreads: list[float] = []
         self.spent_bodies: list[str] = []
-        """Names of bodies that are needless after a snapshot: merged, withdrawn or dropped ones."""
+        """Names of bodies that are needless after a snapshot: merged or dropped ones."""
 
     def install(self, version: MergedVersion) -> None:
         """Makes a version the newest one."""
@@ -138,8 +138,6 @@ class StoreState:
                 self._seed(event, bodies)
             case "push":
                 self._push(event, bodies)
-            case "withdraw":
-                self._withdraw(read_key(event))
             case "merge":
                 self.merge(event)
             case "offer" | "taken":
@@ -258,13 +256,6 @@ class StoreState:
         push.hashes[rank] = event["hash"]
         push.finite &= event["finite"]
         push.arrived = self.now
-
-    def _withdraw(self, key: PushKey) -> None:
-        fragment, own = self.fragments[key.fragment], self.members.lives[key.life].progress[key.fragment]
-        own.next = max(own.next, key.seq + 1)
-        own.withdrawn.append(key.seq)
-        if key in fragment.pushes:
-            self._drop(fragment, key)
 
     # ------------------------------------------------------------------ versions
 

@@ -31,7 +31,7 @@ from engine.outer.messages import (
     StoreStatus,
 )
 from engine.outer.store.journal import Journal
-from engine.outer.store.members import Life, Progress
+from engine.outer.store.members import Life
 from engine.outer.store.placement import check_body, check_coverage, check_layout
 from engine.outer.store.records import (
     Event,
@@ -230,21 +230,6 @@ class Store:
             layout, tensors = self._layout(self._find(life), rank), self._fragment(fragment).tensors
             return tensors.seed_bytes(layout) if initial else tensors.message_bytes(layout, self._state.codec)
 
-    def withdraw(self, key: PushKey) -> None:
-        """Withdraws a push of a step that has failed on one of the site's ranks; its ``seq`` is not used again."""
-        with self._request():
-            life, fragment = self._find(key.life), self._fragment(key.fragment)
-            own = life.progress[fragment.index]
-            if key.seq in own.withdrawn:
-                return
-            if key.seq <= own.merged:
-                raise StoreRefusedError(
-                    f"push {key} is withdrawn, but version {own.merged_in} contains it; take this version over.", 409
-                )
-            if key not in fragment.pushes:
-                self._check_seq(own, key)
-            self._record({"kind": "withdraw", "life": key.life, "fragment": key.fragment, "seq": key.seq})
-
     # ------------------------------------------------------------------ versions
 
     def offer(self, life: int, fragment: int) -> Offer | None:
@@ -345,8 +330,6 @@ class Store:
     ) -> PushState | None:
         """Returns the state of a repeated push; None for a new one."""
         key, own = meta.key, life.progress[fragment.index]
-        if key.seq in own.withdrawn:
-            raise StoreRefusedError(f"push {key} was withdrawn; push again as seq {own.next}.", 409)
         push = fragment.pushes.get(key)
         if push is not None:
             if push.meta != meta:
@@ -369,19 +352,16 @@ class Store:
             )
         return state
 
-    def _check_seq(self, own: Progress, key: PushKey) -> None:
-        if key.seq != own.next:
-            raise StoreRefusedError(
-                f"push {key} has seq {key.seq}, but the next one of this life and fragment is {own.next}; push in "
-                "order.",
-                409,
-            )
-
     def _check_push(self, life: Life, fragment: FragmentState, meta: PushMeta, share: PushShare) -> None:
         """Refuses a new push with wrong numbers, or before the last one is merged."""
         key, own, groups = meta.key, life.progress[fragment.index], len(fragment.tensors.sizes)
         if key not in fragment.pushes:
-            self._check_seq(own, key)
+            if key.seq != own.next:
+                raise StoreRefusedError(
+                    f"push {key} has seq {key.seq}, but the next one of this life and fragment is {own.next}; push in "
+                    "order.",
+                    409,
+                )
             under_way = next((str(other) for other in fragment.pushes if other.life == life.number), None)
             if under_way is not None:
                 raise StoreRefusedError(

@@ -98,6 +98,8 @@ class Flight:
     streams: tuple[StreamWaits, ...]
     words: str
     """Error message that the rank wrote before it ended; empty if none."""
+    note: str
+    """Note of the rank about its training; empty if none."""
 
     @property
     def host(self) -> str:
@@ -138,6 +140,7 @@ class FlightFile:
         steps, in_steps, *axes = layout.SUMS.unpack_from(self._map, layout.SUMS_AT)
         events = self.events(written, _NEWEST)
         words = self._map[layout.WORDS_AT : layout.WORDS_AT + layout.WORDS_BYTES]
+        note = self._map[layout.NOTE_AT : layout.NOTE_AT + layout.NOTE_BYTES]
         over = [event for event in events if event.ended]
         times = [since, *(event.begun for event in events[-1:]), *(event.ended for event in over), waiting_since]
         return Flight(
@@ -157,7 +160,8 @@ class FlightFile:
             newest=max(times),
             streams=tuple(self._streams()),
             sums=Sums(steps=steps, in_steps=in_steps, waits=dict(zip(self._names(), axes, strict=False))),
-            words=words.rstrip(b"\0").decode(errors="replace"),
+            words=_text(words),
+            note=_text(note),
         )
 
     def events(self, written: int | None = None, most: int = layout.EVENTS) -> list[Event]:

@@ -77,6 +77,9 @@ SUMS_AT: Final = 192
 WORDS_AT: Final = 512
 WORDS_BYTES: Final = 2048
 """Size of the rank's error message, UTF-8, padded with zeros."""
+NOTE_AT: Final = WORDS_AT + WORDS_BYTES
+NOTE_BYTES: Final = 512
+"""Size of the rank's note about its training, UTF-8, padded with zeros."""
 
 BEGIN = Struct("QQ QQ BBhI 48s 64s 12s")
 """Event: sequence number, start, end, count in its stream, bytes; kind, axis, 0, peer rank; stream, label, dtype."""
@@ -91,7 +94,7 @@ NOBODY: Final = 0xFFFFFFFF
 """Peer rank of a collective: none."""
 
 assert ENDED_AT + ENDED.size <= EVENT_BYTES
-assert WORDS_AT + WORDS_BYTES <= IDENTITY_AT
+assert NOTE_AT + NOTE_BYTES <= IDENTITY_AT
 assert STREAM.size <= STREAM_BYTES
 
 EVENT_PLACES: Final = range(EVENTS_AT, EVENTS_AT + EVENTS * EVENT_BYTES, EVENT_BYTES)

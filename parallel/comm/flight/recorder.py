@@ -155,6 +155,11 @@ class FlightRecorder:
             text = words.encode(errors="replace")[: layout.WORDS_BYTES - 1]
             self._map[layout.WORDS_AT : layout.WORDS_AT + len(text)] = text
 
+    def note(self, text: str) -> None:
+        """Replaces the note of this rank about its training, which ``trine watch`` shows."""
+        data = text.encode(errors="replace")[: layout.NOTE_BYTES].ljust(layout.NOTE_BYTES, b"\0")
+        self._map[layout.NOTE_AT : layout.NOTE_AT + layout.NOTE_BYTES] = data
+
     def close(self) -> None:
         """Records that this rank closed its engine normally; nothing after an error message."""
         if self._map[layout.WORDS_AT] == 0:

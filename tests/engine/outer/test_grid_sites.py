@@ -119,6 +119,23 @@ def test_sites_on_different_grids_are_sites_of_one_rank(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("clipping", [0.25, 0.0])
+def test_pipeline_and_zero_3_sites_are_sites_of_one_rank_bit_for_bit(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, clipping: float
+) -> None:
+    """Microbatches of one size and order; tensor ranks would add the products of row-parallel layers in parts."""
+    form: dict[str, Any] = {"rule": "average", "period": 5}
+    numbers: dict[str, Any] = {"gradient_clipping": clipping}
+    alone = ThreadSites(monkeypatch).run(form, 2, 10, **numbers)
+    monkeypatch.undo()
+    zero = ZERO3 | {"train_micro_batch_size_per_gpu": ROWS // 2}
+    mixed, _ = run_grids(run_ranks, form, [PP2 | numbers, zero | numbers], 10)
+    for one, other in zip(alone, mixed, strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD], ids=["AdamW", "SGD"])
 def test_two_sites_of_tensor_ranks_are_two_data_ranks_bit_for_bit(
     run_ranks: RunRanks, optimizer: dict[str, Any]

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from torch import Tensor
 
 import engine
 from engine.build import step_parts
+from engine.launch import watch_command
+from engine.launch.cli import main
 from engine.models.decoder import loss_sum
 from engine.outer.messages import Offer
 from engine.outer.store.store import Store
@@ -173,6 +175,30 @@ def test_a_slow_site_of_ssp_holds_the_others_back(sites: ThreadSites) -> None:
     runs = sites.run({"rule": "ssp", "staleness": 3}, 2, 8, before=before)
     assert max(seen) >= 3, "the fast site does not wait for each step of the slow one"
     assert all(run.outer is not None and run.outer.clock == 8 for run in runs)
+
+
+def test_watch_shows_the_state_of_each_site(
+    sites: ThreadSites, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Site 0 waits before its step 5 for site 1, whose pushes it has merged twice."""
+    monkeypatch.setattr("engine.watchdog.watchdog.flight_folder", lambda: tmp_path)
+    monkeypatch.setattr(watch_command, "flight_folder", lambda: tmp_path)
+    shown, barrier = list[str](), Barrier(2)
+
+    def before(site: int, step: int) -> None:
+        if step == 4:
+            barrier.wait(30)
+            if site == 0:
+                assert main(["watch"]) == 0
+                shown.extend(capsys.readouterr().out.splitlines())
+            barrier.wait(30)
+
+    runs = sites.run({"rule": "average", "period": 2}, 2, 5, before=before)
+    for site, run in enumerate(runs):
+        (line,) = [line for line in shown if line.startswith(f"outer loop of site {site}: ")]
+        assert run.outer is not None and "clock 2, version 2, staleness 0, 2 members, 32 rows, " in line
+        assert f"{run.outer.pushed_bytes / 1e6:.1f} MB pushed, " in line and line.endswith(" s (rank 0)")
+    assert not list(tmp_path.iterdir()), "a site that ends removes its flight file"
 
 
 class _Refusing:

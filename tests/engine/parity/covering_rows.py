@@ -64,7 +64,7 @@ def settings(row: Row, folder: str) -> dict[str, Any]:
 
 
 def train(row: Row, folder: str) -> tuple[TrainingRecord, tuple[str, ...]]:
-    """Body of a rank: two engines, one after the other; what came out, and what was not as planned."""
+    """Body of a rank: an engine, or two, one after the other; what came out, and what was not as planned."""
     config = settings(row, folder)
     reports: list[engine.StepReport] = []
     problems: list[str] = []
@@ -84,7 +84,7 @@ def train(row: Row, folder: str) -> tuple[TrainingRecord, tuple[str, ...]]:
             problems += differences(eng, before, steps - 1)
             held, planned = held_bytes(eng), sum(eng.plan.rank(eng.grid.rank).state_bytes.values())
             problems += [f"rank {eng.grid.rank} holds {held} bytes, planned {planned}"] if held != planned else []
-            if part == 0:
+            if part + 1 < len(row["steps"]):
                 eng.save_checkpoint()
                 if eng.plan.tensor and row["recompute"] == "none":  # every rank proves what is written
                     config["parallel"] |= {"tensor_plan": dict(eng.plan.tensor.patterns)}

@@ -317,7 +317,7 @@ def test_recomputed_activations_change_no_bit(run_ranks: RunRanks, name: str, gr
 
 @pytest.mark.parametrize(
     ("name", "grid"),
-    [("gpt2", "dp2"), ("gpt2", "pp2"), wide("gpt2", "pp4"), wide("gpt2", "dp2 x pp2")]
+    [("gpt2", "dp2"), *(wide("gpt2", grid) for grid in ("pp2", "pp4", "dp2 x pp2"))]
     + [wide("decoder dropout", grid) for grid in ("dp2", "pp2", "pp4", "dp2 x pp2")],
 )
 def test_dropout_does_not_depend_on_data_and_pipeline(run_ranks: RunRanks, name: str, grid: str) -> None:
@@ -352,8 +352,7 @@ def test_tensor_ranks_stay_equal_where_they_hold_the_same(run_ranks: RunRanks, n
 
 @pytest.mark.parametrize(
     ("name", "grid"),
-    [("decoder", "pp2"), wide("decoder", "tp2"), wide("decoder", "tp2 x pp2")]
-    + [wide("llama", grid) for grid in ("tp2", "pp2", "tp2 x pp2")],
+    [wide(name, grid) for name in ("decoder", "llama") for grid in ("tp2", "pp2", "tp2 x pp2")],
 )
 def test_bf16_stays_close_to_bf16_of_one_process(run_ranks: RunRanks, name: str, grid: str) -> None:
     # no clipping: one process sums the norm in fp32, and the last bit of its factor decides how a weight is rounded

@@ -2,9 +2,10 @@
 
 With ``-m long`` every pair with two context ranks too.
 
-Each row trains a step or two, saves, and goes on in a fresh engine; without recomputation it is given as a written
-plan what the search has found. Losses, norms and weights are those of one process; what was sent and what is held is
-what the plan says. Pairs by default on at most four ranks; ``-m long`` has all triples, on at most eight.
+A row trains two steps. By default, whether it is resumed is a setting of the pairs like any other; long rows all are:
+they save and go on in a fresh engine, which without recomputation gets what the search has found as a written plan.
+Losses, norms and weights are those of one process; what was sent and what is held is what the plan says. Pairs by
+default on at most four ranks; ``-m long`` has all triples, on at most eight.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,24 +73,37 @@ def name_of(row: Row) -> str:
     axes = " x ".join(f"{short}{row[axis]}" for short, axis in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")))
     axes += f" x cp{row['context']}" if "context" in row else ""
     words = [row["model"], axes, f"ZeRO {row['zero']}", row["schedule"], row["recompute"], row["precision"]]
-    return ", ".join([*words, *(["sequence"] if row["sequence"] else [])])
+    return ", ".join([*words, *(["sequence"] if row["sequence"] else []), *(["resumed"] if row.get("resumed") else [])])
 
 
 def cost(row: Row) -> float:
     """About how much processor time a row takes: tensor ranks search for their plan, two families have large blocks."""
     searched = 2.0 if row["tensor"] > 1 and ranks_of(row) > 2 else 1.0
-    return (1 + ranks_of(row) / 2) * searched * (1.35 if row["model"] in ("llama", "t5") else 1.0)
+    engines = 1.8 if row.get("resumed") else 1.0
+    return (1 + ranks_of(row) / 2) * searched * engines * (1.35 if row["model"] in ("llama", "t5") else 1.0)
 
 
-FEW = ("decoder tied", "decoder dropout", "llama", "gpt2", "t5", "crossing")
-"""Models of the pairs; decoder and nano are parts of others."""
-SEED = 128
-"""Of the array: the cheapest one of the first 900."""
+FEW = ("decoder tied", "llama", "gpt2", "t5", "crossing")
+"""Models of the pairs; decoder and nano are parts of others, and ``test_dropout_in_chains`` has dropout."""
+OFTEN: Mapping[str, tuple[Any, ...]] = {
+    **FACTORS, "model": FEW, "zero": ("0", "1", "2", "3"), "each": (False, True), "resumed": (False, True),
+}  # fmt: skip
+"""Settings of the pairs: ``each`` reduces in each microbatch at ZeRO 2, and gathers once a step at ZeRO 3."""
+HOW = {"2": "2 microbatch", "3": "3 step"}
+SEED = 37
+"""Of the array: the cheapest one of the first 40."""
+
+
+def often_valid(row: Row) -> bool:
+    return valid(row, most=4) and (row["zero"] in HOW or not row["each"])
+
+
 PAIRS = [
-    row | {"accumulation": 4, "steps": (2, 1) if number % 2 else (1, 2)}
-    for number, row in enumerate(covering_array({**FACTORS, "model": FEW}, partial(valid, most=4), 2, cost, SEED))
+    row
+    | {"zero": HOW[row["zero"]] if row["each"] else row["zero"]}
+    | {"accumulation": 4, "steps": (1, 1) if row["resumed"] else (2,)}
+    for row in covering_array(OFTEN, often_valid, 2, cost, SEED)
 ]
-"""Three steps, of which a row takes two before the save, and the next row one."""
 PAIRS.sort(key=lambda row: (row["model"], row["precision"], rows_of(row)))  # neighbours share their reference
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.web.remote_model import RemoteModel
 from engine.web.remote_line import RemoteError, RemoteLine
+from engine.web.remote_model import RemoteModel
 from tests.engine.serving.doors import tensor_server
 
 ADAM = {"lr": 1e-2, "eps": 1e-8, "beta2": 0.999}

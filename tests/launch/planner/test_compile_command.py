@@ -18,9 +18,10 @@ OFTEN = ("decoder fp32",)
 """A model that imports no library; ``-m long`` has the others."""
 SIZES = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--vocabulary", "32")
 TRINE = ("-c", "import sys; from engine.launch.cli import main; sys.exit(main(sys.argv[1:]))", "compile")
-TWICE = (
+THRICE = (
     "-c",
-    "import sys; from engine.launch.cli import main; sys.exit(sum(main(sys.argv[1:]) for _ in (1, 2)))",
+    "import sys; from engine.launch.cli import main; "
+    "sys.exit(sum(main([*sys.argv[1:], '--gpu', gpu]) for gpu in ('h100', 'h100', 'mi300x')))",
     "compile",
 )
 """In one process, which imports once: other processes compile."""
@@ -57,11 +58,13 @@ def test_so_are_those_of_other_dtypes_optimizers_and_recomputation() -> None:
 
 
 def test_a_second_call_finds_every_kernel_in_the_cache(tmp_path: Path) -> None:
+    """A third call is for a GPU without a compiler here, and is refused."""
     config, cache = tmp_path / "config.json", tmp_path / "cache"
     config.write_text(json.dumps({"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
-    done = compiling(*TWICE, str(config), *SIZES, "--processes", "1", "--gpu", "h100", cache=cache)
-    assert done.returncode == 0, done.stderr[-3000:]
-    count, lines = len(list(cache.glob("*/*.cubin"))), done.stdout.splitlines()
+    done = compiling(*THRICE, str(config), *SIZES, "--processes", "1", cache=cache)
+    assert done.returncode == 1 and "compiled ahead for a100, b200, h100, h200" in done.stderr, done.stderr[-3000:]
+    count = len(list(cache.glob("*/*.cubin")))
+    lines = [line for line in done.stdout.splitlines() if " of " not in line[:20]]  # progress on a busy machine
     assert len(lines) == 6 and all(line.startswith("model      the built-in decoder: ") for line in lines[::3])
     assert all(line.startswith(f"noted      {count} kernels") for line in lines[1::3])
     assert f"compiled   {count} kernels, " in lines[2] and lines[2].endswith(f"; 0 were in Triton's cache, {cache}")
@@ -74,11 +77,6 @@ def test_the_kernels_of_a_script(tmp_path: Path) -> None:
     done = compiling(*TRINE, "train.py", "--", *sizes, cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr[-3000:]
     assert {"adamw_kernel", "norm_backward_kernel"} <= {file.stem for file in (tmp_path / "cache").glob("*/*.cubin")}
-
-
-def test_a_gpu_without_a_compiler_here_is_refused(tmp_path: Path) -> None:
-    done = compiling(*TRINE, str(tmp_path / "config.json"), "--gpu", "mi300x")
-    assert done.returncode == 1 and "compiled ahead for a100, b200, h100, h200" in done.stderr
 
 
 def test_an_interpreter_has_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

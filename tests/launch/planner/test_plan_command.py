@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,16 @@ def llama(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The plan for four ranks and 16 rows, with which several tests compare."""
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    with redirect_stdout(StringIO()) as written:
+        assert main(["plan", str(folder), "--world", "4", "--batch", "16", "--json"]) == 0
+    return json.loads(written.getvalue())
 
 
 @pytest.fixture
@@ -122,7 +134,7 @@ def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: 
     config.write_text(json.dumps({**GRID, "parallel": {}, "zero_optimization": {"stage": 0}}))
     found = planned(capsys, llama, config, "--world", 8, "--memory", 2)
     assert not found["fits"] and found["nearest_that_fits"]
-    assert main(["plan", str(llama), str(config), "--world", "8", "--memory", "2"]) == 0
+    assert main(["plan", str(llama), str(config), "--world", "8", "--memory", "2", "--estimate"]) == 0
     assert "no: " in (text := capsys.readouterr().out) and "the nearest that does: " in text
     assert "(" not in text[text.index("the nearest that does: ") :].partition(" (")[0], "settings stand in words"
 
@@ -144,10 +156,9 @@ def test_rates_of_another_gpu_are_said(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_search_proposes_nothing_slower_than_the_plain_command(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llama: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = llama, "--world", 4, "--batch", 16
-    plain = planned(capsys, *given)
     real = plan_command._finalists
     monkeypatch.setattr(  # the fastest layouts are no finalists
         plan_command,
@@ -177,15 +188,14 @@ def count_more(monkeypatch: pytest.MonkeyPatch, modes: Sequence[str], gib: float
 
 
 def test_a_layout_that_is_too_large_once_counted_gives_way(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llama: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = llama, "--world", 4, "--batch", 16
-    first = planned(capsys, *given)
     counted = count_more(monkeypatch, ["none", "selective"], 100.0)
     found = planned(capsys, *given)
-    assert found["fits"] and found["layout"].endswith("recomputation full") and counted[0] == first["layout"]
+    assert found["fits"] and found["layout"].endswith("recomputation full") and counted[0] == plain["layout"]
     assert [one["layout"] for one in found["passed"]] == counted[:-1] and counted[-1] == found["layout"]
-    assert 2 <= len(counted) == len(set(counted)) <= 6 and first["passed"] == []
+    assert 2 <= len(counted) == len(set(counted)) <= 6 and plain["passed"] == []
     assert main(["plan", *map(str, given)]) == 0
     assert "that fit in closed form but not once counted: " + counted[0] in capsys.readouterr().out
     searched = planned(capsys, *given, "--search", "--top", 2)["finalists"]

@@ -38,7 +38,7 @@ def _keys_sent(sizes: dict[str, Any], world: Any) -> int:
         return sum(row.bytes for row in eng.sent.rows() if row.axis == "cp" and row.label.startswith("key"))
 
 
-@pytest.mark.parametrize("grid", ["cp2 x tp2", "cp2 x tp2, sequence parallel"])
+@pytest.mark.parametrize("grid", ["cp2 x tp2", wide("cp2 x tp2, sequence parallel")])
 def test_tensor_ranks_of_a_context_rank_send_keys_of_their_heads(grid: str) -> None:
     alone, *_ = run_thread_ranks(2, partial(_keys_sent, {"context": 2}))
     assert alone > 0

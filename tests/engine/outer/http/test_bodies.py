@@ -59,8 +59,6 @@ def test_another_body_at_its_place_replaces_one() -> None:
     newer = BodyKey(3, 1, 0, 6)
     add(uploads, 0, 6, newer)
     assert uploads.arrived(KEY, WHOLE) == Arrived(0, None) and uploads.arrived(newer, WHOLE) == Arrived(6, None)
-    uploads.withdraw(PushKey(3, 0, 6))
-    assert not uploads.under_way
 
 
 def test_a_damaged_whole_leaves_nothing() -> None:

@@ -43,8 +43,9 @@ if joined.seeds:
     link.seed(life, 0, 0, body_of(torch.zeros(elements)))
 pushed = None
 while version < last:
-    offer = link.offer(life, 0, wait=2.0)
+    offer = link.offer(life, 0)
     if offer is None:
+        time.sleep(0.005)
         continue
     version = offer.version
     weights = link.pull(life, 0, 0, version)

@@ -16,7 +16,7 @@ from engine.outer.fragments import Fragment, divide
 from engine.outer.http import bodies, connection
 from engine.outer.http import requests as wire
 from engine.outer.http.line import LIFE_BITS, HttpLink, joined_lives, life_on
-from engine.outer.messages import Offer, PushKey, PushShare, PushState, StoreLink, StoreRefusedError, StoreStatus
+from engine.outer.messages import Offer, PushShare, PushState, StoreLink, StoreRefusedError, StoreStatus
 from engine.outer.store.store import Store
 from tests.engine.outer.http.served import (
     ELEMENTS,
@@ -338,14 +338,16 @@ def test_a_renewal_describes_a_push_that_the_store_cannot_write() -> None:
     full.set()
 
     def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.path == wire.RENEW or not full.is_set():
+        if request.url.path == wire.RENEW:
             return httpx.Response(200, json={})
+        if not full.is_set():
+            return httpx.Response(200, json={"arrived": 4, "state": "complete"})
         tried.set()
         return httpx.Response(507, json={"error": "the store cannot write to its folder; free space there."})
 
     link = HttpLink(["http://store0"], transport=lambda _: httpx.MockTransport(handle))
     with ThreadPoolExecutor(1) as pool:
-        withdrawn = pool.submit(link.withdraw, PushKey(0, 0, 0))
+        pushed = pool.submit(link.push, meta_of(0, 0, 0), 0, PushShare(), body_of(torch.ones(1)))
         assert tried.wait(30)
         while not link.outage:
             sleep(0.01)
@@ -354,6 +356,6 @@ def test_a_renewal_describes_a_push_that_the_store_cannot_write() -> None:
                 link.renew(0)
         finally:
             full.clear()
-        withdrawn.result(30)
+        pushed.result(30)
     link.renew(0)
     link.close()

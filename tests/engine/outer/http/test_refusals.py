@@ -215,8 +215,7 @@ def fuzzed(random: Random, bench: Bench) -> tuple[str, bytes]:
         wire.REGISTER: dump_json(wire.RegisterCall(2, 0, layout_of())),
         wire.PUSH: frame(wire.PushHead(meta_of(2, 0, 1), 0, PushShare(), position), BODY),
         wire.SEED: frame(wire.SeedHead(2, 0, 0, position), BODY),
-        wire.OFFER: dump_json(wire.OfferCall(2, 0, 1, None, 0.0)),
-        wire.WITHDRAW: dump_json(wire.WithdrawCall(PushKey(2, 0, 0))),
+        wire.OFFER: dump_json(wire.OfferCall(2, 0, 1)),
         wire.ARRIVED: dump_json(wire.ArrivedCall(2, 0, 0, 0, digest(BODY))),
         wire.LEAVE: dump_json(wire.LifeCall(2)),
     }

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -77,39 +76,12 @@ def test_a_site_trains_over_a_socket_and_half_a_body_leaves_no_trace() -> None:
             raw.sendall(f"POST /v1/push HTTP/1.1\r\nhost: s\r\ncontent-length: {10**12}\r\n\r\n".encode())
             assert raw.recv(100).startswith(b"HTTP/1.1 401")
         link.push(meta_of(joined.life, 0, 0), 0, PushShare(), body_of(torch.zeros(elements)))
-        after = link.offer(joined.life, 0, after=0, wait=5.0)
+        after = link.offer(joined.life, 0)
         assert after is not None and after.version == 1
         assert torch.equal(link.pull(joined.life, 0, 0, 1), weights)
         assert list(store.status().waiting) == list(before.waiting) == []
         assert link.traffic.sent == link.traffic.received == 8 * elements and link.traffic.repeated == 0
         link.close()
-
-
-def test_a_long_poll_returns_at_the_merge_and_at_the_end_of_the_store() -> None:
-    settings = settings_of(rule="diloco", period=10)
-    with running(Store(settings)) as (address, served):
-        link, waiting = HttpLink([address]), HttpLink([address])
-        life = link.join(join_request(0, settings)).life
-        link.register(life, 0, layout_of())
-        link.seed(life, 0, 0, body_of(torch.ones(ELEMENTS)))
-        link.offer(life, 0)
-        link.pull(life, 0, 0, 0)
-        found: list[Any] = []
-        thread = Thread(target=lambda: found.append(link.offer(life, 0, after=0, wait=10.0)))
-        thread.start()
-        waiting.push(meta_of(life, 0, 0), 0, PushShare(), body_of(torch.ones(ELEMENTS)))
-        thread.join(5)
-        assert found[0].version == 1
-        link.pull(life, 0, 0, 1)
-        began = monotonic()
-        thread = Thread(target=lambda: found.append(link.offer(life, 0, after=1, wait=10.0)))
-        thread.start()
-        while served._application._handlers < 3:
-            pass
-    thread.join(5)
-    assert found[1] is None and monotonic() - began < 8
-    link.close()
-    waiting.close()
 
 
 def test_replies_do_not_wait_for_delayed_acknowledgements() -> None:

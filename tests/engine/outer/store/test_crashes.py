@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config.optim_sections import AdamWParams, OptimizerConfig
 from engine.config.reader import stored
 from engine.errors import CheckpointError
-from engine.outer.messages import PushKey, PushState, StoreLink, StoreRefusedError
+from engine.outer.messages import PushState, StoreLink, StoreRefusedError
 from engine.outer.store.journal import read_events
 from engine.outer.store.replay import replay
 from engine.outer.store.store import Store
@@ -95,7 +95,7 @@ def weights_of(site: SiteOfTests) -> dict[str, Tensor]:
 
 
 def train(store: StoreLink, settings: dict[str, Any]) -> list[Values]:
-    """Returns the versions that sites take over; a site withdraws once, and dies and starts again once."""
+    """Returns the versions that sites take over; a site dies and starts again once."""
     sites = [SiteOfTests(store, settings, 0), SiteOfTests(store, settings, 1, data_parallel_layout())]
     sites[0].seed(values_of(99))
     found: list[Values] = [weights_of(site) for site in sites]
@@ -111,10 +111,7 @@ def train(store: StoreLink, settings: dict[str, Any]) -> list[Values]:
             site.push(values_of(10 + meeting))
         else:
             sites[0].push(values_of(meeting), tokens=2.0)
-            if meeting == 1:
-                store.withdraw(PushKey(sites[1].life, 0, 1))
-                sites[1].seq = 2
-            sites[1].push(values_of(10 + meeting), seq=sites[1].seq)
+            sites[1].push(values_of(10 + meeting))
         found += [weights_of(site) for site in sites]
     return found
 

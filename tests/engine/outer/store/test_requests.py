@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.checkpoint.format.pieces import Part, Piece
-from engine.outer.messages import JoinRequest, NamedPiece, PushKey, PushShare, PushState, RankLayout, StoreRefusedError
+from engine.outer.messages import JoinRequest, NamedPiece, PushShare, PushState, RankLayout, StoreRefusedError
 from engine.outer.store.store import Store
 from tests.engine.outer.store.sites import (
     TENSORS,
@@ -116,21 +116,6 @@ def test_an_ended_life_is_refused() -> None:
     store.leave(again.life)
     assert refused(lambda: store.renew(again.life))[0] == 410
     assert refused(lambda: store.renew(77))[0] == 404
-
-
-def test_a_withdrawn_push_is_not_merged_and_its_late_bodies_are_refused() -> None:
-    store, first, second = started()
-    first.push(values_of(1))
-    meta = second.meta()
-    store.push(meta, 0, PushShare(), second.body(values_of(2), 0))
-    for _ in range(2):
-        store.withdraw(meta.key)
-    assert refused(lambda: store.push(meta, 1, PushShare(), second.body(values_of(2), 1)))[0] == 409
-    store.withdraw(PushKey(second.life, 0, 1))  # no body of it has come
-    second.push(values_of(2), seq=2)
-    assert store.status().versions == (1,)
-    assert refused(lambda: store.withdraw(PushKey(second.life, 0, 2)))[0] == 409
-    assert refused(lambda: store.withdraw(PushKey(second.life, 0, 7)))[0] == 409
 
 
 def test_a_version_without_an_offer_is_not_pulled() -> None:
