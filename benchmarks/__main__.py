@@ -48,6 +48,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "outer.rules", "real sites of an outer loop: a slow site, a slow link, and the loss of each rule",
             frozenset({"write_figures"}),
         ),
+        "service": Benchmark(
+            "service.command", "many clients of the training service: latencies beside a bare echo, lost updates, memory",
+            frozenset({"write_figures"}),
+        ),
         "host_time": Benchmark(
             "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",
             frozenset({"rounds", "write_figures"}),

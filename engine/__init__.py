@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from engine.reporting.step_report import StepReport
+    from engine.serving.service import serve
+    from engine.web.remote_model import remote
 
 __all__ = [
     "CheckpointError",
@@ -44,6 +46,8 @@ __all__ = [
     "data",
     "initialize",
     "load_config",
+    "remote",
+    "serve",
     "verify",
 ]
 
@@ -56,6 +60,8 @@ _HOMES = MappingProxyType(
         "StepReport": "engine.reporting.step_report",
         "initialize": "engine.api",
         "load_config": "engine.config",
+        "remote": "engine.web.remote_model",
+        "serve": "engine.serving.service",
     }
 )
 

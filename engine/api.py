@@ -24,6 +24,7 @@ from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.engine_parts import PLANNING, EngineParts, EngineResources, RankBuilder
+from engine.errors import EngineError
 from engine.kernels.device import is_host
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
 from engine.optim.param_groups import as_trainable, included_frozen, read_optimizer, replacing_sections
@@ -100,7 +101,8 @@ def initialize(
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replacing_sections(resolved, optimizer, lr_scheduler, (*notes, *rows.notes))
         forward = ForwardInputs.of(made, loss_fn is not None, inputs, {KEY} if resolved.router_replay else ())
-        request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward)
+        request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward,
+                          lender=world.lender)  # fmt: skip
         resources.add(request.patches.remove)
         resolved = freeze_untrained(take_model(made, request.patches), resolved, optimizer, request.patches)
         return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources, words)
@@ -145,6 +147,8 @@ def _initialize(
     comm, watchdog = _open_comm(config, world, given)
     resources.add(comm.close)
     resources.refuse_by(comm.failures.refuse)
+    if request.lender is not None:
+        resources.refuse_by(_refuse_writes)
     if watchdog is not None:
         resources.add(watchdog.close)
         comm.recorder, words.heard = watchdog.recorder, watchdog.recorder.say
@@ -165,9 +169,20 @@ def _initialize(
     return Engine(parts)
 
 
+def _refuse_writes(call: str) -> None:
+    """Refuses calls that would write, move or free the frozen parameters of another engine."""
+    if call in ("offload_states", "full_parameters", "copy_weights_from"):
+        raise EngineError(
+            f"{call} was called on an engine that borrows its frozen parameters from another engine, where it would "
+            "change them too; call it on that engine."
+        )
+
+
 def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[Comm, Watchdog | None]:
     """Connects all ranks, refuses different input, then creates the groups, and a watchdog for ranks or sites."""
     grid = config.grid(world.rank)
+    if world.lender is not None:
+        return world.lender.comm.lend(), None
     if world.connect is not None:
         return Comm(grid, world.connect(grid)), None
     end_with_agent(os.environ)

@@ -5,7 +5,7 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
@@ -17,6 +17,7 @@ from engine.checkpoint.writer import PendingSave
 from engine.config import Config
 from engine.engine_parts import EngineParts
 from engine.errors import EngineError
+from engine.generation.sampling import Completion, GenerationRequest, SamplingOptions
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
 from engine.outer.site import OuterLoop, OuterState
@@ -31,7 +32,6 @@ from engine.program.batch_rows import BatchRows
 from engine.reporting.banner import compare_traffic, say_what_compiles
 from engine.reporting.console import say_if_slow
 from engine.reporting.step_report import StepReport
-from engine.step.generation import Generation
 from engine.step.runtime import RankRuntime
 
 logger = logging.getLogger("trine")
@@ -289,31 +289,69 @@ class Engine(TrainingLoop, NamedState):
             return self._parts.recorded(batch, rows)
 
     @torch.no_grad()
-    def generate(self, inputs: Tensor, **options: Any) -> Any:
-        """Calls ``generate`` of a Hugging Face model (greedy, sampling, beams, stopping criteria) on this rank's
-        prompts.
+    def generate(
+        self,
+        inputs: Tensor | Sequence[Sequence[int]],
+        *,
+        sampling: SamplingOptions | Sequence[SamplingOptions] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Continues this rank's prompts: by ``sampling``, or by ``generate`` of a Hugging Face model.
 
         Args:
             inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
-            options: options of ``generate``, such as ``max_new_tokens`` and ``attention_mask``.
+                With ``sampling``, a list of lists also works, for any causal model.
+            sampling: options of all rows, or of each row. None: Hugging Face's ``generate`` (beams, stopping criteria).
+            options: without ``sampling``, options of ``generate``, such as ``max_new_tokens``; with it,
+                ``attention_mask`` only.
 
-        Returns the result of ``generate``, equal on the ranks of a replica, which all sample with the random state of
-        the first one. Every token costs a forward over the whole sequence, without a cache of keys and values.
-        Collective: the traffic of ``predict`` for each token, and 8 bytes over dp, with which data ranks agree whether
-        any has forwards left.
+        Returns tokens [rows * samples, tokens], or :class:`GeneratedText` if ``sampling`` asks for log-probabilities;
+        without ``sampling`` the result of ``generate``. It is equal on the ranks of a replica.
+
+        Each rank caches keys and values of its own heads and layers, if the model takes a cache. Collective: the
+        traffic of a forward of one token, 8 bytes a row over the replica for each token, and 8 bytes over dp, with
+        which data ranks that gather parameters or share experts agree whether any has forwards left. Without
+        ``sampling``, the last stage sends the logits to the others over pp, label "outputs".
 
         Raises:
-            EngineError: the model does not generate, the prompts are not token ids, or an accumulation is unfinished.
+            EngineError: the model does not generate, the prompts are not token ids, options do not fit ``sampling``, or
+                an accumulation is unfinished.
         """
-        self._open("generate")
-        parts = self._parts
-        if parts.loop is not None and parts.loop.unfinished:
+        self._open_generation("generate")
+        with self._parts.evaluated():
+            if sampling is None:
+                return self._parts.generator.by_transformers(inputs, options)
+            mask = options.pop("attention_mask", None)
+            if options:
+                raise EngineError(
+                    f"generate was given sampling and {', '.join(sorted(options))}; set these in SamplingOptions, or "
+                    "leave sampling out for the options of Hugging Face's generate."
+                )
+            return self._parts.generator.sampled(inputs, sampling, mask)
+
+    @torch.no_grad()
+    def generate_requests(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Returns the completions of each request of this data rank; requests run as one batch with their own options.
+        Collective.
+
+        A result depends on its request alone, up to the rounding of products with other rows. Communicates as
+        :meth:`generate` with ``sampling``.
+
+        Raises:
+            EngineError: there is no request, a prompt is empty, or an accumulation is unfinished.
+        """
+        self._open_generation("generate_requests")
+        with self._parts.evaluated():
+            return self._parts.generator.complete(requests)
+
+    def _open_generation(self, call: str) -> None:
+        self._open(call)
+        loop = self._parts.loop
+        if loop is not None and loop.unfinished:
             raise EngineError(
-                f"generate was called inside an accumulation of {parts.loop.unfinished} microbatch(es); call "
+                f"{call} was called inside an accumulation of {loop.unfinished} microbatch(es); call "
                 "eng.step() first, or eng.zero_grad() to drop their gradients."
             )
-        with parts.evaluated():
-            return Generation(parts.model, parts.runner, parts.comm, parts.device).run(inputs, options)
 
     # ------------------------------------------------------------------ state
 

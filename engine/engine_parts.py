@@ -19,6 +19,7 @@ from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.full_state import state_entries
 from engine.config import Config
 from engine.errors import EngineError
+from engine.generation.generator import TextGenerator
 from engine.optim.param_groups import as_trainable
 from engine.outer.site import OuterLoop
 from engine.parallel.comm.agreement import all_or_none, from_first
@@ -69,7 +70,7 @@ class RankBuilder:
             plan = self._plan(example, problem)
             with say_if_slow("placing the model", rank):
                 runtime = build(self.model, plan, self.comm, self.device, self.request, example)
-        if rank == 0:
+        if rank == 0 and self.request.lender is None:  # else one banner for each tenant of a service
             logger.info(banner_text(plan, str(self.device), measured_overlap(self.config, self.device)))
         return runtime
 
@@ -174,6 +175,8 @@ class EngineParts:
 
     runner: StepRunner
     """Runner of training steps; set once the model is sharded."""
+    generator: TextGenerator
+    """Generator of text; set once the model is sharded."""
 
     def __init__(self, builder: RankBuilder, coordinator: CheckpointCoordinator, resources: EngineResources) -> None:
         self.builder, self.model, self.config, self.comm = builder, builder.model, builder.config, builder.comm
@@ -200,6 +203,7 @@ class EngineParts:
                 self.resources.refuse_by(self.built.averaged.refuse)
             self.runner = StepRunner(self.model, self.built, self.update, self.checkpoints.control)
             self.loop = UserLoop(self.runner, self.built, self.control)
+            self.generator = TextGenerator(self.model, self.built, self.runner)
             self.reports.built(self.built)
             if (outer := self.built.parts.find(OuterLoop)) is not None:
                 self.checkpoints.register({"outer": outer})

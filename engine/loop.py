@@ -101,23 +101,30 @@ class TrainingLoop:
         bytes).
 
         Raises:
-            EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline.
+            EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline without ``open_pipeline``.
         """
         loop = self._looped("clip_gradients")
         with self._parts.comm.within(self._parts.update.made):
             return loop.clip(max_norm)
 
-    def step(self) -> StepReport | None:
+    def step(self, max_norm: float | None = None) -> StepReport | None:
         """Updates the weights after the last microbatch of an accumulation; before that, does nothing and returns None.
 
+        Args:
+            max_norm: L2 norm to which this step clips the averaged gradient, equal on all ranks; 0: no clipping. None:
+                ``gradient_clipping``. Unlike ``clip_gradients``, it costs no communication.
+
         Raises:
-            EngineError: no backward was called in this step; under fp16, a loss was not scaled.
+            EngineError: no backward was called in this step; under fp16, a loss was not scaled; a negative
+                ``max_norm``.
         """
         self._parts.resources.refuse_closed("step()")
+        if max_norm is not None and not max_norm >= 0:
+            raise EngineError(f"step was given max_norm {max_norm:g}, a negative norm; give 0 for no clipping.")
         if self._parts.loop is None:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
         with self._parts.comm.within(self._parts.update.made):
-            finished = self._parts.loop.step()
+            finished = self._parts.loop.step(max_norm)
         return None if finished is None else self._parts.report(finished)
 
     def zero_grad(self) -> None:

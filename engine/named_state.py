@@ -266,6 +266,7 @@ class NamedState:
         device: object = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
+        unfinished: bool = False,
     ) -> None:
         """Moves weights, gradients and optimizer state to host memory, until ``reload_states``; no byte changes.
 
@@ -276,6 +277,8 @@ class NamedState:
                 or this rank's shards of them, also frozen ones), "lp_grads" (gradients and residuals); None: all.
             device: "cpu", the only supported device.
             pin_memory: page-lock the copies, so that they transfer at the speed of the link.
+            unfinished: also inside an accumulation, and while forwards wait for their backwards, which run after
+                ``reload_states``; waits for reductions under way. For engines that take turns.
 
         Nothing is communicated. State of ``offload_optimizer`` and ``offload_param`` is on the host already.
 
@@ -283,14 +286,20 @@ class NamedState:
             EngineError: another device, an unknown name, too little memory; inside an accumulation, or a
                 `with` block that refers to the state.
         """
-        self._parts.refuse_unfinished("offload_states")
+        if unfinished:
+            self._parts.resources.refuse_closed("offload_states")
+        else:
+            self._parts.refuse_unfinished("offload_states")
         kinds, place = chosen_kinds(include), str(getattr(device, "value", device))
         if place != "cpu":
             raise EngineError(f'offload_states got device {place!r}, but moves state to host memory only; give "cpu".')
         if (runtime := self._parts.built) is not None:
             runtime.offloaded.refuse_held()
             with runtime.changing():
-                runtime.offloaded.expire(kinds)
+                if unfinished:
+                    runtime.reducer.land()
+                else:
+                    runtime.offloaded.expire(kinds)
             runtime.offloaded.offload(kinds, pin_memory, not non_blocking)
             self._parts.resources.refuse_by(runtime.offloaded.refuse)
 

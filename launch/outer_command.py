@@ -65,18 +65,19 @@ def _serve(options: Namespace) -> None:
     from engine.outer.http import service
     from engine.outer.http.open_link import read_token
     from engine.outer.store.store import Store
+    from engine.web.sockets import address_of, listen
 
     token = read_token(outer)
     service.check_host(options.host, token)
     port = _port(outer.urls, number) if options.port is None else options.port
     folder = options.folder or Path(outer.folder or "outer-store") / (f"store-{number}" if count > 1 else "")
-    listening = service.listen(options.host, port)
+    listening = listen(options.host, port, service.SERVER)
     with listening:
         settings = shared_settings(outer, config.optimizer, config.gradient_clipping)
         stored = {"keep": options.keep, "number": number, "snapshot_every": outer.snapshot_every}
         store = Store(settings, folder, **stored)
         place = f"store {number} of {count}" if count > 1 else "store"
-        address = service.address_of(listening)
+        address = address_of(listening)
         line = f"{place} at {address}: {outer.rule}, period {outer.steps}, folder {folder}"
         service.serve(store, token, listening, lambda: print(line, flush=True))
     print(f"{place} at {address} has ended", flush=True)

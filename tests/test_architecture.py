@@ -17,9 +17,9 @@ GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
-        "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "outer",
-        "reporting", "watchdog", "build", "dry_run", "data", "models", "engine_parts", "loop",
-        "named_state", "engine", "api", "verify", "hosting", "deepspeed", "huggingface",
+        "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "web",
+        "outer", "reporting", "watchdog", "build", "dry_run", "data", "models", "engine_parts", "loop",
+        "named_state", "engine", "api", "verify", "serving", "hosting", "deepspeed", "huggingface",
         "lightning",
     ),
     "engine.checkpoint": (
@@ -124,7 +124,7 @@ BROAD_HANDLERS = {
     ("engine/outer/exchange.py", "_renew"): "the next request of the training, if it lasts",
     ("engine/outer/exchange.py", "run"): "whoever reads the future",
     ("engine/outer/exchange.py", "close"): "nobody: the store may end before its sites",
-    ("engine/outer/http/service.py", "run"): "whoever has opened the service, when it ends",
+    ("engine/web/hosted.py", "run"): "whoever has opened the service, when it ends",
     ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",

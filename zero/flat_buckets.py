@@ -214,6 +214,8 @@ class Ownership:
     """True: the host memory of the parameters is page-locked."""
     delayed: bool = False
     """True: updates overlap with the next step, which still computes with the old weights."""
+    lent: Mapping[tuple[str, ...], Tensor] = field(default_factory=dict)
+    """Shards of frozen buckets that another engine on this rank has, by the names of their slots."""
 
     def index_of(self, spread: Spread) -> int:
         """Returns the index of this rank's shard in a bucket with these axes."""
@@ -269,8 +271,14 @@ def _reserve(
             return who.mapped(part.stop - part.start, dtype)
         return torch.zeros(part.stop - part.start, dtype=dtype, device=device)
 
-    params = torch.empty(bucket.elements, dtype=dtype, device=device) if sharded else zeros(whole, dtype)
-    if not sharded:
+    lent = who.lent.get(tuple(slot.name for slot in bucket.slots))
+    if sharded:
+        params = torch.empty(bucket.elements, dtype=dtype, device=device)
+    else:
+        params = lent if lent is not None else zeros(whole, dtype)
+    if lent is not None:
+        kept = lent
+    elif not sharded:
         kept = params[owned]
     elif who.hosted_parameters:
         kept = _on_host(owned, dtype, who, device, "offload_param")

@@ -109,7 +109,7 @@ def _runs(tiny: bool, scratch: Path) -> list[Part]:
 
 def _checks(tiny: bool) -> list[Part]:
     """Make the parts that compare."""
-    tests = (TINY_TESTS,) if tiny else ("-n", "4", "-m", "gpu", GPU_TESTS)
+    tests = (TINY_TESTS,) if tiny else ("-n", "4", "-p", "no:benchmark", "--durations", "10", "-m", "gpu", GPU_TESTS)
     pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "--maxfail", "40")
     return [
         _own("parity", "each mode computes what plain torch does", 150, CASES, beside=True),

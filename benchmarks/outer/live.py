@@ -20,9 +20,10 @@ from engine.checkpoint.format.pieces import Part
 from engine.config import load_config
 from engine.config.outer_section import shared_settings
 from engine.outer.http.line import HttpLink
-from engine.outer.http.service import address_of, listen, serving
+from engine.outer.http.service import SERVER, serving
 from engine.outer.messages import JoinRequest, NamedPiece, RankLayout
 from engine.outer.store.store import Store
+from engine.web.sockets import address_of, listen
 
 TOKEN = "benchmark"
 SECONDS = 240.0
@@ -198,7 +199,7 @@ def _settings(job: Job) -> dict[str, Any]:
 def _served(job: Job, hosts: Hosts, folder: Path | None) -> Iterator[str]:
     """Serves a store, in memory without ``folder``; yields its address."""
     settings = _settings(replace(job, outer=job.outer | {"url": "http://store:1"}))
-    with listen(hosts.address, 0) as listening, serving(Store(settings, folder), TOKEN, listening):
+    with listen(hosts.address, 0, SERVER) as listening, serving(Store(settings, folder), TOKEN, listening):
         yield address_of(listening)
 
 

@@ -171,7 +171,7 @@ def assemble_rank(
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, holder = _connect(plan, comm, kernels, device), comm.grid.holder()
     with all_or_none(comm, device), request.placing():
-        placed = place_model(model, plan, comm, device, axis, patches)
+        placed = place_model(model, plan, comm, device, axis, request)
     user_backward, program = UserBackward(), _program(model, plan, comm, device, request)
     encoder, (buckets, frozen) = _encoder(config, kernels), _parts(placed, plan, comm.grid)
     optimizer = _optimizer(plan, buckets, comm, request, device)

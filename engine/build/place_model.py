@@ -1,17 +1,19 @@
 """Sharding of the user's module on this rank, and the move of its parameters into flat buckets."""
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from engine.build.held_module import leave_parts, refuse_calls
-from engine.build.request import ModelSource
+from engine.build.request import ModelSource, Request
 from engine.errors import PlanError
 from engine.kernels.codecs.weight_format import QuantizedShape
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.world import Lender
 from engine.parallel.grid import Grid, ShardHolder
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize, replace_meta
@@ -76,13 +78,19 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def place_model(
-    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, patches: ForwardPatches
+    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, axis: TensorAxis, request: Request
 ) -> tuple[FlatBucket, ...]:
-    """Shards the model to this rank's parameters; returns their flat buckets, trained before frozen ones."""
+    """Shards the model to this rank's parameters; returns their flat buckets, trained before frozen ones.
+
+    Frozen parameters that the request's lender has are its tensors; they must be on the meta device before.
+    """
     holder, config, parameters = comm.grid.holder(), plan.config, dict(model.named_parameters())
+    patches = request.patches
     sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(holder)}
-    buckets = reserve(plan.layouts[holder], parameters, _ownership(plan, comm.grid), device)
+    lent = borrow(request.lender, plan, holder)
+    shards = request.lender.shards if request.lender is not None else {}
+    buckets = reserve(plan.layouts[holder], parameters, replace(_ownership(plan, comm.grid), lent=shards), device)
     codes, experts = _codes(rows.values(), holder), {row.name: row for row in plan.table if row.experts}
     places = {
         slot.name: (flat, slot, view)
@@ -101,6 +109,8 @@ def place_model(
     def empty(name: str) -> Tensor:
         if name in places:
             return places[name][2]
+        if name in lent:
+            return lent[name]
         if name in codes:
             return torch.zeros(codes[name].bytes, dtype=torch.uint8, device=device)
         return torch.zeros(rows[name].local_shape(holder), dtype=rows[name].dtype, device=device)
@@ -109,8 +119,8 @@ def place_model(
         logger.warning("the gradients that an earlier backward has left on the model are dropped")
     meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
     drawn = meta if config.checkpoint.init_from is None else set()  # a checkpoint replaces drawn values
-    materialize(model, drawn, config.seed, device, keep)
-    replace_meta(model, {name: empty(name) for name in meta - drawn})
+    materialize(model, drawn - lent.keys() - set().union(*shards), config.seed, device, keep)
+    replace_meta(model, {name: empty(name) for name in meta})
     for name in codes.keys() - meta:
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
@@ -125,6 +135,33 @@ def place_model(
     refuse_calls(model, plan.config, bool(codes), patches)
     leave_parts(model, config, any(row.sharded for row in rows.values()), patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
+
+
+def borrow(lender: Lender | None, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
+    """Returns the lender's tensors of frozen parameters outside of buckets, by name.
+
+    Raises:
+        PlanError: this plan would place such a parameter otherwise than the lender has.
+    """
+    if lender is None:
+        return {}
+    bucketed = {slot.name for bucket in plan.layouts[holder].frozen for slot in bucket.slots}
+    found: dict[str, Tensor] = {}
+    for row in plan.table.held_by(holder):
+        if row.trainable or row.name in bucketed or (given := lender.tensors.get(row.name)) is None:
+            continue
+        codes = row.quantized_shape(holder)
+        shape, dtype = row.local_shape(holder), _frozen_dtype(row, plan)
+        if codes is not None:
+            shape, dtype = (codes.bytes,), torch.uint8
+        if (tuple(given.shape), given.dtype) != (shape, dtype):
+            raise PlanError(
+                f"the base stores {row.name!r} as {tuple(given.shape)} {given.dtype} on this rank, but the plan of the "
+                f"tenant needs {shape} {dtype}; adapt other layers, or set parallel.tensor_plan of the base so that "
+                "both plans are equal."
+            )
+        found[row.name] = given
+    return found
 
 
 def _shard(

@@ -11,6 +11,7 @@ from engine.build.forward_changes import ForwardChanges
 from engine.optim.lr_schedules import SchedulerArgument
 from engine.optim.param_groups import GivenOptimizer
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.world import Lender
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.precision.dtypes import Precision
 from engine.program.batch import Batch
@@ -50,6 +51,8 @@ class Request:
     """Patches of module forwards that were made before planning."""
     patches: ForwardPatches = field(default_factory=ForwardPatches)
     """All patches of the model, which ``close`` removes."""
+    lender: Lender | None = None
+    """Engine that lends groups and frozen parameters; None: the engine has its own."""
     placing: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context in which parameters are placed; a dry run gives them shapes without memory."""
 

@@ -183,10 +183,11 @@ class Resume:
         return reader
 
     def _left_out(self, reader: OpenCheckpoint) -> frozenset[str]:
-        """Returns the frozen parameters of this model, if the checkpoint was written without any."""
+        """Returns the frozen parameters of this model, if it borrows them or the checkpoint was written without any."""
         written = reader.manifest.info.get("config", {}).get("checkpoint", {})
-        table = self._run.runtime.plan.table
-        return frozenset(f"param/{row.name}" for row in table if not (row.trainable or written.get("frozen", True)))
+        if not self._run.comm.borrows and written.get("frozen", True):
+            return frozenset()
+        return frozenset(f"param/{row.name}" for row in self._run.runtime.plan.table if not row.trainable)
 
     def _check(self, reader: OpenCheckpoint, loader: Loader) -> None:
         runtime, manifest = self._run.runtime, reader.manifest

@@ -62,6 +62,7 @@ from engine.config.sections import (
     WireConfig,
     ZeroConfig,
 )
+from engine.config.serve_section import ServeConfig, check_serve
 from engine.config.wording import divisors, either, kind, show_path, shown_value
 from engine.errors import ConfigError
 from engine.parallel import grid
@@ -155,6 +156,8 @@ class Config:
     """Moving average of the weights; null computes none."""
     outer: OuterConfig | None = setting(None, Section(cls=OuterConfig, null=True))
     """Outer loop over sites that train apart and meet in a store; null: this engine trains alone."""
+    serve: ServeConfig | None = setting(None, Section(cls=ServeConfig, null=True))
+    """Training service over HTTP; null: ``trine serve`` takes its defaults."""
     router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
     """Step of the router biases towards an even expert load after each update; 0: biases do not change."""
     router_replay: bool = setting(False, Flag())
@@ -379,6 +382,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_average(config.ema, config.zero_optimization, problems)
     delayed = config.zero_optimization.offload_optimizer.delayed_update
     check_outer(config.outer, config.optimizer, config.gradient_clipping, delayed, problems)
+    check_serve(config.serve, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
     check_uneven(config.uneven_microbatches, config.parallel, problems)

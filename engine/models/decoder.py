@@ -85,6 +85,36 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
+class LayerCache:
+    """Keys and values of one layer, [B, H, L, K] each."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def get_seq_length(self) -> int:
+        """Returns the number of cached positions."""
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends keys and values [B, H, L, K]; returns all."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class DecoderCache:
+    """Keys and values of all layers of a decoder; a forward extends them in place."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [LayerCache() for _ in range(layers)]
+
+    def get_seq_length(self) -> int:
+        """Returns the number of cached positions."""
+        return self.layers[0].get_seq_length()
+
+
 class Attention(nn.Module):
     """Causal self-attention, [B, L, D] -> [B, L, D].
 
@@ -101,14 +131,18 @@ class Attention(nn.Module):
         self.value = Projection(width, width)
         self.output = Projection(width, width, std=config.residual_std)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, seen: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         batch, length, _ = x.shape
         q_BHLK, k_BHLK, v_BHLK = (
             projection(x).view(batch, length, -1, self.head_width).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
+        if cache is not None:
+            k_BHLK, v_BHLK = cache.update(k_BHLK, v_BHLK)
         dropout = self.dropout if self.training else 0.0
-        y_BHLK = functional.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, dropout_p=dropout, is_causal=True)
+        y_BHLK = functional.scaled_dot_product_attention(
+            q_BHLK, k_BHLK, v_BHLK, attn_mask=seen, dropout_p=dropout, is_causal=seen is None
+        )
         mixed: Tensor = self.output(y_BHLK.transpose(1, 2).reshape(batch, length, -1))
         return mixed
 
@@ -126,8 +160,8 @@ class Block(nn.Module):
         self.down = Projection(4 * width, width, std=config.residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x_BLD = x + self.dropout(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, seen: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        x_BLD = x + self.dropout(self.attention(self.norm1(x), seen, cache))
         hidden = functional.gelu(self.up(self.norm2(x_BLD)), approximate="tanh")
         y_BLD: Tensor = x_BLD + self.dropout(self.down(hidden))
         return y_BLD
@@ -152,26 +186,60 @@ class Decoder(nn.Module):
         if config.tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def new_cache(self) -> DecoderCache:
+        """Returns an empty cache for ``past_key_values``."""
+        return DecoderCache(len(self.blocks))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        past_key_values: DecoderCache | None = None,
+    ) -> Tensor:
         """Returns the logits [B, L, V] of the token after each of ``input_ids``, int64 [B, L].
 
-        ``labels`` is ignored; it is accepted so that ``model(**batch)`` works with a separate loss.
+        Args:
+            labels: ignored; accepted so that ``model(**batch)`` works with a separate loss.
+            attention_mask: int64 [B, S], 0 for padding, which no other token sees and which has no position; S counts
+                cached positions too.
+            past_key_values: cache of the positions before ``input_ids``, which this call extends.
 
         Raises:
-            ValueError: L is above ``config.context``.
+            ValueError: a position is not below ``config.context``.
         """
-        length = input_ids.shape[1]
-        if length > self.config.context:
+        cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+        total = cached + input_ids.shape[1]
+        if attention_mask is None:
+            places, used = torch.arange(cached, total, device=input_ids.device), total
+        else:
+            places = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, cached:]
+            used = int(places.max()) + 1
+        if used > self.config.context:
             raise ValueError(
-                f"input_ids has length {length}; positions end at context = {self.config.context}. "
+                f"input_ids has length {used}; positions end at context = {self.config.context}. "
                 "Shorten the input, or build the decoder with a larger context."
             )
-        places = torch.arange(length, device=input_ids.device)
         x_BLD = self.dropout(self.tokens(input_ids) + self.positions(places))
-        for block in self.blocks:
-            x_BLD = block(x_BLD)
+        seen = _seen(attention_mask, cached, total, input_ids.device) if attention_mask is not None or cached else None
+        for index, block in enumerate(self.blocks):
+            x_BLD = (
+                block(x_BLD)
+                if past_key_values is None and seen is None
+                else block(x_BLD, seen, past_key_values.layers[index] if past_key_values is not None else None)
+            )
         logits_BLV: Tensor = self.head(self.norm(x_BLD))
         return logits_BLV
+
+
+def _seen(mask: Tensor | None, cached: int, total: int, device: torch.device) -> Tensor:
+    """Returns a mask [L, S], or with padding [B, 1, L, S]: True where a query sees a key; each sees itself."""
+    keys_S = torch.arange(total, device=device)
+    queries_L1 = keys_S[cached:, None]
+    if mask is None:
+        return keys_S <= queries_L1
+    return (keys_S < queries_L1) & mask.bool()[:, None, None] | (keys_S == queries_L1)
 
 
 def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -201,11 +269,14 @@ def generate(model: Decoder, prompt: bytes, length: int, temperature: float = 0.
     _check_request(model.config.vocabulary, prompt, length, temperature)
     device = model.tokens.weight.device
     generator = torch.Generator().manual_seed(seed)
-    text = list(prompt)
+    text, cache = list(prompt), model.new_cache()
     with evaluating(model):
         for _ in range(length):
-            window = torch.tensor([text[-model.config.context :]], device=device)
-            text.append(_pick(model(window)[0, -1].float().cpu(), temperature, generator))
+            # once the first bytes leave the window, all positions change, and what is cached is of no use
+            fits = len(text) <= model.config.context
+            begin = cache.get_seq_length() if fits else len(text) - model.config.context
+            logits = model(torch.tensor([text[begin:]], device=device), past_key_values=cache if fits else None)
+            text.append(_pick(logits[0, -1].float().cpu(), temperature, generator))
     return bytes(text[len(prompt) :])
 
 

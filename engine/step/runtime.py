@@ -127,8 +127,11 @@ class RankRuntime:
 
     @contextmanager
     def forward(self, *key: int, trace: ModelTrace | None = None) -> Iterator[None]:
-        """Opens the forward of a microbatch; ``key`` seeds its random numbers, unless its ``trace`` draws none."""
-        draws = trace is None or trace.random or trace.host_random
+        """Opens the forward of a microbatch; ``key`` seeds its random numbers, unless its ``trace`` draws none.
+
+        Without ``key``, the generators are left as they are.
+        """
+        draws = key and (trace is None or trace.random or trace.host_random)
         host = trace.host_random if trace is not None else None
         streams = self.streams.forward(*key, host=host) if draws else nullcontext()
         with streams, self.gatherer.forward() if self.gatherer else nullcontext():
@@ -214,7 +217,7 @@ class RankRuntime:
     @contextmanager
     def passes(self, row: RankSchedule) -> Iterator[None]:
         """Opens the schedule ``row`` of this rank, so that parameters are gathered ahead of their use."""
-        if self.gatherer is None:
+        if self.gatherer is None or self.gatherer.holds:
             yield
             return
         self.gatherer.start(row.passes)

@@ -188,13 +188,13 @@ class UserLoop:
             root.register_hook(partial(self._announce, mean.detach()))  # type: ignore[no-untyped-call]
         return root
 
-    def step(self) -> FinishedStep | None:
+    def step(self, max_norm: float | None = None) -> FinishedStep | None:
         """Updates the weights, if an update is due; see :meth:`engine.Engine.step`."""
         self._recover()
-        step = self._step
-        if step is None or not step.microbatches:
+        if (step := self._step) is None or not step.microbatches:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
         self._refuse_unscaled(step)
+        step.max_norm = step.max_norm if max_norm is None else max_norm
         self._losses = self._forwards = 0
         if not self._due(step):
             return None

@@ -159,13 +159,25 @@ class Comm:
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
-        self._symmetric: list[SymmetricBuffer] = []
+        self._symmetric: dict[tuple[Axis, SlotSizes], SymmetricBuffer] = {}
         self._in_flight: WeakSet[Pending] = WeakSet()
         self._sequence = 0
         self._routes: dict[Axis, _Route] = {}
         """Streams of collectives over whole axes."""
         self._gather_routes: dict[int | Axis | None, _Route] = {}
         self._closed = False
+        self.borrows = False
+        """True if groups, and frozen parameters of the model, belong to another engine."""
+
+    def lend(self) -> "Comm":
+        """Returns communication for another engine of the same ranks, over the same groups, with a tally of its own.
+
+        Its ``close`` leaves the groups open. All ranks call their engines in the same order.
+        """
+        lent = Comm(self.grid, self._backend)
+        lent.reports, lent.joint, lent.failures, lent.recorder = self.reports, self.joint, self.failures, self.recorder
+        lent._symmetric, lent.borrows = self._symmetric, True
+        return lent
 
     def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
         """Sums ``tensor`` (any shape) in place over ``axis``; ``op`` "max" takes the elementwise maximum."""
@@ -260,10 +272,12 @@ class Comm:
 
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
         """Opens memory that kernels of all ranks of ``axis`` can write; None where unsupported. Every rank calls it."""
+        if (known := self._symmetric.get((axis, sizes))) is not None:  # of the engine that lends its groups
+            return known
         memory = self._backend.share_bytes(axis, sizes.total) if sizes.ranks > 1 else None
         buffer = SymmetricBuffer(memory, sizes, seconds, self.grid.peers(axis)) if memory is not None else None
         if buffer is not None:
-            self._symmetric.append(buffer)
+            self._symmetric[axis, sizes] = buffer
         return buffer
 
     def in_kernel(self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait]) -> Pending:
@@ -278,7 +292,7 @@ class Comm:
         """Starts copies of kernel status words to the host, so that the next :meth:`check_kernels` waits for no later
         kernel.
         """
-        for buffer in self._symmetric:
+        for buffer in self._symmetric.values():
             buffer.bring_status()
 
     def check_kernels(self) -> None:
@@ -288,7 +302,7 @@ class Comm:
             EngineError: a kernel timed out; the message names the rank, the tile and the call.
         """
         try:
-            for buffer in self._symmetric:
+            for buffer in self._symmetric.values():
                 buffer.check()
         except PeerEndedError as error:
             raise EngineError(f"{error}; look for the first traceback of the job.") from error
@@ -404,12 +418,14 @@ class Comm:
         otherwise keep the connection open.
         """
         self._closed = True
+        if self.borrows:
+            return
         self.failures.close()
         if self.joint is not None:
             self.joint.leave()
         for pending in list(self._in_flight) if self.failures.noted else ():
             pending.drop()
-        for buffer in self._symmetric:
+        for buffer in self._symmetric.values():
             buffer.close()
         self._backend.close()
 

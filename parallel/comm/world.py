@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from _thread import start_new_thread
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,17 +30,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from engine.errors import GridError, first_line
 from engine.kernels.device import ACCELERATORS, collectives_for, count_devices, find_accelerator, use_device
 from engine.parallel.comm.backend import Backend
+from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.launcher import Place, find_place, local_rank, loopback_words, read_count
 from engine.parallel.comm.rendezvous import SLOW_SECONDS
 from engine.parallel.grid import Grid
 
 logger = logging.getLogger("trine")
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """Groups and placed frozen parameters that an engine lends to later engines on the same grid.
+
+    The borrower neither writes, moves nor frees the tensors, and ends before the lender.
+    """
+
+    comm: Comm
+    tensors: Mapping[str, Tensor]
+    """This rank's shard, or codes and scales, of each frozen parameter outside of flat buckets, by the borrower's name.
+    """
+    shards: Mapping[tuple[str, ...], Tensor]
+    """This rank's shard of each flat bucket of frozen parameters (ZeRO 3), by the borrower's names of its slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +72,8 @@ class World:
     """Address of the rendezvous; None for a single process, or if the user has started the process group."""
     connect: Callable[[Grid], Backend] | None = None
     """Function that makes the backend of ranks that are not processes; None: ``torch.distributed``."""
+    lender: Lender | None = None
+    """Engine of the same ranks that lends groups and frozen parameters; None: the engine has its own."""
     patience: int = 600
     """Seconds until communication with another rank fails; ``TRINE_TIMEOUT_SECONDS`` overrides it."""
 

@@ -74,7 +74,7 @@ OUTER_HTTP = (
     Fault(
         name="private-networks-need-no-token",
         about="A store without a token serves every host of a private network.",
-        file=f"{HTTP}/service.py",
+        file="engine/web/sockets.py",
         old="        return ip_address(host).is_loopback\n",
         new="        return ip_address(host).is_private\n",
         tests=(f"{TESTS}/test_service.py::test_a_public_address_needs_a_token",),
@@ -82,7 +82,7 @@ OUTER_HTTP = (
     Fault(
         name="replies-wait-for-acknowledgements",
         about="Each reply of a store waits 40 ms for a delayed acknowledgement.",
-        file=f"{HTTP}/service.py",
+        file="engine/web/sockets.py",
         old="    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)\n",
         new="",
         tests=(f"{TESTS}/test_service.py::test_replies_do_not_wait_for_delayed_acknowledgements",),

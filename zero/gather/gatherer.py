@@ -96,6 +96,8 @@ class ParameterGatherer:
         self._opened: set[int] = set()
         self._closed = False
         self._reads_shapes = False
+        self.holds = False
+        """All buckets stay gathered (``held``)."""
         self._openings = 0
         """Number of open `with` blocks of full_parameters, also of blocks that open nothing on this rank."""
         self._differentiated = False
@@ -120,8 +122,27 @@ class ParameterGatherer:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Runs one forward inside the context, with prefetches in gather order."""
-        with self._passing(_FORWARD, _BACKWARD if torch.is_grad_enabled() else None):
+        following = _BACKWARD if torch.is_grad_enabled() else None
+        with nullcontext() if self.holds else self._passing(_FORWARD, following):
             yield
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Gathers all buckets once, for the forwards inside the context, in which no rank communicates parameters.
+
+        No backward runs inside. Every data rank enters and leaves the context.
+        """
+        self._refuse_opened()
+        everything = frozenset(range(len(self._order.buckets)))
+        try:
+            with torch.no_grad():
+                self._whole.ask_alike(everything)
+                self._whole.show(everything)
+            self.holds = True
+            yield
+        finally:
+            self.holds = False
+            self.end()
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
@@ -241,7 +262,7 @@ class ParameterGatherer:
         """
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()
-        if self._pass is not None or self._reads_shapes:
+        if self._pass is not None or self._reads_shapes or self.holds:
             return nullcontext()
         used = self._order.everywhere
         if group is not None and (position := self._anywhere.get(group)) is not None:

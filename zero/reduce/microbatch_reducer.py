@@ -135,8 +135,7 @@ class MicrobatchReducer(SharedReduction):
                 self._begin_round(stage)
                 self._end_round(stage)
         self._add_parts()
-        while self._flights:
-            self._land()
+        self.land()
         for filling in self._fillings:
             if not filling.touched:
                 filling.flat.grads.zero_()
@@ -147,6 +146,12 @@ class MicrobatchReducer(SharedReduction):
         self._add_kept()
         self._free.clear()
         self.reset()
+
+    def land(self) -> None:
+        """Waits for the reductions under way, and adds their results to the shards."""
+        self._settle()
+        while self._flights:
+            self._land()
 
     def reset(self) -> None:
         """Discards the gradients of an unfinished step; the next backward waits for running collectives."""

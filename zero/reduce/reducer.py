@@ -224,6 +224,9 @@ class Reducer(Protocol):
     def finish(self) -> None:
         """Completes the reduction of every bucket. Collective over dp."""
 
+    def land(self) -> None:
+        """Waits for the reductions under way, without starting others."""
+
     def keep(self) -> None:
         """Allows further backwards after :meth:`finish` to add to the sums; the next ``finish`` reduces them."""
 

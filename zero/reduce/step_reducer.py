@@ -122,6 +122,13 @@ class GradientReducer(SharedReduction):
         self._whole_step_seen = self._whole_step_seen or self._backward_seen
         self.reset()
 
+    def land(self) -> None:
+        """Waits for the reductions under way."""
+        self._settle()
+        for progress in self._progress:
+            if progress.reduction is not None:
+                progress.reduction.wait()
+
     def reset(self) -> None:
         """Discards the gradients of an unfinished step.
 

@@ -15,8 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.outer.http.values import dump_json
 from engine.outer.messages import PushState, StoreRefusedError
+from engine.web.json_text import dump_json
 
 RANGE = 4 << 20
 """Bytes of a range."""

@@ -30,8 +30,9 @@ from engine.outer.http.bodies import (
     tensor_from,
 )
 from engine.outer.http.requests import ARRIVED, PULL, ArrivedCall, authorization
-from engine.outer.http.values import dump_json, from_json, parse_json
+from engine.outer.http.values import from_json
 from engine.outer.messages import PushState, StoreRefusedError
+from engine.web.json_text import dump_json, parse_json
 
 try:
     import httpx

@@ -38,9 +38,10 @@ from engine.outer.http.bodies import (
     digest,
     tensor_from,
 )
-from engine.outer.http.values import dump_json, from_json, parse_json
+from engine.outer.http.values import from_json
 from engine.outer.messages import JoinReply, Offer, PushState, StoreRefusedError
 from engine.outer.store.store import DISK_FULL, Store
+from engine.web.json_text import dump_json, parse_json
 
 MESSAGE_BYTES = 64 << 20
 """Maximum bytes of a request without a range."""

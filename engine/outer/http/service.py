@@ -1,35 +1,32 @@
 """Process of a store: its socket, its signals and its end."""
 
-import asyncio
-import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from ipaddress import ip_address
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from threading import Thread
-from typing import Any, cast
 from urllib.parse import urlsplit
 
 from engine.config import Config
 from engine.config.outer_section import OuterConfig, shared_settings
-from engine.errors import LaunchError, first_line
+from engine.errors import LaunchError
 from engine.outer.fragments import Fragment
 from engine.outer.http.open_link import read_token
 from engine.outer.store.store import Store
+from engine.web.sockets import is_loopback, listen
 
 try:
     import starlette  # noqa: F401
-    import uvicorn
 
     from engine.outer.http.line import HttpLink
     from engine.outer.http.server import StoreServer
+    from engine.web.hosted import HostedApplication, run_in_thread, run_until_signal
 except ImportError as error:
     raise LaunchError(
         f"a store serves by starlette and uvicorn, but {error.name} is not installed; run: pip install 'trine[outer]'."
     ) from error
 
-_GRACE_SECONDS, _IDLE_SECONDS = 3, 60
+SERVER = "the store"
+"""Name of the server in errors."""
 
 
 def check_host(host: str, token: str) -> None:
@@ -45,56 +42,12 @@ def check_host(host: str, token: str) -> None:
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Returns True if only this host reaches the address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket at an address; port 0 is any free one.
-
-    Raises:
-        LaunchError: the address is in use, or not one of this host.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        raise LaunchError(
-            f"the store cannot listen at {host} port {port} ({first_line(error)}); give an address of this host with "
-            "--host, and a free port with --port."
-        ) from error
-    # asyncio sets it only on sockets with an explicit protocol; without it, each reply waits 40 ms for a delayed ACK
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
-
-
-def address_of(listening: socket.socket) -> str:
-    """Returns the address at which sites reach a socket."""
-    host, port = listening.getsockname()[:2]
-    if ip_address(host).is_unspecified:
-        host = socket.gethostname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class StoreService:
+class StoreService(HostedApplication):
     """HTTP server of a store on a socket."""
 
     def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
-        self._application, self._listening = StoreServer(store, token), listening
-        self._server = _Server(
-            uvicorn.Config(
-                cast(Any, self._application),  # ASGI applications have loose types
-                log_level="warning",
-                access_log=False,
-                ws="none",
-                timeout_keep_alive=_IDLE_SECONDS,
-                timeout_graceful_shutdown=_GRACE_SECONDS,
-            )
-        )
+        self._application = StoreServer(store, token)
+        super().__init__(self._application, listening)
         self._application.on_failure = self.stop
 
     async def run(self) -> None:
@@ -103,63 +56,23 @@ class StoreService:
         Raises:
             Exception: the error that has ended the store's ticks.
         """
-        await self._server.serve([self._listening])
+        await super().run()
         if self._application.failure is not None:
             raise self._application.failure
-
-    def stop(self) -> None:
-        """Ends the server; call it in the thread of its event loop."""
-        self._server.should_exit = True
 
 
 def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
     """Serves a store until SIGTERM or SIGINT."""
-
-    async def run() -> None:
-        service = StoreService(store, token, listening)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, service.stop)
-        ready()
-        await service.run()
-
-    asyncio.run(run())
+    run_until_signal(StoreService(store, token, listening), ready)
 
 
-class _Server(uvicorn.Server):
-    """Server without signal handlers of its own, which would end the process by the signal."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves the signals to ``serve``."""
-        yield
-
-
-@contextmanager
-def serving(store: Store, token: str, listening: socket.socket) -> Iterator[None]:
+def serving(store: Store, token: str, listening: socket.socket) -> AbstractContextManager[None]:
     """Serves a store in a thread of this process until the block ends.
 
     Raises:
         Exception: the error that has ended the store's ticks.
     """
-    service, loop = StoreService(store, token, listening), asyncio.new_event_loop()
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(service.run())
-        except BaseException as error:
-            failures.append(error)
-
-    thread = Thread(target=run, name="trine-outer-store", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(service.stop)
-        thread.join()
-        loop.close()
-    if failures:
-        raise failures[0]
+    return run_in_thread(StoreService(store, token, listening), "trine-outer-store")
 
 
 class HostedLink(HttpLink):
@@ -176,7 +89,7 @@ class HostedLink(HttpLink):
         settings = shared_settings(outer, config.optimizer, config.gradient_clipping)
         folder = Path(outer.folder) if outer.folder is not None else None
         self._served = ExitStack()
-        listening = self._served.enter_context(listen(host, address.port or 80))
+        listening = self._served.enter_context(listen(host, address.port or 80, SERVER))
         store = Store(settings, folder, snapshot_every=outer.snapshot_every)
         self._served.enter_context(serving(store, token, listening))
         super().__init__(outer.urls, fragments, token)

@@ -1,7 +1,5 @@
 """Messages as JSON values, read strictly into their dataclasses: no field is missing, unknown or of another type."""
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -11,48 +9,12 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from engine.checkpoint.format.pieces import Piece
-from engine.checkpoint.format.strict_json import decode_json
 
 _LARGEST = 2**62
 """Bound of integers, so that sums and products of two of them cause no surprise in int64."""
 _DIMS = 16
 _NOT_FINITE = ("nan", "inf", "-inf")
 T = TypeVar("T")
-
-
-def _to_json(value: Any) -> Any:
-    """Returns a message as JSON values; a float that is not finite becomes text."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _to_json(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(entry) for key, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return [_to_json(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def dump_json(value: Any) -> bytes:
-    """Returns a message as JSON text."""
-    return json.dumps(_to_json(value), separators=(",", ":"), allow_nan=False).encode()
-
-
-def parse_json(data: bytes | bytearray) -> dict[str, Any]:
-    """Returns the JSON object in ``data``.
-
-    Raises:
-        ValueError: it is not one, or a key occurs twice in it.
-    """
-    try:
-        value = decode_json(data)
-    except RecursionError:
-        raise ValueError("its JSON is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError("its JSON is not an object")
-    return value
 
 
 def from_json(kind: type[T], value: Any, at: str, least: int = 0) -> T:

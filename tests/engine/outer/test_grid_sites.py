@@ -16,6 +16,7 @@ from engine.models.decoder import loss_sum
 from engine.outer.http import service
 from engine.outer.site import OuterLoop
 from engine.outer.store.store import Store
+from engine.web.sockets import address_of, listen
 from tests import models
 from tests.engine.outer.thread_sites import (
     ADAMW,
@@ -51,8 +52,8 @@ CP2: dict[str, Any] = {"parallel": {"context": 2}}
 @contextmanager
 def served(store: Store) -> Iterator[str]:
     """Serves a store on a free port of this host; yields its address."""
-    with service.listen("127.0.0.1", 0) as listening, service.serving(store, "", listening):
-        yield service.address_of(listening)
+    with listen("127.0.0.1", 0, service.SERVER) as listening, service.serving(store, "", listening):
+        yield address_of(listening)
 
 
 def train_site(

@@ -136,7 +136,7 @@ def test_a_step_tells_of_a_rank_that_has_ended_from_one_that_is_late(ended: tupl
     memory = SharedBytes(parts=(own, own), index=0, close=lambda: None)
     buffer = SymmetricBuffer(memory, sizes, 1.0, peers=(8, 9))
     comm = Comm(Grid(), RecordingBackend(Grid()))
-    comm._symmetric.append(buffer)
+    comm._symmetric["tp", buffer.sizes] = buffer
     comm.check_kernels()
     buffer.mailbox.status[0] = 5 << 32 | 1 << 24 | 7
     buffer._ended[:] = torch.tensor(ended)

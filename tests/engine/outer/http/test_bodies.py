@@ -4,7 +4,7 @@ import pytest
 
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.outer.http.bodies import Arrived, BodyKey, BodyRange, DamagedBodyError, Uploads, digest
-from engine.outer.http.values import dump_json, from_json, parse_json
+from engine.outer.http.values import from_json
 from engine.outer.messages import (
     JoinRequest,
     NamedPiece,
@@ -16,6 +16,7 @@ from engine.outer.messages import (
     RankLayout,
     StoreStatus,
 )
+from engine.web.json_text import dump_json, parse_json
 
 KEY = BodyKey(life=3, rank=1, fragment=0, seq=5)
 DATA = bytes(range(10))

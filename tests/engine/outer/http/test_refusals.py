@@ -15,9 +15,9 @@ import torch
 from engine.errors import ConfigError
 from engine.outer.http import requests as wire
 from engine.outer.http.bodies import HEAD_BYTES, RANGE, BodyRange, digest, frame
-from engine.outer.http.values import dump_json, parse_json
 from engine.outer.messages import PushKey, PushShare
 from engine.outer.store.store import Store
+from engine.web.json_text import dump_json, parse_json
 from tests.engine.outer.http.served import (
     ELEMENTS,
     TENSORS,

@@ -25,6 +25,7 @@ from engine.outer.http.bodies import RANGE
 from engine.outer.http.line import HttpLink
 from engine.outer.messages import PushShare
 from engine.outer.store.store import Store
+from engine.web.sockets import address_of, listen
 from tests.engine.outer.http.served import (
     ELEMENTS,
     body_of,
@@ -38,11 +39,11 @@ from tests.engine.outer.http.served import (
 @contextmanager
 def running(store: Store, token: str = "") -> Iterator[tuple[str, service.StoreService]]:
     """Serves a store on a free port of this host, in a thread."""
-    listening = service.listen("127.0.0.1", 0)
+    listening = listen("127.0.0.1", 0, service.SERVER)
     served = service.StoreService(store, token, listening)
     loop = asyncio.new_event_loop()
     thread = Thread(target=lambda: loop.run_until_complete(served.run()))
-    address = service.address_of(listening)
+    address = address_of(listening)
     thread.start()
     try:
         yield address, served
@@ -84,7 +85,7 @@ def test_a_site_trains_over_a_socket_and_half_a_body_leaves_no_trace() -> None:
 
 
 def test_replies_do_not_wait_for_delayed_acknowledgements() -> None:
-    with service.listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()[:2]):
+    with listen("127.0.0.1", 0, service.SERVER) as listening, socket.create_connection(listening.getsockname()[:2]):
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -104,8 +105,8 @@ def test_this_host_needs_none(host: str) -> None:
 
 def test_a_port_in_use_is_a_sentence() -> None:
     words = r"cannot listen at 127\.0\.0\.1 port .*; give an address"
-    with service.listen("127.0.0.1", 0) as taken, pytest.raises(LaunchError, match=words):
-        service.listen("127.0.0.1", taken.getsockname()[1])
+    with listen("127.0.0.1", 0, service.SERVER) as taken, pytest.raises(LaunchError, match=words):
+        listen("127.0.0.1", taken.getsockname()[1], service.SERVER)
 
 
 TRAINING: dict[str, Any] = {
@@ -140,8 +141,8 @@ def test_status_of_an_absent_store_is_a_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.outer.http.line._STATUS_SECONDS", 0.1)
-    with service.listen("127.0.0.1", 0) as taken:
-        address = service.address_of(taken)
+    with listen("127.0.0.1", 0, service.SERVER) as taken:
+        address = address_of(taken)
     assert main(["outer", "status", address]) == 1
     assert f"the store {address} does not answer" in capsys.readouterr().err
     assert main(["outer", "status"]) == 1 and "0 arguments; give the address" in capsys.readouterr().err
@@ -178,8 +179,8 @@ def test_a_replay_compares_all_merges(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_an_address_of_all_networks_has_the_name_of_the_host() -> None:
-    with service.listen("0.0.0.0", 0) as listening:
-        assert service.address_of(listening).startswith(f"http://{socket.gethostname()}:")
+    with listen("0.0.0.0", 0, service.SERVER) as listening:
+        assert address_of(listening).startswith(f"http://{socket.gethostname()}:")
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

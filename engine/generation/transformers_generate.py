@@ -1,7 +1,8 @@
-"""Text generation with the sharded model: Hugging Face's ``generate``, with predictions of the engine as its forwards.
+"""Hugging Face's ``generate`` with the sharded model: its forwards are the engine's.
 
 generate   runs on a shallow copy of the model with another forward
-  forward    -> StepRunner.predict: every grid, full logits on every rank of a replica
+  forward    -> GenerationForwards.run with the cache that ``generate`` made; each stage keeps that of its layers
+             -> without a cache StepRunner.predict: full logits of the whole sequence on every rank of a replica
   encoder    -> hands its tokens on to forward, which runs encoder and decoder
 data ranks end at different lengths: a finished rank joins the forwards of the others until all are finished
 """
@@ -16,56 +17,70 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.generation.caches import StageCaches, is_transformers_generator
+from engine.generation.forwards import GenerationForwards
+from engine.generation.steps import base_model, usable_protocol
 from engine.parallel.comm.agreement import take_from
-from engine.parallel.comm.comm import Comm
 from engine.parallel.model.rng_streams import generators_of
 from engine.step.runner import StepRunner
+from engine.step.runtime import RankRuntime
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 class Generation:
-    """Call of Hugging Face's ``generate`` on one rank, with the engine's ``predict`` as the model's forward."""
+    """Call of Hugging Face's ``generate`` on one rank, with the engine's forwards as the model's forward.
 
-    def __init__(self, model: nn.Module, runner: StepRunner, comm: Comm, device: torch.device) -> None:
-        self._model, self._runner, self._comm, self._device = model, runner, comm, device
+    ``notes``: notes that were logged once; receives new ones.
+    """
+
+    def __init__(self, model: nn.Module, runner: StepRunner, runtime: RankRuntime, notes: set[str]) -> None:
+        self._model, self._runner, self._runtime, self._notes = base_model(model), runner, runtime, notes
+        self._comm, self._device = runtime.comm, runtime.program.device
         self._last: dict[str, Tensor] = {}
-        """The batch of the last forward."""
+        """The batch of the last forward without a cache."""
 
     def run(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
         """Returns the result of Hugging Face's ``generate`` for this data rank's token ids ``inputs``. Collective over
         the world.
         """
-        self._check(inputs, options)
         self._draw_alike()
-        model = self._generating
-        shell: Any = _shell(model, self._forward)
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if self._caches(options):
+            forwards = GenerationForwards(self._runtime)
+            mask = options.get("attention_mask")
+            with forwards.opened((inputs, mask) if isinstance(mask, Tensor) else (inputs,)):
+                cached = _CachedForward(forwards)
+                return self._generate(_shell(self._model, cached.forward), inputs, options)
+        shell: Any = _shell(self._model, self._forward)
+        if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
             object.__setattr__(shell, "get_encoder", lambda *_, **__: _PassedOn())
-        result = shell.generate(inputs.to(self._device), **_without_cache(options))
+        result = self._generate(shell, inputs, _without_cache(options))
         while self._runner.accompany(self._last):
             pass
         return result
 
-    @property
-    def _generating(self) -> nn.Module:
-        """The model that runs ``generate``: of a ``PeftModel`` the one with its adapters."""
-        found: Any = getattr(self._model, "get_base_model", None)
-        return found() if callable(found) else self._model
+    def _generate(self, shell: Any, inputs: Tensor, options: Mapping[str, Any]) -> Any:
+        return shell.generate(inputs.to(self._device), **options)
 
-    def _check(self, inputs: object, options: Mapping[str, Any]) -> None:
-        kind = type(self._generating).__name__
-        if not any(base.__name__ == "GenerationMixin" for base in type(self._generating).__mro__):
+    def check(self, inputs: object) -> None:
+        """Raises if the model does not generate, or ``inputs`` are no token ids. Communicates nothing."""
+        if not is_transformers_generator(self._model):
             raise EngineError(
-                f"generate: the model is a {kind}, not a Hugging Face model that generates; call eng.predict(batch) "
-                "for the logits of each step."
+                f"generate: the model is a {type(self._model).__name__}, not a Hugging Face model that generates; pass "
+                "sampling=SamplingOptions(...), or call eng.predict(batch) for the logits of each step."
             )
         if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not inputs.numel() or inputs.is_floating_point():
             shape = f" of shape {tuple(inputs.shape)}, {inputs.dtype}" if isinstance(inputs, Tensor) else ""
             given = f"a {type(inputs).__name__}{shape}"
             raise EngineError(f"generate was given {given}; give the token ids of the prompts, [rows, tokens].")
-        if options.get("use_cache"):
-            raise EngineError("generate(use_cache=True): this engine caches no keys and values; leave use_cache out.")
+
+    def _caches(self, options: Mapping[str, Any]) -> bool:
+        """Returns True if forwards have a cache: the model takes one, each rank has one stage, and nothing forbids it."""
+        config = options.get("generation_config") or getattr(self._model, "generation_config", None)
+        asked = options.get("use_cache", getattr(config, "use_cache", None))
+        if asked is False or len(self._runtime.plan.schedule.stages_of_rank[0]) > 1:
+            return False
+        return usable_protocol(self._model, self._runtime, self._notes) is not None
 
     def _draw_alike(self) -> None:
         """Gives the ranks of a replica the random state of its first one, so that all sample the same tokens."""
@@ -85,6 +100,34 @@ class Generation:
             given["input_ids"] = passed[0].squeeze(-1)
         self._last = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
         return self._runner.predict(self._last, together=True)
+
+
+class _CachedForward:
+    """Forward of the model in a ``generate`` that passes a cache."""
+
+    def __init__(self, forwards: GenerationForwards) -> None:
+        self._forwards = forwards
+        self._caches: StageCaches | None = None
+
+    def forward(self, **given: Any) -> Any:
+        """Returns the model's output, with the cache that was passed."""
+        name = next((name for name in ("past_key_values", "cache_params") if given.get(name) is not None), None)
+        if name is not None and (self._caches is None or self._caches.shown() is not given[name]):
+            self._caches = StageCaches(name, given[name])
+        caches = self._caches if name is not None else None
+        arguments = {key: value for key, value in given.items() if value is not None and key != name}
+        output = self._forwards.run(arguments, caches, _without_caches, everywhere=True)
+        if name is not None:
+            output[name] = given[name]
+        return output
+
+
+def _without_caches(output: Any) -> Any:
+    """Returns the output without its cache, which stays on this stage."""
+    for name in ("past_key_values", "cache_params"):
+        if name in output:
+            output[name] = None
+    return output
 
 
 def _without_cache(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""Generation of one engine: prompts or requests in, tokens or completions out, equal on the ranks of each replica."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.generation.requests import Completions, RequestBatch
+from engine.generation.sampling import Completion, GenerationRequest, SamplingOptions
+from engine.generation.steps import base_model, left_padded
+from engine.generation.transformers_generate import Generation
+from engine.parallel.comm.agreement import gather_from_all
+from engine.step.failed_ranks import note_failure
+from engine.step.runner import StepRunner
+from engine.step.runtime import RankRuntime
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """Tokens with their log-probabilities."""
+
+    tokens: Tensor
+    """Prompts, padded on the left, and their completions, padded on the right: int64 [rows * samples, tokens]."""
+    completions: list[Completion]
+    """Completion of each row of ``tokens``."""
+
+
+class TextGenerator:
+    """Generator of text with the weights of one engine; all calls are collective over the world."""
+
+    def __init__(self, model: nn.Module, runtime: RankRuntime, runner: StepRunner) -> None:
+        self._model, self._runtime, self._runner = model, runtime, runner
+        self._notes: set[str] = set()
+
+    def by_transformers(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
+        """Returns the result of the model's own ``generate``; see :meth:`engine.Engine.generate`."""
+        generation = Generation(self._model, self._runner, self._runtime, self._notes)
+        generation.check(inputs)
+        with self._noting_failures():
+            return generation.run(inputs, options)
+
+    def sampled(
+        self, inputs: Tensor | Sequence[Sequence[int]], sampling: SamplingOptions | Sequence[SamplingOptions],
+        mask: Tensor | None,
+    ) -> Tensor | GeneratedText:  # fmt: skip
+        """Returns tokens, or :class:`GeneratedText` if any row asks for log-probabilities; see
+        :meth:`engine.Engine.generate`.
+        """
+        prompts = _prompts(inputs, mask)
+        if not isinstance(sampling, SamplingOptions) and len(sampling) != len(prompts):
+            raise EngineError(
+                f"generate was given {len(sampling)} SamplingOptions for {len(prompts)} prompts; give one for each "
+                "prompt, or one for all."
+            )
+        if isinstance(sampling, SamplingOptions):
+            requests = [
+                GenerationRequest(tokens=prompt, sampling=sampling, stream=stream)
+                for stream, prompt in enumerate(prompts, self._first_row(len(prompts)))
+            ]
+        else:
+            pairs = zip(prompts, sampling, strict=True)
+            requests = [GenerationRequest(tokens=prompt, sampling=options) for prompt, options in pairs]
+        made = self.complete(requests)
+        rows = [(request, each) for request, found in zip(requests, made, strict=True) for each in found]
+        tokens = self._joined([request.tokens for request, _ in rows], [each.tokens for _, each in rows])
+        asked = any(r.sampling.logprobs is not None or r.sampling.prompt_logprobs for r in requests)
+        return GeneratedText(tokens, [each for _, each in rows]) if asked else tokens
+
+    def complete(self, requests: Sequence[GenerationRequest]) -> Completions:
+        """Returns the completions of each request, which run as one batch.
+
+        Options may differ between requests. A result depends on the request alone, except for rounding: other requests
+        change the shapes of products. All ranks of a replica pass equal requests; data ranks pass their own.
+
+        Raises:
+            EngineError: there is no request, or a prompt is empty.
+        """
+        batch = RequestBatch(requests, self._pad, self._ends)
+        with self._noting_failures():
+            return batch.complete(self._model, self._runtime, self._runner, self._notes)
+
+    @property
+    def _ends(self) -> list[int]:
+        """Tokens that end a completion: ``eos_token_id`` of the model's ``generation_config``."""
+        found = getattr(getattr(base_model(self._model), "generation_config", None), "eos_token_id", None)
+        return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+    @property
+    def _pad(self) -> int:
+        found = getattr(getattr(base_model(self._model), "generation_config", None), "pad_token_id", None)
+        return found if found is not None else next(iter(self._ends), 0)
+
+    def _first_row(self, rows: int) -> int:
+        """Returns the global index of this data rank's first row; 8 bytes a rank over the axis of rows."""
+        grid = self._runtime.comm.grid
+        if grid.row_ranks == 1:
+            return 0
+        mine, device = torch.tensor([rows]), self._runtime.program.device
+        counts = gather_from_all(mine, self._runtime.comm, device, "generate", grid.rows).flatten().tolist()
+        return sum(counts[: grid.row_rank])
+
+    def _joined(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> Tensor:
+        longest, device = max(map(len, completions)), self._runtime.program.device
+        given, _ = left_padded(prompts, self._pad, device)
+        rows = [[*tokens, *[self._pad] * (longest - len(tokens))] for tokens in completions]
+        return torch.cat([given, torch.tensor(rows, device=device)], dim=-1)
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """Opens a call in which a rank that fails leaves others waiting; each raises the error of the first."""
+        runtime = self._runtime
+        issued = runtime.comm.issued
+        try:
+            yield
+        except BaseException as error:
+            alike = runtime.pipeline is None or runtime.comm.issued <= issued + 1
+            if runtime.communicates and (told := note_failure("generate", error, runtime.comm, alike)) is not None:
+                raise told from error
+            raise
+
+
+def _prompts(inputs: Tensor | Sequence[Sequence[int]], mask: Tensor | None) -> list[list[int]]:
+    """Returns the tokens of each prompt without padding."""
+    if not isinstance(inputs, Tensor):
+        return [list(map(int, prompt)) for prompt in inputs]
+    if inputs.ndim != 2 or inputs.is_floating_point():
+        raise EngineError(
+            f"generate was given a Tensor of shape {tuple(inputs.shape)}, {inputs.dtype}; give the token ids of the "
+            "prompts, [rows, tokens]."
+        )
+    if mask is None:
+        return inputs.tolist()  # type: ignore[no-any-return]
+    if mask.shape != inputs.shape:
+        raise EngineError(
+            f"generate was given an attention_mask of shape {tuple(mask.shape)} for prompts of shape "
+            f"{tuple(inputs.shape)}; give a mask with one entry for each token."
+        )
+    return [row[seen.bool()].tolist() for row, seen in zip(inputs, mask, strict=True)]

@@ -1,0 +1,194 @@
+"""Options of sampling, and the choice of tokens from logits; pure functions on local tensors.
+
+logits -> divided by temperature -> the top_k largest -> the smallest set with probability top_p -> one uniform number
+
+The uniform number of a token is a hash of (seed, stream, sample, position), so that a token depends neither on the
+grid nor on other rows of the batch. Shape suffixes: R rows, V vocabulary, K alternatives, L positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.errors import EngineError
+from engine.parallel.model.rng_streams import derive_seed
+
+_SEEDS = 2.0**63
+"""Number of seeds that ``derive_seed`` returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Options of the tokens that follow one prompt.
+
+    Raises:
+        EngineError: an option is outside its range.
+    """
+
+    max_new_tokens: int = 32
+    temperature: float = 1.0
+    """Divisor of the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Number of likeliest tokens to draw from; 0: all. Tokens that tie with the last one stay."""
+    top_p: float = 1.0
+    """Probability of the smallest set of likeliest tokens to draw from, after ``top_k``."""
+    seed: int = 0
+    stop: Sequence[int | Sequence[int]] | None = None
+    """Tokens, or sequences of tokens, that end a completion, which includes them; None: the model's ``eos_token_id``."""
+    samples: int = 1
+    """Number of completions of the prompt."""
+    logprobs: int | None = None
+    """Number of likeliest tokens with log-probabilities at each position, next to the drawn one; None: none at all."""
+    prompt_logprobs: bool = False
+    """True: returns log-probabilities of the prompt's tokens."""
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "finite and not negative"),
+            ("top_k", self.top_k, self.top_k >= 0, "not negative"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("seed", self.seed, -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("samples", self.samples, self.samples >= 1, "at least 1"),
+            ("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, "None or not negative"),
+        )
+        for name, value, holds, rule in rules:
+            if not holds:
+                raise EngineError(f"SamplingOptions was given {name} {value}, but {name} must be {rule}; change it.")
+        if any(not isinstance(end, int) and not len(end) for end in self.stop or ()):
+            raise EngineError("SamplingOptions was given an empty stop sequence; give at least one token for each.")
+
+    def ends(self, default: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Returns the stop sequences; ``default``: tokens that end a completion if ``stop`` is None."""
+        return tuple(
+            (end,) if isinstance(end, int) else tuple(end) for end in (default if self.stop is None else self.stop)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Prompt with its own sampling options."""
+
+    tokens: Sequence[int]
+    """Token ids of the prompt, without padding."""
+    sampling: SamplingOptions
+    stream: int = 0
+    """Number of the random stream below the seed; equal requests with different streams draw different tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Tokens that follow a prompt, with the reason of their end."""
+
+    tokens: list[int]
+    end: Literal["stop", "length"]
+    """Reason of the end: a stop sequence, or ``max_new_tokens``."""
+    logprobs: list[float] | None = None
+    """Natural log-probability of each token under the model, before temperature, ``top_k`` and ``top_p``."""
+    alternatives: list[list[tuple[int, float]]] | None = None
+    """Likeliest tokens of each position with their log-probabilities, the likeliest first."""
+    prompt_logprobs: list[float] | None = None
+    """Log-probability of each token of the prompt after the ones before it; the first is NaN."""
+
+
+class RowOptions(NamedTuple):
+    """Sampling options of the rows of a batch, as tensors on the device of the logits."""
+
+    temperature_R: Tensor
+    top_k_R: Tensor
+    top_p_R: Tensor
+    draws: bool
+    """True if any row has a temperature above 0."""
+    filters: tuple[bool, bool]
+    """True if any row has a ``top_k``; True if any row has a ``top_p`` below 1."""
+
+    @staticmethod
+    def of(options: Sequence[SamplingOptions], device: torch.device) -> "RowOptions":
+        """Returns the options of each row of a batch."""
+        drawn = [each for each in options if each.temperature > 0]
+        return RowOptions(
+            torch.tensor([each.temperature for each in options], dtype=torch.float64, device=device),
+            torch.tensor([each.top_k for each in options], device=device),
+            torch.tensor([each.top_p for each in options], dtype=torch.float64, device=device),
+            bool(drawn),
+            (any(each.top_k for each in drawn), any(each.top_p < 1 for each in drawn)),
+        )
+
+
+def uniform(seed: int, stream: int, sample: int, position: int) -> float:
+    """Returns the number in [0, 1) that draws the token at ``position`` of a sequence, the prompt included."""
+    return derive_seed(seed, stream, sample, position) / _SEEDS
+
+
+def draw(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[float]) -> Tensor:
+    """Returns the drawn tokens, int64 [R], from logits of any float dtype; ties of a greedy row: the lowest token.
+
+    Sums of probabilities are fp64 in the order of the vocabulary, so that a drawn token changes only where another grid
+    rounds logits across a boundary.
+    """
+    logits_RV = logits_RV.float()
+    likeliest_R = logits_RV.argmax(dim=-1)
+    if not options.draws:
+        return likeliest_R
+    greedy_R = options.temperature_R == 0
+    # the largest logit is subtracted before the division, because a tiny temperature would make it infinite
+    scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)).double()
+    scaled_RV /= torch.where(greedy_R, 1.0, options.temperature_R).unsqueeze(-1)
+    if options.filters[0]:
+        scaled_RV = keep_largest(scaled_RV, options.top_k_R)
+    chances_RV = scaled_RV.softmax(dim=-1)
+    if options.filters[1]:
+        chances_RV = keep_nucleus(chances_RV, options.top_p_R)
+    sums_RV = chances_RV.cumsum(dim=-1)
+    targets_R = torch.tensor(uniform_R, dtype=torch.float64, device=logits_RV.device) * sums_RV[:, -1]
+    drawn_R = torch.searchsorted(sums_RV, targets_R.unsqueeze(-1), right=True).squeeze(-1)
+    # a product that rounds up to the last sum would fall behind the last token with a probability
+    last_R = chances_RV.shape[-1] - 1 - (chances_RV > 0).flip(-1).int().argmax(dim=-1)
+    return torch.where(greedy_R, likeliest_R, torch.minimum(drawn_R, last_R))
+
+
+def keep_largest(scores_RV: Tensor, top_k_R: Tensor) -> Tensor:
+    """Returns the scores with -inf below the ``top_k``-th largest of each row; 0 keeps all."""
+    counts_R = torch.where(top_k_R == 0, scores_RV.shape[-1], top_k_R).clamp(max=scores_RV.shape[-1])
+    largest = int(torch.where(top_k_R == 0, 1, counts_R).max())
+    ordered_RK = scores_RV.topk(largest, dim=-1).values
+    bounds_R1 = ordered_RK.gather(-1, (counts_R - 1).clamp(max=largest - 1).unsqueeze(-1))
+    bounds_R1 = bounds_R1.masked_fill((top_k_R == 0).unsqueeze(-1), -torch.inf)
+    return scores_RV.masked_fill(scores_RV < bounds_R1, -torch.inf)
+
+
+def keep_nucleus(chances_RV: Tensor, top_p_R: Tensor) -> Tensor:
+    """Returns the probabilities with 0 outside of the smallest set of likeliest tokens with ``top_p`` (Holtzman et al.
+    2020, "The Curious Case of Neural Text Degeneration", section 3.1); 1 keeps all.
+    """
+    ordered_RV, places_RV = chances_RV.sort(dim=-1, descending=True, stable=True)
+    before_RV = ordered_RV.cumsum(dim=-1) - ordered_RV
+    top_p_R1 = top_p_R.unsqueeze(-1)
+    outside_RV = (before_RV >= top_p_R1) & (top_p_R1 < 1)
+    return chances_RV.masked_fill(torch.zeros_like(outside_RV).scatter_(-1, places_RV, outside_RV), 0.0)
+
+
+def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, alternatives: int) -> Tensor:
+    """Returns fp64 [R, 1 + 2K]: the log-probability of each of ``tokens_R``, then of the K ``alternatives`` likeliest
+    tokens, then these tokens. The softmax is fp32; a vocabulary below K is filled with token 0 at -inf.
+    """
+    logprobs_RV = logits_RV.float().log_softmax(dim=-1)
+    likeliest_RK, tokens_RK = logprobs_RV.topk(min(alternatives, logprobs_RV.shape[-1]), dim=-1)
+    fill = (0, alternatives - likeliest_RK.shape[-1])
+    parts = (
+        logprobs_RV.gather(-1, tokens_R.unsqueeze(-1)),
+        functional.pad(likeliest_RK, fill, value=-torch.inf),
+        functional.pad(tokens_RK, fill),
+    )
+    return torch.cat([part.double() for part in parts], dim=-1)
+
+
+def sequence_logprobs(logits_LV: Tensor, tokens_L: Tensor) -> Tensor:
+    """Returns fp32 [L]: the log-probability of each token after the ones before it; NaN for the first."""
+    logprobs_LV = logits_LV[:-1].float().log_softmax(dim=-1)
+    rest_L = logprobs_LV.gather(-1, tokens_L[1:].unsqueeze(-1)).squeeze(-1)
+    return torch.cat([rest_L.new_full((1,), torch.nan), rest_L])

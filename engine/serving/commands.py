@@ -1,0 +1,355 @@
+"""Commands of the training service and their results: the only data that passes between HTTP, journal and ranks.
+
+HTTP thread of rank 0    parses a request into a command, and encodes a result for the client
+journal                  stores the encoded command before its future is answered
+command loop             sends the encoded command to all ranks, which run it in one order
+
+``encode`` and ``decode`` write a JSON header and raw little-endian arrays, never pickle.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """Sequence of a client's training data: token ids and the inputs of its loss."""
+
+    tokens: Array
+    """Token ids, int64 [n]."""
+    inputs: Mapping[str, Array]
+    """Inputs of the loss by name, such as target_tokens int64 [n] or [n, k] and weights fp32 [n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """Loss of a forward_backward: a built-in name, or "custom" with the id of an uploaded graph in ``options``."""
+
+    name: str
+    options: Mapping[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank adapter (LoRA) of a tenant."""
+
+    rank: int
+    seed: int = 0
+    attention: bool = True
+    perceptron: bool = True
+    unembedding: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParameters:
+    """Parameters of one AdamW update."""
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    max_norm: float = 0.0
+    """L2 norm to which the gradient is clipped; 0: no clipping."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """Parameters of the sequences that one request samples."""
+
+    samples: int = 1
+    max_tokens: int = 0
+    """Maximum number of new tokens of a sequence; 0: only log-probabilities of the prompt."""
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int = 0
+    stops: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that end a sample."""
+    prompt_logprobs: bool = False
+    top_prompt_logprobs: int = 0
+    top_sample_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModel:
+    """Creates a tenant: an adapter over the frozen base model, or a full copy that is trained."""
+
+    model: str
+    base: str
+    adapter: Adapter | None
+    """None: all parameters are trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """Computes the loss of each datum, and accumulates its gradient unless ``forward_only``."""
+
+    model: str
+    data: tuple[Datum, ...]
+    loss: LossCall
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep:
+    """Updates a tenant's weights with the accumulated gradient, and drops the gradient."""
+
+    model: str
+    adam: AdamParameters
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeights:
+    """Saves a tenant's weights, and its optimizer state if asked, under a name of the service."""
+
+    model: str
+    name: str
+    """Name below the service's folder, checked by the HTTP side: letters, digits, ".", "_", "-" and "/"."""
+    optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Loads saved weights, and the optimizer state if asked, into a tenant."""
+
+    model: str
+    name: str
+    optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DropWeights:
+    """Removes saved weights; names that do not exist are no error."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadModel:
+    """Removes a tenant."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class DefineLoss:
+    """Defines a loss by an uploaded graph of allowed operations."""
+
+    loss: str
+    inputs: tuple[str, ...]
+    graph: str
+    """Graph as JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Samples from a tenant's weights, from saved weights or from the base model."""
+
+    source: str
+    """Id of a tenant, name of saved weights, or empty: the base model."""
+    prompt: Array
+    """Token ids, int64 [n]."""
+    parameters: SamplingParameters
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTensors:
+    """Runs a model on a client's tensors, and retains the graph under ``ticket`` unless it is empty."""
+
+    model: str
+    tensors: Mapping[str, Array]
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTensors:
+    """Continues a backward with the gradients of a retained forward's outputs."""
+
+    model: str
+    ticket: str
+    gradients: Mapping[str, Array]
+    step: AdamParameters | None = None
+    """Update after the backward; None: gradients accumulate."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropTicket:
+    """Drops a retained graph."""
+
+    model: str
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallFunction:
+    """Calls a function of the server by name."""
+
+    name: str
+    tensors: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ends the command loop of every rank."""
+
+
+Command = (
+    CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | DropWeights | UnloadModel | DefineLoss
+    | Sample | ForwardTensors | BackwardTensors | DropTicket | CallFunction | Stop
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedOutput:
+    """Result of :class:`ForwardBackward`."""
+
+    outputs: tuple[Mapping[str, Array], ...]
+    """Outputs of each datum by name: logprobs fp32 of the shape of its target_tokens."""
+    metrics: Mapping[str, float]
+    """Metrics; a name ends in its reduction, such as "loss:sum"."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """Sampled sequence: drawn tokens and their log-probabilities."""
+
+    tokens: Array
+    """int32 [n]."""
+    logprobs: Array
+    """fp32 [n]."""
+    stopped: bool
+    """True if a stop sequence ended it, False if its length did."""
+    top_tokens: Array | None = None
+    """int32 [n, k]."""
+    top_logprobs: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledOutput:
+    """Result of :class:`Sample`."""
+
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: Array | None = None
+    """fp32 [n]; the first is NaN."""
+    top_prompt_tokens: Array | None = None
+    top_prompt_logprobs: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOutput:
+    """Result of :class:`ForwardTensors`, :class:`BackwardTensors` and :class:`CallFunction`: tensors by name."""
+
+    tensors: Mapping[str, Array]
+    version: int = 0
+    """Number of updates of the model's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Result of other commands: values by name."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Failed command: one sentence, and whose fault it is."""
+
+    error: str
+    category: str = "user"
+    """"user" or "server"."""
+
+
+Result = TrainedOutput | SampledOutput | TensorOutput | Done | Failure
+
+_TYPES: Final[Mapping[str, type]] = {
+    one.__name__: one
+    for one in (
+        Datum, LossCall, Adapter, AdamParameters, SamplingParameters, CreateModel, ForwardBackward, OptimStep,
+        SaveWeights, LoadWeights, DropWeights, UnloadModel, DefineLoss, Sample, ForwardTensors, BackwardTensors,
+        DropTicket, CallFunction, Stop, TrainedOutput, SampledSequence, SampledOutput, TensorOutput, Done, Failure,
+    )
+}  # fmt: skip
+_PRIMITIVE = (str, int, float, bool, type(None))
+
+
+def encode(value: Command | Result) -> bytes:
+    """Encodes a command or result: 8 bytes with the header's length, the JSON header, then the arrays' bytes."""
+    arrays: list[Array] = []
+    header = json.dumps(_pack(value, arrays), separators=(",", ":"), allow_nan=True).encode()
+    return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays)])
+
+
+def decode(data: bytes) -> Any:
+    """Decodes what ``encode`` has returned.
+
+    Raises:
+        ValueError: the bytes are no encoded command or result.
+    """
+    length = int.from_bytes(data[:8], "little")
+    try:
+        reader = _Reader(memoryview(data)[8 + length :])
+        return reader.unpack(json.loads(data[8 : 8 + length]))
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{len(data)} bytes are no command of the service: {error!r}") from error
+
+
+def array_bytes(value: Any) -> int:
+    """Returns the bytes of all arrays in a command or result."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(array_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(array_bytes, value))
+    if is_dataclass(value):
+        return sum(array_bytes(getattr(value, one.name)) for one in fields(value))
+    return 0
+
+
+def _pack(value: Any, arrays: list[Array]) -> Any:
+    if isinstance(value, _PRIMITIVE):
+        return value
+    if isinstance(value, np.ndarray):
+        arrays.append(np.ascontiguousarray(value))
+        return {"array": [value.dtype.str, list(value.shape)]}
+    if isinstance(value, Mapping):
+        return {"map": {str(name): _pack(one, arrays) for name, one in value.items()}}
+    if isinstance(value, tuple | list):
+        return {"tuple": [_pack(one, arrays) for one in value]}
+    if is_dataclass(value) and type(value).__name__ in _TYPES:
+        return {"is": type(value).__name__, "of": [_pack(getattr(value, one.name), arrays) for one in fields(value)]}
+    raise TypeError(f"{type(value).__name__} is no value of a command")
+
+
+class _Reader:
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def unpack(self, value: Any) -> Any:
+        if isinstance(value, _PRIMITIVE):
+            return value
+        if "is" in value:
+            return _TYPES[value["is"]](*[self.unpack(one) for one in value["of"]])
+        if "map" in value:
+            return {name: self.unpack(one) for name, one in value["map"].items()}
+        if "tuple" in value:
+            return tuple(self.unpack(one) for one in value["tuple"])
+        return self._array(*value["array"])
+
+    def _array(self, dtype: str, shape: list[int]) -> Array:
+        kind = np.dtype(dtype)
+        size = kind.itemsize * int(np.prod(shape, dtype=np.int64))
+        if kind.hasobject or self._at + size > len(self._data):
+            raise ValueError(f"an array {dtype} {shape} does not fit the {len(self._data)} bytes of the body")
+        taken = self._data[self._at : self._at + size]
+        self._at += size
+        return np.frombuffer(taken, kind).reshape(shape)

@@ -1,0 +1,93 @@
+"""Entries of the ledger: accepted commands, and the error of a refused request."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from engine.serving.commands import (
+    BackwardTensors,
+    Command,
+    Failure,
+    ForwardBackward,
+    ForwardTensors,
+    Result,
+    Sample,
+)
+
+INTERNAL = ""
+"""Session of entries that the service makes itself."""
+
+
+class RequestRefusedError(Exception):
+    """Error about a request that the service refuses: one sentence, the status of its reply, and when to repeat it."""
+
+    def __init__(self, sentence: str, status: int = 400, retry_seconds: int | None = None) -> None:
+        super().__init__(sentence)
+        self.status, self.retry_seconds = status, retry_seconds
+
+
+class EntryState(Enum):
+    """Place of a command between its request and its result."""
+
+    STORING = "is written to the journal"
+    HELD = "waits for an earlier number of its model"
+    QUEUED = "is queued"
+    RUNNING = "runs"
+    DONE = "is done"
+    FORGOTTEN = "has been fetched, and its result was removed"
+
+
+@dataclass(eq=False, slots=True)
+class FutureEntry:
+    """Accepted command with its future: the key is the future's id, so a repeated request finds the same future."""
+
+    key: str
+    session: str
+    command: Command | None
+    """None once the command is done, and for futures whose result a snapshot has."""
+    line: str | None = None
+    """Model whose numbered commands run in the order of their numbers; None: no number."""
+    number: int | None = None
+    route: str = ""
+    """Route of the request, by which the reply is made from the result."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values that the reply needs."""
+    digest: str = ""
+    state: EntryState = EntryState.STORING
+    result: Result | None = None
+    result_bytes: int = 0
+    is_fetched: bool = False
+    accepted: float = 0.0
+    """Time of the ledger's clock at which the request has come."""
+    cost: int = 1
+    """Tokens, three times those of a backward."""
+    stored: "Future[None]" = field(default_factory=Future)
+    """Done when the command is in the journal."""
+    listeners: list[Callable[[], None]] = field(default_factory=list)
+    """Functions that are called once, when the command is done; in the thread that has run it."""
+
+    @property
+    def is_sample(self) -> bool:
+        """True for commands that run after training, and that may be cancelled."""
+        return isinstance(self.command, Sample)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the command is done and has failed."""
+        return isinstance(self.result, Failure)
+
+
+def cost_of(command: Command) -> int:
+    """Returns the tokens that a command computes, times three for a backward; at least 1."""
+    match command:
+        case ForwardBackward():
+            return max(1, sum(len(datum.tokens) for datum in command.data) * (1 if command.forward_only else 3))
+        case Sample():
+            return max(1, len(command.prompt) + command.parameters.samples * command.parameters.max_tokens)
+        case ForwardTensors():
+            return max(1, max((one.size for one in command.tensors.values()), default=1))
+        case BackwardTensors():
+            return 2 * max(1, max((one.size for one in command.gradients.values()), default=1))
+    return 1

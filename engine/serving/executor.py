@@ -1,0 +1,266 @@
+"""Executor: runs every command of the service on this rank, with the engines of its tenants.
+
+Each rank has one; all run the same commands in one order, so the calls of the engines are collective. Errors of a
+client are results; they are raised before any communication, equal on all ranks.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from engine.engine import Engine
+from engine.errors import ConfigError, EngineError, first_line
+from engine.parallel.comm.agreement import take_from
+from engine.parallel.grid import Grid
+from engine.serving.commands import (
+    Adapter,
+    BackwardTensors,
+    CallFunction,
+    Command,
+    CreateModel,
+    DefineLoss,
+    Done,
+    DropTicket,
+    DropWeights,
+    Failure,
+    ForwardBackward,
+    ForwardTensors,
+    LoadWeights,
+    OptimStep,
+    Result,
+    Sample,
+    SaveWeights,
+    UnloadModel,
+)
+from engine.serving.loss_graph import LossGraph
+from engine.serving.losses import ServedError
+from engine.serving.sampling import sample
+from engine.serving.tensor_calls import Function, TensorCalls
+from engine.serving.training import Trainer
+
+logger = logging.getLogger("trine")
+
+ABOUT = "served.json"
+"""File beside saved weights that describes their tenant."""
+SAMPLERS = 4
+"""Number of saved weights that stay loaded for sampling."""
+_LOSSES = 1024
+"""Maximum number of uploaded losses."""
+
+
+class EnginePool(Protocol):
+    """Engines of tenants by id; all calls are collective."""
+
+    base: Engine
+    """Engine of the base model."""
+
+    def create(self, model_id: str, adapter: Adapter | None) -> Engine:
+        """Creates a tenant."""
+
+    def get(self, model_id: str) -> Engine:
+        """Returns a tenant's engine, with its state on the device."""
+
+    def drop(self, model_id: str) -> None:
+        """Removes a tenant."""
+
+    def close(self) -> None:
+        """Closes all tenants."""
+
+
+class Executor:
+    """Tenants of the service on this rank.
+
+    Args:
+        pool: engines of the tenants and of their base.
+        folder: folder of saved weights, equal on all ranks.
+        functions: functions that clients call by name, each from tensors to tensors.
+    """
+
+    def __init__(self, pool: EnginePool, folder: Path, functions: Mapping[str, Function] | None = None) -> None:
+        self._pool, self._folder = pool, folder
+        self._trainers: dict[str, Trainer] = {}
+        self._adapters: dict[str, Adapter | None] = {}
+        self._graphs: dict[str, LossGraph] = {}
+        self._samplers: dict[str, None] = {}
+        """Ids of tenants that are saved weights for sampling, the least recently used first."""
+        self._spoilt: set[str] = set()
+        self._tensors = TensorCalls(functions or {})
+        self._runs: Final[Mapping[type, Callable[[Any], Result]]] = {
+            CreateModel: self._create,
+            ForwardBackward: lambda command: self._trainer(command.model).forward_backward(command),
+            OptimStep: lambda command: self._trainer(command.model).optim_step(command),
+            SaveWeights: self._save,
+            LoadWeights: self._load,
+            DropWeights: self._drop_weights,
+            UnloadModel: self._unload,
+            DefineLoss: self._define,
+            Sample: self._sample,
+            ForwardTensors: lambda command: self._tensors.forward(self._trainer(command.model), command),
+            BackwardTensors: lambda command: self._tensors.backward(self._trainer(command.model), command),
+            DropTicket: lambda command: self._tensors.drop(command),
+            CallFunction: lambda command: self._tensors.call(command),
+        }
+
+    @property
+    def grid(self) -> Grid:
+        """Grid of the ranks."""
+        return self._pool.base.grid
+
+    def adopt(self, model: str, engine: Engine) -> None:
+        """Adds an engine of the caller as a model."""
+        self._trainers[model], self._adapters[model] = Trainer(engine, self._graphs), None
+
+    def run(self, command: Command) -> Result:
+        """Runs a command; returns its result, or a failure."""
+        try:
+            return self._runs[type(command)](command)
+        except EngineError as error:  # a sentence about the request, or about this service
+            return Failure(str(error), "user")
+        except Exception as error:  # the other ranks have failed alike, or the loop finds out
+            logger.exception("%s failed", type(command).__name__)
+            return Failure(f"{type(command).__name__} failed: {first_line(error)}", "server")
+
+    def spoil(self, command: Command) -> None:
+        """Marks the model of a command that ended differently on different ranks as unusable until weights are
+        loaded.
+        """
+        if (model := getattr(command, "model", None)) is not None:
+            self._spoilt.add(model)
+
+    def close(self) -> None:
+        """Closes all tenants."""
+        self._trainers.clear()
+        self._pool.close()
+
+    # ------------------------------------------------------------------ tenants
+
+    def _trainer(self, model: str) -> Trainer:
+        if model in self._spoilt:
+            raise ServedError(f"model {model} failed on some ranks only; load saved weights into it.")
+        return self._resident(model)
+
+    def _resident(self, model: str) -> Trainer:
+        if model not in self._trainers:
+            raise ServedError(f"there is no model {model}; create it, or load saved weights as a new model.")
+        self._pool.get(model)
+        return self._trainers[model]
+
+    def _create(self, command: CreateModel) -> Done:
+        engine = self._made(command.model, command.adapter)
+        self._trainers[command.model] = Trainer(engine, self._graphs)
+        self._adapters[command.model] = command.adapter
+        return Done({"model": command.model})
+
+    def _unload(self, command: UnloadModel) -> Done:
+        self._resident(command.model)
+        self._tensors.forget(command.model)
+        self._pool.drop(command.model)
+        del self._trainers[command.model], self._adapters[command.model]
+        self._spoilt.discard(command.model)
+        return Done({"model": command.model})
+
+    def _save(self, command: SaveWeights) -> Done:
+        trainer = self._trainer(command.model)
+        engine, adapter = trainer.engine, self._adapters[command.model]
+        about = {"adapter": asdict(adapter) if adapter is not None else None, "version": trainer.version}
+        edition = torch.tensor([len(self._editions(command.name))], dtype=torch.int64, device=engine.device)
+        take_from(edition, engine.grid.rank == 0, engine.comm, "world", "edition of saved weights")
+        folder = self._folder / command.name / str(int(edition))
+        size = trainer.save(folder)
+        if engine.grid.rank == 0:  # the last file: without it, nothing was saved
+            (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        return Done({"name": command.name, "bytes": size, "version": trainer.version})
+
+    def _load(self, command: LoadWeights) -> Done:
+        trainer, adapter = self._resident(command.model), self._adapters[command.model]
+        saved, folder = self._saved(command.name)
+        if saved != adapter:
+            raise ServedError(
+                f"{command.name} was saved from {_worded(saved)} and the model has {_worded(adapter)}; load it into a "
+                "model of its own."
+            )
+        if not command.optimizer and trainer.version:  # a fresh optimizer
+            version = trainer.version
+            self._unload(UnloadModel(command.model))
+            self._create(CreateModel(command.model, "", adapter))
+            trainer = self._trainers[command.model]
+            trainer.version = version
+        trainer.load(folder, command.optimizer)
+        self._spoilt.discard(command.model)
+        return Done({"name": command.name, "version": trainer.version})
+
+    def _drop_weights(self, command: DropWeights) -> Done:
+        if self.grid.rank == 0:
+            shutil.rmtree(self._folder / command.name, ignore_errors=True)
+        return Done()
+
+    def _editions(self, name: str) -> list[Path]:
+        """Returns the folders saved under a name, the newest last."""
+        folder = self._folder / name
+        found = [one for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
+        return sorted(found, key=lambda one: int(one.name))
+
+    def _saved(self, name: str) -> tuple[Adapter | None, Path]:
+        """Returns the adapter and the folder of the newest weights saved under a name.
+
+        Raises:
+            ServedError: there are none.
+        """
+        complete = [folder for folder in self._editions(name) if (folder / ABOUT).is_file()]
+        if not complete:
+            raise ServedError(f"no weights are saved as {name}; save them first.")
+        about = json.loads((complete[-1] / ABOUT).read_text(encoding="utf-8"))
+        return Adapter(**about["adapter"]) if about["adapter"] is not None else None, complete[-1]
+
+    # ------------------------------------------------------------------ losses and samples
+
+    def _define(self, command: DefineLoss) -> Done:
+        if len(self._graphs) >= _LOSSES:
+            raise ServedError(f"{_LOSSES} custom losses exist, which is the limit; start another server.")
+        self._graphs[command.loss] = LossGraph(command.graph, command.inputs)
+        return Done({"loss": command.loss})
+
+    def _sample(self, command: Sample) -> Result:
+        if not command.source:
+            return sample(self._pool.base, command)
+        if command.source in self._trainers:
+            return sample(self._trainer(command.source).engine, command)
+        return sample(self._sampler(command.source), command)
+
+    def _sampler(self, name: str) -> Engine:
+        """Returns the engine of the newest weights saved under a name; the last :data:`SAMPLERS` stay loaded."""
+        adapter, folder = self._saved(name)
+        model = f"sampler/{folder.relative_to(self._folder)}"
+        if model in self._samplers:
+            del self._samplers[model]
+        else:
+            if len(self._samplers) >= SAMPLERS:
+                self._drop_sampler()
+            Trainer(self._made(model, adapter), {}).load(folder, optimizer=False)
+        self._samplers[model] = None
+        return self._pool.get(model)
+
+    def _made(self, model: str, adapter: Adapter | None) -> Engine:
+        """Creates a tenant; samplers give way to it if the pool is full."""
+        while True:
+            try:
+                return self._pool.create(model, adapter)
+            except ConfigError:
+                if not self._samplers:
+                    raise
+                self._drop_sampler()
+
+    def _drop_sampler(self) -> None:
+        oldest = next(iter(self._samplers))
+        del self._samplers[oldest]
+        self._pool.drop(oldest)
+
+
+def _worded(adapter: Adapter | None) -> str:
+    return "all parameters" if adapter is None else f"an adapter of rank {adapter.rank}"

@@ -1,0 +1,132 @@
+"""Rank 0's side of a service: ledger and journal, the HTTP server in a thread, and the source of the command loop."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from engine.config.serve_section import ServeConfig
+from engine.errors import ConfigError, LaunchError
+from engine.serving.commands import Command, Done, Result, Stop
+from engine.serving.entry import FutureEntry
+from engine.serving.journal import read_journal
+from engine.serving.ledger import Ledger
+from engine.serving.queue import FairQueue
+from engine.serving.restart import Restart, open_ledger
+from engine.serving.session import LedgerLimits
+from engine.serving.wire.served_model import ServedModel
+from engine.web.sockets import address_of, is_loopback, listen
+
+JOURNAL = "journal"
+"""Folder of the journal in the folder of a service."""
+SERVER = "the service"
+"""Name of the server in errors."""
+
+
+def read_token(serve: ServeConfig) -> str:
+    """Returns the token of a service; empty without one.
+
+    Raises:
+        ConfigError: it is not one word of printable ASCII.
+        LaunchError: there is none, and the service would serve other hosts.
+    """
+    token = os.environ.get(serve.token_env, "")
+    if token and not (token.isascii() and token.isprintable() and token.split() == [token]):
+        raise ConfigError(f"the token in {serve.token_env} is not one word of printable ASCII; give one.")
+    if not token and not is_loopback(serve.host):
+        raise LaunchError(
+            f"--host {serve.host} serves other hosts, and a service without a token serves its own only; set "
+            f"{serve.token_env}, or leave --host out."
+        )
+    return token
+
+
+class LedgerSource:
+    """Source of the command loop: stored commands of an earlier process first, then the queue."""
+
+    def __init__(self, ledger: Ledger, stored: Iterator[FutureEntry]) -> None:
+        self._ledger, self._stored = ledger, stored
+        self._running: FutureEntry | None = None
+
+    def take(self, seconds: float) -> tuple[str, Command] | None:
+        """Returns the next command with its key; None if none has come within ``seconds``, Stop after ``stop``.
+
+        Raises:
+            CheckpointError: a snapshot of the earlier process could not be loaded.
+        """
+        if self._ledger.queue.is_closed:
+            return "", Stop()
+        entry = next(self._stored, None) or self._ledger.queue.next(seconds)
+        self._running = entry
+        if entry is None or entry.command is None:
+            return ("", Stop()) if self._ledger.queue.is_closed else None
+        return entry.key, entry.command
+
+    def finish(self, key: str, result: Result) -> None:
+        """Stores the result of the command that was taken last."""
+        assert self._running is not None and self._running.key == key
+        self._ledger.finish(self._running, result)
+
+    def stop(self) -> None:
+        """Ends the loop after the command that runs; may be called in any thread and in a signal handler."""
+        self._ledger.queue.close()
+
+
+def limits_of(serve: ServeConfig) -> LedgerLimits:
+    """Returns the limits of a ledger."""
+    queue = serve.queue
+    return LedgerLimits(
+        queue.depth, queue.per_session, queue.seconds, serve.session_seconds, serve.journal.snapshot_every
+    )
+
+
+@contextmanager
+def open_front(serve: ServeConfig, model: ServedModel, ready: Callable[[str], None]) -> Iterator[LedgerSource]:
+    """Opens the journal, serves HTTP in a thread, and yields the source of the command loop.
+
+    Args:
+        ready: receives a line about address and token once the socket listens.
+
+    Raises:
+        LaunchError: the address cannot be served, or starlette, uvicorn or protobuf are not installed.
+        CheckpointError: the journal is damaged, or another process has it.
+    """
+    try:
+        from engine.serving.wire.application import ServiceApplication
+        from engine.web.hosted import HostedApplication, run_in_thread
+    except ImportError as error:
+        raise LaunchError(
+            f"a service needs starlette, uvicorn and protobuf, but {error.name} is not installed; run: pip install "
+            "'trine[serve]'."
+        ) from error
+    token, folder = read_token(serve), Path(serve.folder)
+    with ExitStack() as opened:
+        listening = opened.enter_context(listen(serve.host, serve.port, SERVER))
+        ledger, restart = open_ledger(FairQueue(), folder / JOURNAL, limits_of(serve))
+        assert ledger.journal is not None
+        opened.callback(ledger.journal.close)
+        application = ServiceApplication(ledger, model, token, int(serve.queue.body_bytes))
+        options = {} if serve.tls_certificate is None else {
+            "ssl_certfile": serve.tls_certificate, "ssl_keyfile": serve.tls_key
+        }  # fmt: skip
+        hosted = HostedApplication(application, listening, application.end_waits, **options)
+        opened.enter_context(run_in_thread(hosted, "trine-service"))
+        address = address_of(listening, "https" if options else "http")
+        about = f"token in {serve.token_env}" if token else "without a token: this host only"
+        ready(f"service at {address}: {' '.join(model.names)}, folder {folder}, {about}")
+        source = LedgerSource(ledger, restart.entries())
+        opened.callback(source.stop)
+        yield source
+
+
+def check_journal(folder: Path) -> Mapping[str, int]:
+    """Reads the journal in the folder of a service without changing it; returns the numbers of what a start would load
+    and run.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    ledger = Ledger(FairQueue(), None, LedgerLimits())
+    for entry in (restart := Restart(ledger, read_journal(folder / JOURNAL))).entries():
+        ledger.finish(entry, Done())
+    return restart.counts

@@ -1,0 +1,64 @@
+"""Lines of numbered commands: a line per model, which runs its numbers without gaps, whatever their arrival order."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.serving.commands import BackwardTensors, ForwardBackward, OptimStep
+from engine.serving.entry import EntryState, FutureEntry
+
+
+@dataclass(eq=False, slots=True)
+class ModelLine:
+    """Numbered commands of one model."""
+
+    model: str
+    session: str
+    following: int = 1
+    """Number that runs next; higher ones wait for it."""
+    held: dict[int, FutureEntry] = field(default_factory=dict)
+    assigned: int = 0
+    """Highest number so far of requests that carry none."""
+    done: int = 0
+    """Last number that has run."""
+    covered: int = 0
+    """Last number whose effect the newest snapshot has."""
+    uncovered: list[tuple[int, str]] = field(default_factory=list)
+    """Numbers and keys of commands that a start would run again."""
+    loaded: list[tuple[int, str]] = field(default_factory=list)
+    """Numbers and names of loads of saved weights."""
+    snapshot: str | None = None
+    """Name of the newest snapshot's weights."""
+    is_clean: bool = True
+    """True if no gradient is accumulated, which a snapshot would lose."""
+    is_saving: bool = False
+    """True while a snapshot is being made."""
+
+    def would_load(self, name: str) -> bool:
+        """Returns True if a start would load these weights again."""
+        return any(own == name and (self.snapshot is None or at > self.covered) for at, own in self.loaded)
+
+    def waits_for(self, number: int) -> bool:
+        """Returns True if later numbers wait for ``number``: then it is accepted even by a full queue."""
+        return number == self.following and bool(self.held)
+
+    def hold(self, entry: FutureEntry) -> None:
+        """Adds a numbered entry."""
+        assert entry.number is not None
+        self.held[entry.number] = entry
+
+    def released(self) -> Iterator[FutureEntry]:
+        """Yields the entries whose turn has come, in order; entries that have ended before their turn are passed."""
+        while (entry := self.held.pop(self.following, None)) is not None:
+            self.following += 1
+            if entry.state is EntryState.HELD:
+                yield entry
+
+    def advance(self, entry: FutureEntry) -> None:
+        """Records that an entry has run."""
+        if entry.number:
+            self.done = max(self.done, entry.number)
+        match entry.command:
+            case ForwardBackward(forward_only=False) | BackwardTensors(step=None):
+                self.is_clean = False
+            case OptimStep() | BackwardTensors():
+                self.is_clean = True

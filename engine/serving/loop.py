@@ -1,0 +1,94 @@
+"""Command loop that the main threads of all ranks run: one command at a time, in the order that rank 0 chooses.
+
+rank 0    takes the next command from its source, and sends it to all ranks; without one it sends a beat each second
+all       run the command, and compare how it ended
+rank 0    gives the result to the source
+
+Ranks wait for messages between host memories (:class:`HostGroup`), so that an idle service neither spins nor occupies
+a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.errors import EngineError
+from engine.parallel.comm.host_group import HostGroup, announce, collect
+from engine.serving.commands import Command, Failure, Result, Stop, decode, encode
+
+BEAT_SECONDS = 1.0
+"""Seconds between beats of an idle service."""
+BEAT = b""
+RIGHT, BROKEN = b"right", b"broken"
+
+Run = Callable[[Command], Result]
+
+
+class CommandSource(Protocol):
+    """Rank 0's source of commands, such as the queue of its HTTP server."""
+
+    def take(self, seconds: float) -> tuple[str, Command] | None:
+        """Returns the next command with its key; None if none has come within ``seconds``."""
+
+    def finish(self, key: str, result: Result) -> None:
+        """Stores the result of a command."""
+
+
+class CommandLoop:
+    """Command loop of this rank.
+
+    Args:
+        host: messages between the ranks' host memories.
+        run: runs a command on this rank, with the engine's own collectives, and returns errors as :class:`Failure`.
+        spoil: called on every rank with a command that ended differently on different ranks, whose model is unusable.
+        source: commands, on rank 0.
+        beat: called on every rank after each beat and command, for the watchdog.
+    """
+
+    def __init__(
+        self, host: HostGroup, run: Run, spoil: Callable[[Command], None], source: CommandSource | None = None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        if (source is None) == (host.rank == 0):
+            raise EngineError("a command loop needs a source on rank 0, and on no other rank.")
+        self._host, self._run, self._spoil, self._source, self._beat = host, run, spoil, source, beat
+        self.made = 0
+        """Number of commands run."""
+
+    def run(self) -> None:
+        """Runs commands until a :class:`Stop`. Every rank calls it.
+
+        Raises:
+            EngineError: a rank is lost.
+        """
+        while True:
+            key, command = self._next()
+            self._beat()
+            if isinstance(command, Stop):
+                return
+            if command is None:
+                continue
+            result = self._agreed(command, self._run(command))
+            self.made += 1
+            if self._source is not None:
+                self._source.finish(key, result)
+
+    def _next(self) -> tuple[str, Command | None]:
+        """Returns the next command, equal on all ranks, with its key on rank 0; None after a beat."""
+        taken = self._source.take(BEAT_SECONDS) if self._source is not None else None
+        data = announce(self._host, encode(taken[1]) if taken is not None else BEAT)
+        command: Command | None = decode(data) if data else None
+        return taken[0] if taken is not None else "", command
+
+    def _agreed(self, command: Command, result: Result) -> Result:
+        """Returns the result, or a failure that spoils the model if ranks ended differently."""
+        error = result.error if isinstance(result, Failure) else ""
+        ends = collect(self._host, error.encode())
+        same = ends is None or len(set(ends)) == 1
+        if announce(self._host, RIGHT if same else BROKEN) == RIGHT:
+            return result
+        self._spoil(command)
+        first = next((text.decode() for text in ends or () if text), error)
+        return Failure(
+            f"the command failed on some ranks only, so its model is unusable until weights are loaded: {first}",
+            "server",
+        )

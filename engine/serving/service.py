@@ -1,0 +1,188 @@
+"""Training service on the ranks: rank 0 answers HTTP in a thread, and all ranks run its commands in one order.
+
+start    models of the journal -> commands of clients until rank 0 gets SIGTERM or SIGINT
+end      all ranks leave the loop after the same command; the server stops, engines close
+"""
+
+import logging
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from engine.config import Config
+from engine.config.serve_section import ServeConfig
+from engine.engine import Engine
+from engine.errors import ConfigError, EngineError, PlanError
+from engine.parallel.comm.host_group import HostGroup, TorchHostGroup
+from engine.serving.commands import Adapter
+from engine.serving.executor import EnginePool, Executor
+from engine.serving.front import open_front
+from engine.serving.loop import CommandLoop
+from engine.serving.tenants.pool import TenantLimits, TenantPool
+from engine.serving.tensor_calls import Function
+from engine.serving.training import LENGTH
+from engine.serving.wire.served_model import ServedModel
+
+logger = logging.getLogger("trine")
+
+WEIGHTS = "weights"
+"""Folder of saved weights in the folder of a service."""
+SHARED = "shared"
+"""Id of the model that all clients of the second door share."""
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve_folder(config: Config, folder: Path) -> None:
+    """Serves a Hugging Face folder until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
+
+    Raises:
+        ConfigError: the folder is no causal language model.
+        EngineError: configuration, address or journal have a mistake, or a rank is lost.
+    """
+    settings = config.serve or ServeConfig()
+    limits = TenantLimits(adapters=settings.tenants.most, full=settings.tenants.full)
+    example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
+    pool = TenantPool(lambda: read_model(folder), config, limits, example)
+    model = describe(pool.base, settings.models or (folder.resolve().name,), read_tokenizer(folder))
+    serve_ranks(Executor(pool, Path(settings.folder) / WEIGHTS), settings, model)
+
+
+def serve(engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None) -> None:
+    """Serves one engine as the model that all clients share, until rank 0 gets SIGTERM or SIGINT. Every rank calls it.
+
+    Args:
+        functions: functions that clients call by name, each from tensors to tensors.
+        settings: address, limits and folder; None: ``serve`` of the engine's configuration, or its defaults.
+
+    Raises:
+        EngineError: address or journal have a mistake, or a rank is lost.
+    """
+    settings = settings or engine.config.serve or ServeConfig()
+    executor = Executor(_OneEngine(engine), Path(settings.folder) / WEIGHTS, functions)
+    executor.adopt(SHARED, engine)
+    serve_ranks(executor, settings, describe(engine, settings.models or (SHARED,)))
+
+
+def serve_ranks(executor: Executor, settings: ServeConfig, model: ServedModel) -> None:
+    """Runs the command loop of this rank, and on rank 0 the HTTP server.
+
+    Raises:
+        EngineError: a rank is lost, or address or journal have a mistake.
+    """
+    grid = executor.grid
+    host = TorchHostGroup(grid.rank, grid.world_size, _PATIENCE_SECONDS, "serve a model")
+    try:
+        _run_loop(executor, host, settings, model)
+    finally:
+        executor.close()
+        host.close()
+
+
+_PATIENCE_SECONDS = 600.0
+"""Seconds after which a rank that runs one command is considered lost."""
+
+
+def _run_loop(executor: Executor, host: HostGroup, settings: ServeConfig, model: ServedModel) -> None:
+    if host.rank:
+        with _signals_to(lambda: None):  # rank 0 ends the loop of all
+            CommandLoop(host, executor.run, executor.spoil).run()
+        return
+    with open_front(settings, model, lambda line: print(line, flush=True)) as source, _signals_to(source.stop):
+        CommandLoop(host, executor.run, executor.spoil, source).run()
+
+
+def read_model(folder: Path) -> nn.Module:
+    """Builds the causal language model of a Hugging Face folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("trine serve reads models with transformers; run: pip install transformers.") from error
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--model {folder} is no causal language model of Hugging Face ({str(error).splitlines()[0]}); give a folder "
+            "with config.json and weights."
+        ) from error
+    return model
+
+
+def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
+    """Returns the function that tokenizes stop strings; None if the folder has no tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        logger.info("%s has no tokenizer (%s), so stop strings are refused", folder, str(error).splitlines()[0])
+        return None
+
+    def tokenize(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return found
+
+    return tokenize
+
+
+def describe(engine: Engine, names: tuple[str, ...], tokenize: Callable[[str], list[int]] | None = None) -> ServedModel:
+    """Returns what requests are checked against."""
+    about: Any = getattr(engine.module, "config", None)
+    ends = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
+    return ServedModel(
+        names=names,
+        context=int(getattr(about, "max_position_embeddings", None) or 1 << 20),
+        vocabulary=int(getattr(about, "vocab_size", None) or 1 << 31),
+        ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (int(ends),),
+        architecture=type(engine.module).__name__,
+        grid=str(engine.grid),
+        tokenize=tokenize,
+    )
+
+
+class _OneEngine(EnginePool):
+    """Pool of one engine, which creates no tenants."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.base = engine
+
+    def create(self, model_id: str, adapter: Adapter | None) -> Engine:
+        raise PlanError("this service shares one engine; start `trine serve` for models of clients.")
+
+    def get(self, model_id: str) -> Engine:
+        return self.base
+
+    def drop(self, model_id: str) -> None:
+        raise PlanError(f"model {model_id} is shared by all clients and stays.")
+
+    def close(self) -> None:
+        """Leaves the engine to its owner."""
+
+
+@contextmanager
+def _signals_to(stop: Callable[[], None]) -> Iterator[None]:
+    """Calls ``stop`` at SIGTERM and SIGINT inside the block."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop()
+
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for one in _SIGNALS:
+            before[one] = signal.signal(one, handle)
+    except ValueError as error:
+        raise EngineError("a service runs in the main thread of its process; call it there.") from error
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

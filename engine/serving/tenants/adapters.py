@@ -1,0 +1,137 @@
+"""Base model with the low-rank adapters of a tenant (LoRA, Hu et al. 2021), on layers found by their roles.
+
+attention      linear layers inside a module named as attention
+perceptron     other linear layers inside blocks
+unembedding    the output head
+
+Names of the base's parameters in the adapted model differ by PEFT's prefix and by ``base_layer``.
+"""
+
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import ConfigError, PlanError
+from engine.parallel.model.blocks import find_units
+from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.tensor.deferred_linear import is_linear
+from engine.parallel.tensor.plan.styles import Style
+from engine.serving.commands import Adapter
+
+ALPHA = 32
+"""Scale of every adapter: its product is multiplied by ALPHA / rank, as in the service whose clients we serve."""
+_PREFIX = "base_model.model."
+_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+_ROUTERS = ("gate", "router")
+"""Names of linear layers that choose experts; ``gate_proj`` is none."""
+
+
+def base_name(name: str) -> str:
+    """Returns the base's name of a parameter or module of the adapted model."""
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".").removesuffix(".base_layer")
+
+
+def adapted_name(name: str) -> str:
+    """Returns the adapted model's name of a unit of the base."""
+    return _PREFIX + name
+
+
+def adapted_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
+    """Returns the tensor plan of an adapted ``model`` by the styles of the base, so that pairs add no communication.
+
+    column, vocabulary    A whole, B as the layer
+    row                   A as the layer, B whole: the sum of the layer contains the pair's
+    """
+    wrapped = {base_name(name): name for name, _ in model.named_modules() if name.endswith(".base_layer")}
+    parameters = {base_name(name): name for name, _ in model.named_parameters() if ".lora_" not in name}
+    plan: dict[str, str] = {}
+    for name, style in styles.items():
+        layer = wrapped.get(name)
+        plan[layer or parameters.get(name) or adapted_name(name)] = style.text
+        if layer is not None and style.text != "replicate":
+            half = "lora_A" if style.text.startswith("row") else "lora_B"
+            plan[f"{layer.removesuffix('base_layer')}{half}.default"] = style.text
+    return plan
+
+
+def find_targets(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
+    """Returns the names of the layers that ``adapter`` adapts.
+
+    Raises:
+        ConfigError: ``adapter`` has no positive rank, or chooses no layer of the model.
+    """
+    if adapter.rank < 1:
+        raise ConfigError(f"the adapter has rank {adapter.rank}; give a rank of at least 1.")
+    asked = {"attention": adapter.attention, "perceptron": adapter.perceptron, "unembedding": adapter.unembedding}
+    found = tuple(name for name, role in _roles(model) if asked[role])
+    if not found:
+        roles = ", ".join(role for role, wanted in asked.items() if wanted) or "nothing"
+        raise ConfigError(
+            f"the adapter trains {roles}, of which {type(model).__name__} has no linear layer; train attention, the "
+            "perceptron or the unembedding."
+        )
+    return found
+
+
+def _roles(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields (name, role) of each linear layer that has a role."""
+    named: Any = getattr(model, "get_output_embeddings", None)
+    head = named() if callable(named) else getattr(model, "head", None)
+    blocks = find_units(model).blocks
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            continue
+        if module is head:
+            yield name, "unembedding"
+        elif any(is_inside(name, block) for block in blocks) and name.rpartition(".")[2] not in _ROUTERS:
+            yield name, "attention" if _in_attention(model, name) else "perceptron"
+
+
+def _in_attention(model: nn.Module, name: str) -> bool:
+    parts = name.split(".")[:-1]
+    around = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return any(
+        _ATTENTION.search(f"{path.rpartition('.')[2]} {type(model.get_submodule(path)).__name__}") for path in around
+    )
+
+
+def adapted(model: nn.Module, adapter: Adapter) -> nn.Module:
+    """Wraps a frozen base, which may be on the meta device, with PEFT; returns the model with its trained pairs.
+
+    A [rank, inputs] is drawn on the host by a generator keyed by seed and layer, so it is equal on any grid; B is zero.
+
+    Raises:
+        ConfigError: as of ``find_targets``.
+        PlanError: PEFT is not installed.
+    """
+    targets = find_targets(model, adapter)
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise PlanError(
+            f"a tenant's adapters need PEFT, which cannot be imported ({error}); pip install peft."
+        ) from error
+    exact = "^(" + "|".join(re.escape(name) for name in targets) + ")$"
+    settings = LoraConfig(r=adapter.rank, lora_alpha=ALPHA, target_modules=exact, lora_dropout=0.0)
+    with torch.random.fork_rng(devices=()):  # PEFT draws A with the process's generator
+        made: nn.Module = get_peft_model(model, settings)
+    for name, parameter in made.named_parameters():
+        if parameter.requires_grad:
+            _draw(name, parameter, adapter.seed)
+    return made
+
+
+@torch.no_grad()
+def _draw(name: str, parameter: nn.Parameter, seed: int) -> None:
+    if "lora_A" not in name:
+        parameter.zero_()
+        return
+    # torch's generator on the host reads 32 bits of its seed
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {base_name(name)}".encode()))
+    bound = 1 / math.sqrt(parameter.shape[1])
+    parameter.uniform_(-bound, bound, generator=generator)

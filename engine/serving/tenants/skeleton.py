@@ -1,0 +1,57 @@
+"""Skeleton of the base model, and what the base's engine lends to the engines of tenants.
+
+base       parameters on the ranks, frozen; process groups
+skeleton   the same modules with parameters on the meta device, made before the base is sharded
+tenant     a copy of the skeleton with adapters; its frozen parameters are the base's tensors on each rank
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import Config
+from engine.engine import Engine
+from engine.parallel.comm.world import Lender
+from engine.parallel.tensor.plan.sharding_rules import match_styles
+from engine.serving.tenants.adapters import adapted_name, adapted_styles, base_name
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """Copies a model; parameters of the copy are on the meta device and frozen, and ties stay ties."""
+    memo: dict[int, object] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def lender_of(base: Engine, model: nn.Module) -> Lender:
+    """Returns what ``base`` lends to an engine of the adapted ``model``: tensors by the names in ``model``."""
+    runtime = base._runtime
+    placed, here = dict(base.module.named_parameters()), runtime.plan.table.held_by(runtime.comm.grid.holder())
+    names = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    inside = {slot.name for flat in runtime.inventory.frozen for slot in flat.bucket.slots}
+    tensors: Mapping[str, Tensor] = {
+        names[row.name]: placed[row.name].data for row in here if row.name in names and row.name not in inside
+    }
+    shards = {tuple(names[slot.name] for slot in flat.bucket.slots): flat.kept for flat in runtime.inventory.frozen}
+    return Lender(runtime.comm, tensors, shards)
+
+
+def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:
+    """Returns the configuration of a tenant's engine with the base's stages and quantized weights."""
+    plan = base.plan
+    frozen = {base_name(name): name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if plan.partition is not None:
+        units = tuple(f"{adapted_name(unit)}:{before}" for unit, before in plan.partition.boundaries)
+        config = replace(config, parallel=replace(config.parallel, split=units))
+    if plan.tensor is not None:
+        styles = adapted_styles(model, match_styles(skeleton, plan.tensor.patterns))
+        config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, prove_plan=False))
+    if config.quantize_frozen is not None:
+        kept = tuple(frozen[row.name] for row in plan.table if row.quantized is None and row.name in frozen)
+        config = replace(config, quantize_frozen=replace(config.quantize_frozen, skip=kept))
+    return config

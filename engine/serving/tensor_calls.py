@@ -1,0 +1,223 @@
+"""Calls of the second door: a model runs on a client's tensors, and continues the client's backward.
+
+    forward    tensors -> outputs; the graph is retained under a ticket
+    backward   gradients of the outputs -> gradients of the floating inputs; gradients of weights accumulate
+    update     optional, after the backward, by AdamW
+
+The rows of a call are split over the data ranks; a rank without rows runs the first row again, with a gradient of zero.
+A retained graph belongs to the weights of its forward: after an update its backward is refused.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.errors import EngineError, first_line
+from engine.program.batch import tensors_by_path
+from engine.serving.commands import (
+    Array,
+    BackwardTensors,
+    CallFunction,
+    Done,
+    DropTicket,
+    ForwardTensors,
+    OptimStep,
+    TensorOutput,
+)
+from engine.serving.losses import ServedError
+from engine.serving.training import Trainer
+
+Function = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Function that clients call by name."""
+
+TICKETS = 256
+"""Maximum number of retained graphs."""
+
+
+@dataclass(slots=True)
+class _Retained:
+    """Forward of a client whose backward has not come."""
+
+    model: str
+    version: int
+    inputs: dict[str, Tensor]
+    """Inputs of this rank; floating ones require gradients."""
+    outputs: dict[str, Tensor]
+    rows: "_Rows"
+
+
+class TensorCalls:
+    """Retained forwards of all models on this rank, and functions by name."""
+
+    def __init__(self, functions: Mapping[str, Function]) -> None:
+        self._functions = functions
+        self._retained: dict[str, _Retained] = {}
+
+    def forward(self, trainer: Trainer, command: ForwardTensors) -> TensorOutput:
+        """Runs the model's forward; positional arguments are named "0", "1" etc. Collective over the grid.
+
+        Raises:
+            ServedError: too many graphs are retained, or the outputs have no rows to join over data ranks.
+        """
+        if command.ticket and len(self._retained) >= TICKETS:
+            raise ServedError(f"{TICKETS} forwards wait for their backward, which is the limit; send their gradients.")
+        engine = trainer.engine
+        given = {name: torch.from_numpy(np.array(value)).to(engine.device) for name, value in command.tensors.items()}
+        rows = _Rows.of(given, engine)
+        own = {name: rows.own(value) for name, value in given.items()}
+        wanted = bool(command.ticket)
+        if wanted and engine.config.pp == 1:
+            for value in own.values():
+                value.requires_grad_(value.is_floating_point())
+        args, kwargs = _arguments(own)
+        with torch.set_grad_enabled(wanted):
+            outputs = dict(_outputs(_called(engine, args, kwargs)))
+        if wanted:
+            self._retained[command.ticket] = _Retained(command.model, trainer.version, own, outputs, rows)
+        joined = {name: rows.joined(value.detach(), engine) for name, value in outputs.items()}
+        return TensorOutput({name: _array(value) for name, value in joined.items()}, trainer.version)
+
+    def backward(self, trainer: Trainer, command: BackwardTensors) -> TensorOutput:
+        """Continues the backward of a retained forward, and drops it. Collective over the grid.
+
+        Raises:
+            ServedError: there is no such forward, weights have changed since, or a gradient does not fit its output.
+        """
+        engine, retained = trainer.engine, self._retained.get(command.ticket)
+        if retained is None or retained.model != command.model:
+            raise ServedError(f"there is no forward {command.ticket!r} that waits for gradients; call forward again.")
+        del self._retained[command.ticket]
+        if retained.version != trainer.version:
+            raise ServedError(
+                f"forward {command.ticket!r} used version {retained.version} of the weights and they are at version "
+                f"{trainer.version}; call forward again."
+            )
+        loss = self._loss(retained, command.gradients, engine)
+        trainer.accumulate(loss)
+        gradients = {
+            name: retained.rows.joined(_gradient(value), engine)
+            for name, value in retained.inputs.items()
+            if value.requires_grad
+        }
+        if command.step is not None:
+            trainer.optim_step(OptimStep(command.model, command.step))
+        return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
+
+    def drop(self, command: DropTicket) -> Done:
+        """Drops a retained forward, if it is there."""
+        return Done({"dropped": self._retained.pop(command.ticket, None) is not None})
+
+    def forget(self, model: str) -> None:
+        """Drops all retained forwards of a model."""
+        self._retained = {name: one for name, one in self._retained.items() if one.model != model}
+
+    def call(self, command: CallFunction) -> TensorOutput:
+        """Calls a function by name; every rank calls it.
+
+        Raises:
+            ServedError: there is none of that name.
+        """
+        if command.name not in self._functions:
+            known = ", ".join(sorted(self._functions)) or "none"
+            raise ServedError(f"there is no function {command.name!r}; this server has {known}.")
+        given = {name: torch.from_numpy(np.array(value)) for name, value in command.tensors.items()}
+        return TensorOutput({name: _array(value) for name, value in self._functions[command.name](given).items()})
+
+    @staticmethod
+    def _loss(retained: _Retained, gradients: Mapping[str, Array], engine: Engine) -> Tensor:
+        """Returns the scalar whose gradient at each output is the client's."""
+        total = torch.zeros((), device=engine.device)
+        for name, value in gradients.items():
+            output = retained.outputs.get(name)
+            if output is None or not output.requires_grad:
+                known = ", ".join(name for name, one in retained.outputs.items() if one.requires_grad)
+                raise ServedError(f"a gradient was sent for output {name!r}; outputs with gradients are {known}.")
+            given = retained.rows.own(torch.from_numpy(np.array(value)).to(engine.device), filler=0.0)
+            if given.shape != output.shape:
+                raise ServedError(
+                    f"the gradient of output {name!r} has shape {tuple(value.shape)}, which is not the output's."
+                )
+            total = total + (output * given.to(output.dtype)).sum()
+        if not total.requires_grad:
+            raise ServedError("no gradient was sent; send one for an output.")
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a call on this data rank; without a split, the first rank has all and the others repeat them."""
+
+    count: int
+    """Rows of the call; 0: its tensors have no common number of rows."""
+    ranks: int
+    rank: int
+
+    @staticmethod
+    def of(given: Mapping[str, Tensor], engine: Engine) -> "_Rows":
+        sizes = {value.shape[0] if value.ndim else 0 for value in given.values()}
+        count = sizes.pop() if len(sizes) == 1 else 0
+        if not count and engine.grid.row_ranks > 1:
+            raise ServedError(
+                f"the tensors have no common number of rows to split over {engine.grid.row_ranks} data ranks; send "
+                "tensors [rows, ...] with equal rows."
+            )
+        return _Rows(count, engine.grid.row_ranks, engine.grid.row_rank)
+
+    def own(self, value: Tensor, filler: float | None = None) -> Tensor:
+        """Returns this rank's rows; if it has none, the first row, or a row of ``filler``."""
+        if self.ranks == 1:
+            return value
+        part = torch.tensor_split(value, self.ranks)[self.rank]
+        if part.shape[0]:
+            return part.clone()
+        return value[:1].clone() if filler is None else torch.full_like(value[:1], filler)
+
+    def joined(self, value: Tensor, engine: Engine) -> Tensor:
+        """Returns the rows of all data ranks in order, on every rank. One all-reduce over data."""
+        if self.ranks == 1:
+            return value
+        sizes = [len(part) for part in torch.tensor_split(torch.empty(self.count), self.ranks)]
+        if not value.ndim or value.shape[0] != max(1, sizes[self.rank]):
+            raise ServedError("an output has no rows, so those of data ranks cannot be joined; use one data rank.")
+        full = value.new_zeros(self.count, *value.shape[1:])
+        start = sum(sizes[: self.rank])
+        full[start : start + sizes[self.rank]] = value[: sizes[self.rank]]
+        engine.comm.all_reduce(full, engine.grid.rows, "served rows").wait()
+        return full
+
+
+def _arguments(given: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    places = sorted((name for name in given if name.isdigit()), key=int)
+    if places != [str(index) for index in range(len(places))]:
+        raise ServedError(f"positional tensors are named {', '.join(places)}; name them 0, 1, 2 without gaps.")
+    return [given[name] for name in places], {name: value for name, value in given.items() if not name.isdigit()}
+
+
+def _called(engine: Engine, args: list[Tensor], kwargs: dict[str, Tensor]) -> Any:
+    """Returns the model's output; its own errors, such as about shapes, are the client's."""
+    try:
+        return engine(*args, **kwargs)
+    except EngineError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        raise ServedError(f"the model failed on these tensors: {first_line(error)}") from error
+
+
+def _outputs(output: Any) -> Iterable[tuple[str, Tensor]]:
+    if isinstance(output, Tensor):
+        return [("output", output)]
+    return [(".".join(map(str, path)), tensor) for path, tensor in tensors_by_path(output)]
+
+
+def _gradient(value: Tensor) -> Tensor:
+    return value.grad if value.grad is not None else torch.zeros_like(value)
+
+
+def _array(value: Tensor) -> Array:
+    plain = value.detach().cpu()
+    return plain.float().numpy() if plain.dtype is torch.bfloat16 else plain.numpy()

@@ -1,0 +1,311 @@
+"""Training calls of one tenant on every rank: forward_backward and optim_step through an engine's own loop.
+
+Datum i since the last update belongs to data rank i modulo their number, which runs its data in order, each with a
+backward of its own. A gradient's bits thus depend neither on how a client cuts its requests nor on other tenants.
+
+    forward     eng(tokens padded to a multiple of LENGTH) -> log-probabilities of the datum's targets
+    loss        a sum: the first datum of an update weighs 1 and the others 0, so that the engine divides by 1
+    backward    eng.backward, inside an accumulation that ends with optim_step
+    results     summed over data ranks, of which each knows its own data
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.parallel.comm.agreement import gather_from_all
+from engine.serving.commands import (
+    AdamParameters,
+    Array,
+    Datum,
+    Done,
+    ForwardBackward,
+    LossCall,
+    OptimStep,
+    TrainedOutput,
+)
+from engine.serving.loss_graph import LossGraph
+from engine.serving.losses import TARGETS, ServedError, check_inputs, find_loss
+
+LENGTH = 32
+"""Token rows are padded to a multiple of this, so that a pipeline traces few shapes."""
+CUSTOM = "custom"
+"""Name of a loss that an uploaded graph computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Datum on the device."""
+
+    tokens: Tensor
+    """Token ids padded to a multiple of :data:`LENGTH`, int64 [1, padded]."""
+    targets: Tensor
+    """int64 [n] or [n, k]."""
+    inputs: Mapping[str, Tensor]
+
+
+def _prepare(datum: Datum, device: torch.device) -> _Prepared:
+    """Moves a datum to the device.
+
+    Raises:
+        ServedError: there are no tokens, or no targets of their length.
+    """
+    count = len(datum.tokens)
+    if not count:
+        raise ServedError("a datum has no tokens; send at least one.")
+    if TARGETS not in datum.inputs:
+        raise ServedError("a datum has no loss_fn_inputs['target_tokens']; send the token that follows each token.")
+    padded = np.zeros((1, -(-count // LENGTH) * LENGTH), np.int64)
+    padded[0, :count] = datum.tokens
+    inputs = {name: _on(value, device) for name, value in datum.inputs.items()}
+    targets = inputs[TARGETS].to(torch.int64)
+    if targets.ndim not in (1, 2) or targets.shape[0] != count:
+        raise ServedError(
+            f"target_tokens has shape {tuple(targets.shape)} for {count} tokens; send [n] or [n, k] for n tokens."
+        )
+    return _Prepared(torch.from_numpy(padded).to(device), targets, inputs)
+
+
+class _Metrics:
+    """Sums of metrics over the data of a request; a name ends in its reduction, such as "loss:sum"."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+        self._values: dict[str, float] = {}
+
+    def add(self, loss: Tensor, metrics: Mapping[str, float]) -> None:
+        """Adds the loss and the metrics of a datum."""
+        self._loss += loss.detach()
+        for name, value in metrics.items():
+            self._values[name] = self._values.get(name, 0.0) + value
+
+    def total(self, count: int) -> dict[str, float]:
+        """Returns the metrics over ``count`` data of all data ranks; names that end in ":mean" are divided by it.
+
+        Gathers each rank's metrics over the world.
+        """
+        engine, grid = self._engine, self._engine.grid
+        own = {"loss:sum": float(self._loss)} | self._values if grid.is_first("replica") else {}
+        sums: dict[str, float] = {}
+        for metrics in _gathered(own, engine):
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {name: value / (count if name.endswith(":mean") else 1) for name, value in sums.items()}
+
+
+@dataclass(slots=True)
+class _Retained:
+    """Forward of a request without a backward, whose graph waits for a request with the same data."""
+
+    digest: str
+    logprobs: list[Tensor]
+    """Log-probabilities of this rank's data, with their graphs."""
+
+
+class Trainer:
+    """Training of one tenant: its engine, its place in an update, and a retained forward."""
+
+    def __init__(self, engine: Engine, graphs: Mapping[str, LossGraph]) -> None:
+        self.engine = engine
+        self.version = 0
+        """Number of updates and loads of the weights."""
+        self.forwards = 0
+        """Number of forwards of data on this rank, without fillers."""
+        self._graphs = graphs
+        self._seen = 0
+        """Data since the last update."""
+        self._retained: _Retained | None = None
+        if engine.config.pp > 1:
+            engine.open_pipeline()
+
+    def forward_backward(self, command: ForwardBackward) -> TrainedOutput:
+        """Computes losses and, unless ``forward_only``, accumulates gradients. Collective over the grid.
+
+        Communicates what the engine's forwards and backwards do, and sums the results over the data axis.
+
+        Raises:
+            ServedError: the data do not fit the loss; raised on all ranks before any forward.
+        """
+        data = [_prepare(datum, self.engine.device) for datum in command.data]
+        for one in data:
+            self._check(one, command.loss)
+        digest = _digest(self.version, command.data)
+        kept, self._retained = self._retained, None
+        places = self._places(len(data))
+        logprobs = kept.logprobs if kept is not None and kept.digest == digest else None
+        results: dict[int, Tensor] = {}
+        sums = _Metrics(self.engine)
+        if command.forward_only:
+            self._retained = _Retained(digest, [])
+        for turn, place in enumerate(places):
+            datum = data[place] if place is not None else None
+            found = logprobs[turn] if logprobs is not None else self._logprobs(datum)
+            if datum is not None and place is not None:
+                results[place] = found.detach()
+            loss = self._loss(found, datum, command.loss, sums)
+            if self._retained is not None:
+                self._retained.logprobs.append(found)
+            else:
+                self._backward(loss, place)
+        if not command.forward_only:
+            self._seen += len(data)
+        return self._output(data, results, sums)
+
+    def optim_step(self, command: OptimStep) -> Done:
+        """Updates the weights with the accumulated gradient by AdamW. Collective over the grid."""
+        engine = self.engine
+        self._retained = None
+        if not self._seen:  # AdamW moves weights without a gradient too, by its moments
+            self._backward(self._logprobs(None).sum() * 0.0, 0)
+        for group in engine.optimizer.param_groups:
+            _set_group(group, command.adam)
+        engine.set_gradient_accumulation_boundary(True)
+        report = engine.step(max_norm=command.adam.max_norm)
+        self.version, self._seen = self.version + 1, 0
+        norm = report.grad_norm if report is not None else math.nan
+        return Done({"metrics": {"grad_norm": norm, "version": float(self.version)}})
+
+    def accumulate(self, loss: Tensor) -> None:
+        """Adds the gradient of a 0-dim loss of this rank to the next update. Collective over the grid."""
+        self._backward(loss, 0 if self.engine.grid.row_rank == 0 else None)
+        self._seen += 1
+
+    def save(self, folder: Path) -> int:
+        """Saves weights and optimizer state below ``folder``; returns their bytes. Collective over the grid."""
+        state = {"version": self.version}
+        self.engine.save_checkpoint(folder, state, without_frozen=True).wait()
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+    def load(self, folder: Path, optimizer: bool) -> None:
+        """Loads weights, and the optimizer state if asked, and drops accumulated gradients. Collective over the grid.
+
+        Without ``optimizer``, the engine's optimizer must be fresh: its state does not change.
+        """
+        if self._seen:
+            self.engine.zero_grad()
+        self.engine.load_checkpoint(folder, load_module_only=not optimizer)
+        self.version, self._seen, self._retained = self.version + 1, 0, None
+
+    # ------------------------------------------------------------------ one datum
+
+    def _places(self, count: int) -> list[int | None]:
+        """Returns the indices of this data rank's data, in turns that all data ranks make; None: a filler."""
+        grid = self.engine.grid
+        ranks, rank = grid.row_ranks, grid.row_rank
+        first = self._seen % ranks
+        own = [place for place in range(count) if (first + place) % ranks == rank]
+        turns = max((len(range((other - first) % ranks, count, ranks)) for other in range(ranks)), default=0)
+        return [*own, *[None] * (turns - len(own))]
+
+    def _check(self, datum: _Prepared, loss: LossCall) -> None:
+        if loss.name == CUSTOM:
+            self._graph(loss)
+        else:
+            find_loss(loss.name)
+            check_inputs(loss.name, datum.inputs, datum.targets, loss.options)
+
+    def _graph(self, loss: LossCall) -> LossGraph:
+        found = self._graphs.get(str(loss.options.get("loss_id")))
+        if found is None:
+            raise ServedError(
+                f"no custom loss has the id {loss.options.get('loss_id')!r}; call create_custom_loss first."
+            )
+        return found
+
+    def _logprobs(self, datum: _Prepared | None) -> Tensor:
+        """Returns the log-probabilities of the datum's targets, fp32, of their shape; a filler has one target."""
+        engine = self.engine
+        tokens = datum.tokens if datum is not None else torch.zeros(1, LENGTH, dtype=torch.int64, device=engine.device)
+        targets = datum.targets if datum is not None else torch.zeros(1, dtype=torch.int64, device=engine.device)
+        self.forwards += datum is not None
+        logits = _logits(engine({"input_ids": tokens}))[0, : len(targets)].float()
+        if targets.ndim == 1:
+            return -functional.cross_entropy(logits, targets, reduction="none")
+        return torch.log_softmax(logits, -1).gather(-1, targets)
+
+    def _loss(self, logprobs: Tensor, datum: _Prepared | None, loss: LossCall, sums: _Metrics) -> Tensor:
+        if datum is None:
+            return logprobs.sum() * 0.0
+        if loss.name == CUSTOM:
+            value, metrics = self._graph(loss).run(logprobs, datum.inputs)
+        else:
+            value, metrics = find_loss(loss.name)(logprobs, datum.inputs, loss.options), {}
+        sums.add(value, metrics)
+        return value
+
+    def _backward(self, loss: Tensor, place: int | None) -> None:
+        engine = self.engine
+        engine.set_gradient_accumulation_boundary(False)
+        first = place is not None and self._seen + place == 0
+        engine.backward((loss, 1.0 if first else 0.0))
+        engine.step()  # ends the microbatch
+
+    # ------------------------------------------------------------------ results
+
+    def _output(self, data: Sequence[_Prepared], results: Mapping[int, Tensor], sums: _Metrics) -> TrainedOutput:
+        """Returns log-probabilities and metrics of all data ranks, equal on every rank. One all-reduce over data."""
+        engine = self.engine
+        sizes = [datum.targets.numel() for datum in data]
+        total = torch.zeros(sum(sizes), dtype=torch.float32, device=engine.device)
+        parts = torch.split(total, sizes)
+        for place, found in results.items():
+            parts[place].copy_(found.flatten())
+        engine.comm.all_reduce(total, engine.grid.rows, "served log-probabilities").wait()
+        host = [part.cpu().numpy() for part in parts]
+        outputs = tuple(
+            {"logprobs": values.reshape(tuple(datum.targets.shape))} for values, datum in zip(host, data, strict=True)
+        )
+        return TrainedOutput(outputs, sums.total(len(data)))
+
+
+def _gathered(own: dict[str, float], engine: Engine) -> list[dict[str, float]]:
+    """Returns the metrics of every rank."""
+    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    length = torch.tensor([len(text)], dtype=torch.int64)
+    lengths = gather_from_all(length, engine.comm, engine.device, "served metrics").flatten().tolist()
+    padded = functional.pad(text, (0, max(lengths) - len(text)))
+    rows = gather_from_all(padded, engine.comm, engine.device, "served metrics")
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, lengths, strict=True)]
+
+
+def _on(value: Array, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(value)).to(device)
+
+
+def _logits(output: Any) -> Tensor:
+    found = getattr(output, "logits", output)
+    if not isinstance(found, Tensor):
+        raise ServedError(
+            f"the model returned a {type(output).__name__} without logits, so it has no log-probabilities."
+        )
+    return found
+
+
+def _set_group(group: dict[str, Any], adam: AdamParameters) -> None:
+    group["lr"], group["betas"] = adam.lr, (adam.beta1, adam.beta2)
+    group["eps"], group["weight_decay"] = adam.eps, adam.weight_decay
+
+
+def _digest(version: int, data: Sequence[Datum]) -> str:
+    digest = hashlib.sha256(str(version).encode())
+    for part in _digested(data):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _digested(data: Sequence[Datum]) -> Iterator[bytes]:
+    for datum in data:
+        for value in (datum.tokens, datum.inputs[TARGETS]):
+            yield f"{value.dtype.str}{value.shape}".encode()
+            yield value.tobytes()

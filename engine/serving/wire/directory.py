@@ -1,0 +1,210 @@
+"""Sessions, training runs, samplers and saved weights by their ids. Paths of clients are looked up, and name no file.
+
+    tinker://RUN/weights/NAME            with the optimizer's state
+    tinker://RUN/sampler_weights/NAME    weights to sample from
+
+RUN is the id of a model, SESSION:train:NUMBER. Names of files are made from it and a number.
+"""
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from engine.serving.commands import DropWeights, Failure, Result, SaveWeights
+from engine.serving.entry import FutureEntry, RequestRefusedError
+from engine.serving.journal import JournalRecord
+from engine.serving.ledger import Ledger
+
+SESSION, RUN, SAMPLER, WEIGHTS = "session", "run", "sampler", "weights"
+UNNAMED_SAVES = 8
+"""Number of saves of a model without a name that are retained: samplers of a training loop take the newest."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def now() -> str:
+    """Returns the time in UTC as ISO text."""
+    return datetime.now(UTC).isoformat()
+
+
+def check_name(name: str) -> str:
+    """Returns the name of a save.
+
+    Raises:
+        RequestRefusedError: it has other characters than letters, digits, ".", "_" and "-".
+    """
+    if not _NAME.fullmatch(name):
+        raise RequestRefusedError(
+            f'the name {name[:60]!r} of a save is refused; give at most 128 letters, digits, ".", "_" and "-".'
+        )
+    return name
+
+
+class Directory:
+    """View on the notes of a ledger.
+
+    Args:
+        ledger: its notes are read and written; its ``on_finish`` is taken.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._by_attempt = {note["attempt"]: name for name, note in self.notes(SESSION).items() if note.get("attempt")}
+        ledger.on_finish = self.record_result
+
+    def notes(self, kind: str) -> dict[str, Mapping[str, Any]]:
+        """Returns the notes of a kind by id."""
+        return self.ledger.notes.setdefault(kind, {})
+
+    def session_of_attempt(self, attempt: str) -> str | None:
+        """Returns the session that an earlier attempt of a request has opened."""
+        found = self._by_attempt.get(attempt) if attempt else None
+        return found if found in self.ledger.sessions else None
+
+    def open_session(self, name: str, attempt: str, values: Mapping[str, Any]) -> JournalRecord:
+        """Opens a session; returns its record for the journal."""
+        self.ledger.open_session(name)
+        if attempt:
+            self._by_attempt[attempt] = name
+        return self.ledger.note(SESSION, name, {"attempt": attempt, "time": now(), **values})
+
+    def forget_sessions(self) -> None:
+        """Removes notes of sessions that have ended."""
+        for name in [one for one in self.notes(SESSION) if one not in self.ledger.sessions]:
+            self._by_attempt.pop(self.notes(SESSION).pop(name).get("attempt"), None)
+            for kind in (SAMPLER, RUN):
+                for own in [one for one in self.notes(kind) if one.startswith(f"{name}:")]:
+                    if kind == SAMPLER:
+                        self._drop(kind, own)
+            for path, note in list(self.notes(WEIGHTS).items()):
+                if note.get("unnamed") and path.startswith(f"tinker://{name}:"):
+                    self.remove_weights(path)
+
+    def run(self, model: str) -> Mapping[str, Any]:
+        """Returns the note of a training run.
+
+        Raises:
+            RequestRefusedError: 404, there is none.
+        """
+        found = self.notes(RUN).get(model)
+        if found is None:
+            raise RequestRefusedError(f"model {model[:80]!r} is unknown; create it first.", 404)
+        return found
+
+    def sampler(self, name: str) -> Mapping[str, Any]:
+        """Returns the note of a sampling session.
+
+        Raises:
+            RequestRefusedError: 404, there is none.
+        """
+        found = self.notes(SAMPLER).get(name)
+        if found is None:
+            raise RequestRefusedError(f"sampling session {name[:80]!r} is unknown; create it first.", 404)
+        return found
+
+    def weights(self, path: str) -> Mapping[str, Any]:
+        """Returns the note of saved weights.
+
+        Raises:
+            RequestRefusedError: 404, there are none.
+        """
+        found = self.notes(WEIGHTS).get(path)
+        if found is None:
+            raise RequestRefusedError(f"no weights are saved at {path[:160]!r}; save them, or give another path.", 404)
+        return found
+
+    def record_result(self, entry: FutureEntry, result: Result) -> list[JournalRecord]:
+        """Returns what a result adds to the journal, before a client sees it."""
+        if isinstance(result, Failure):
+            return []
+        if entry.route == "create_model" or (entry.route == "load_weights" and "run" in entry.about):
+            model = entry.about["model_id"]
+            return [self.ledger.note(RUN, model, entry.about["run"])]
+        if isinstance(entry.command, SaveWeights) and entry.route in ("save_weights", "save_weights_for_sampler"):
+            return self._record_save(entry, entry.command)
+        if isinstance(entry.command, SaveWeights) and entry.route == "save-ended":
+            model = entry.command.model
+            values = self._weights_note(entry.command, {}, f"tinker://{model}/weights/ended")
+            return [self.ledger.note(WEIGHTS, f"tinker://{model}/weights/ended", values)]
+        return []
+
+    def _record_save(self, entry: FutureEntry, command: SaveWeights) -> list[JournalRecord]:
+        about, path = entry.about, entry.about["path"]
+        old = self.notes(WEIGHTS).get(path)
+        records = [self.ledger.note(WEIGHTS, path, self._weights_note(command, about, path, entry.key))]
+        if old is not None and old["name"] != command.name:
+            self._drop_files(old["name"])
+        if (sampler := about.get("sampler")) is not None:
+            values = {"base_model": self.run(command.model)["base_model"], "model_path": path}
+            records.append(self.ledger.note(SAMPLER, sampler, values))
+            prefix = f"tinker://{command.model}/"
+            unnamed = [one for one, note in self.notes(WEIGHTS).items() if note["unnamed"] and one.startswith(prefix)]
+            for own in unnamed[:-UNNAMED_SAVES]:
+                self.remove_weights(own)
+        return records
+
+    def _weights_note(
+        self, command: SaveWeights, about: Mapping[str, Any], path: str, key: str = ""
+    ) -> Mapping[str, Any]:
+        run = self.notes(RUN).get(command.model, {})
+        kept = ("base_model", "is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")
+        seconds = about.get("ttl_seconds")
+        expires = None if seconds is None else (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+        return {name: run.get(name) for name in kept} | {
+            "name": command.name, "key": key, "run": command.model, "optimizer": command.optimizer, "time": now(),
+            "expires_at": expires, "user_metadata": about.get("user_metadata"),
+            "unnamed": about.get("sampler") is not None, "kind": path.split("/")[3],
+        }  # fmt: skip
+
+    def remove_weights(self, path: str) -> None:
+        """Removes saved weights."""
+        note = self.notes(WEIGHTS).get(path)
+        if note is not None:
+            self._drop(WEIGHTS, path)
+            self._drop_files(note["name"])
+
+    def _drop_files(self, name: str) -> None:
+        if not self.ledger.loads(name):
+            self.ledger.run_internal("drop", DropWeights(name))
+
+    def _drop(self, kind: str, name: str) -> None:
+        del self.notes(kind)[name]
+        self.ledger.append(JournalRecord(f"note/{kind}/{name}", {"gone": True}))
+        self.ledger.forget(f"note/{kind}/{name}")
+
+    def remove_expired(self) -> None:
+        """Removes weights whose time is over."""
+        time = now()
+        for path in [one for one, note in self.notes(WEIGHTS).items() if (note["expires_at"] or time) < time]:
+            self.remove_weights(path)
+
+    def checkpoints(self, run: str | None = None) -> list[dict[str, Any]]:
+        """Returns the named saves of a run, or of all, newest first, as Tinker's JSON."""
+        found = [
+            _checkpoint(path, note)
+            for path, note in list(self.notes(WEIGHTS).items())
+            if not note["unnamed"] and run in (None, note["run"])
+        ]
+        return sorted(found, key=lambda one: str(one["time"]), reverse=True)
+
+    def training_run(self, model: str) -> dict[str, Any]:
+        """Returns a training run as Tinker's JSON.
+
+        Raises:
+            RequestRefusedError: 404, there is none.
+        """
+        note, saved = self.run(model), self.checkpoints(model)
+        of_kind = {one["checkpoint_type"]: one for one in reversed(saved)}
+        return {
+            "training_run_id": model, "base_model": note["base_model"], "model_owner": "trine",
+            "is_lora": note["is_lora"], "lora_rank": note["lora_rank"], "corrupted": False,
+            "last_request_time": note["time"], "last_checkpoint": of_kind.get("training"),
+            "last_sampler_checkpoint": of_kind.get("sampler"), "user_metadata": note.get("user_metadata"),
+        }  # fmt: skip
+
+
+def _checkpoint(path: str, note: Mapping[str, Any]) -> dict[str, Any]:
+    kind = "training" if note["kind"] == "weights" else "sampler"
+    kept = {name: note[name] for name in ("time", "expires_at", "user_metadata")}
+    name = "/".join(path.split("/")[3:])
+    return {"checkpoint_id": name, "checkpoint_type": kind, "tinker_path": path, "public": False, **kept}

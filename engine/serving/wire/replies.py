@@ -1,0 +1,93 @@
+"""Results as replies of a poll: protobuf for forward_backward and asample, JSON otherwise."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from engine.serving.commands import Array, Done, Failure, Result, SampledOutput, TensorOutput, TrainedOutput
+from engine.serving.entry import FutureEntry
+from engine.serving.wire.arrays import batched_tensor, top_tokens
+from engine.serving.wire.messages import message_class
+from engine.web.json_text import dump_json
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+_STOPPED, _TOO_LONG = 0, 1
+
+
+def reply_of(entry: FutureEntry) -> tuple[bytes, str]:
+    """Returns body and media type of a finished future's reply; a failure is a reply like others."""
+    result: Result | None = entry.result
+    match result:
+        case TrainedOutput():
+            return trained_bytes(result), PROTOBUF
+        case SampledOutput():
+            return sampled_bytes(result, entry.about.get("last")), PROTOBUF
+        case Failure():
+            return dump_json({"error": result.error, "category": result.category}), JSON
+        case Done():
+            return dump_json(_values(entry, result)), JSON
+    values = {} if not isinstance(result, TensorOutput) else {"version": result.version}
+    return dump_json(values), JSON
+
+
+def _values(entry: FutureEntry, result: Done) -> Mapping[str, Any]:
+    about = entry.about
+    match entry.route:
+        case "optim_step":
+            numbers = {name: value for name, value in result.values.items() if isinstance(value, int | float)}
+            return {"metrics": numbers}
+        case "save_weights_for_sampler" if "sampler" in about:
+            return {"type": about["type"], "sampling_session_id": about["sampler"]}
+    return {name: about[name] for name in ("type", "path", "model_id", "loss_id") if name in about}
+
+
+def trained_bytes(result: TrainedOutput) -> bytes:
+    """Returns a ForwardBackwardOutput: one record of all data for each set of equal trailing shapes, in their order."""
+    message = message_class("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
+    for name, value in result.metrics.items():
+        message.metrics[name] = value
+    group, shapes = list[Mapping[str, Array]](), None
+    for output in result.outputs:
+        own = {name: array.shape[1:] for name, array in output.items()}
+        if group and own != shapes:
+            _add_record(message, group)
+            group = []
+        shapes = own
+        group.append(output)
+    if group:
+        _add_record(message, group)
+    return bytes(message.SerializeToString())
+
+
+def _add_record(message: Any, outputs: list[Mapping[str, Array]]) -> None:
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
+    for name in outputs[0]:
+        record.fields[name].CopyFrom(batched_tensor([np.atleast_1d(output[name]) for output in outputs]))
+
+
+def sampled_bytes(result: SampledOutput, last: int | None) -> bytes:
+    """Returns a SampleResponse; ``last``: number of prompt tokens at the end that have log-probabilities."""
+    message = message_class("SampleResponse")()
+    for one in result.sequences:
+        sequence = message.sequences.add(
+            stop_reason=_STOPPED if one.stopped else _TOO_LONG,
+            tokens=one.tokens.astype(np.int32).tobytes(),
+            logprobs=one.logprobs.astype(np.float32).tobytes(),
+        )
+        if one.top_tokens is not None and one.top_logprobs is not None:
+            sequence.topk_sampled_logprobs.CopyFrom(top_tokens(one.top_tokens, one.top_logprobs))
+    if result.prompt_logprobs is not None:
+        message.prompt_logprobs = _end_of(result.prompt_logprobs, last).tobytes()
+    if result.top_prompt_tokens is not None and result.top_prompt_logprobs is not None:
+        logprobs = _end_of(result.top_prompt_logprobs, last)
+        message.topk_prompt_logprobs.CopyFrom(top_tokens(result.top_prompt_tokens, logprobs))
+    return bytes(message.SerializeToString())
+
+
+def _end_of(values: Array, last: int | None) -> Array:
+    """Returns fp32 values with NaN before the last ``last`` ones."""
+    found = np.array(values, np.float32)
+    if last is not None:
+        found[: len(found) - last] = np.nan
+    return found

@@ -1,0 +1,103 @@
+"""Uvicorn around an application, on a given socket."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any, cast
+
+import uvicorn
+
+_GRACE_SECONDS, _IDLE_SECONDS = 3, 60
+
+
+class HostedApplication:
+    """HTTP server of an application on a socket.
+
+    Args:
+        application: ASGI application.
+        listening: the socket; the caller closes it.
+        before_stop: function that ends the waits of requests when the server stops.
+        options: options of uvicorn, such as ``ssl_certfile``.
+    """
+
+    def __init__(
+        self,
+        application: object,
+        listening: socket.socket,
+        before_stop: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> None:
+        self._listening, self._before_stop = listening, before_stop
+        self._server = _Server(
+            uvicorn.Config(
+                cast(Any, application),  # ASGI applications have loose types
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                timeout_keep_alive=_IDLE_SECONDS,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+                **options,
+            )
+        )
+
+    async def run(self) -> None:
+        """Serves until ``stop``; answers the requests that have arrived."""
+        await self._server.serve([self._listening])
+
+    def stop(self) -> None:
+        """Ends the server; call it in the thread of its event loop."""
+        self._before_stop()
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Server without signal handlers of its own, which would end the process by the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to the caller."""
+        yield
+
+
+def run_until_signal(hosted: HostedApplication, ready: Callable[[], None]) -> None:
+    """Serves until SIGTERM or SIGINT."""
+
+    async def run() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, hosted.stop)
+        ready()
+        await hosted.run()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def run_in_thread(hosted: HostedApplication, name: str) -> Iterator[None]:
+    """Serves in a thread of this process until the block ends.
+
+    Raises:
+        Exception: the error that has ended the server.
+    """
+    loop = asyncio.new_event_loop()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(hosted.run())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        if not loop.is_closed() and thread.is_alive():
+            loop.call_soon_threadsafe(hosted.stop)
+        thread.join()
+        loop.close()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,157 @@
+"""Model of a server as a function whose gradients cross the network (Shumai's ``remote_model``).
+
+    out = model(x)              POST /v1/forward    the server runs its model and retains the graph
+    my_loss(out).backward()     POST /v1/backward   the gradient of ``out`` goes there, that of ``x`` comes back
+    model.step(lr=1e-3)         POST /v1/step       AdamW on the server's accumulated gradient
+
+Remote models compose as any function: in branches, in series, with local layers, inside another server's function.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from engine.web.remote_line import RemoteError, RemoteLine, on_host
+
+
+class RemoteModel:
+    """Model of a server.
+
+    Args:
+        url: address of the server.
+        model: id of the model; by default the one that all clients share.
+        token: secret of the server; empty: none.
+        optimize: options of AdamW (lr, beta1, beta2, eps, weight_decay, max_norm), with which each backward updates the
+            server's weights; None: gradients accumulate until ``step``.
+        line: existing line to the server, instead of a new one.
+    """
+
+    def __init__(
+        self, url: str = "", model: str = "shared", *, token: str = "", optimize: Mapping[str, float] | None = None,
+        line: RemoteLine | None = None,
+    ) -> None:  # fmt: skip
+        self.line = line or RemoteLine(url, token)
+        self.model, self.version = model, 0
+        """Id of the model, and the version of its weights in the last reply."""
+        self._optimize = {"step": json.dumps(dict(optimize))} if optimize is not None else {}
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        """Returns the model's output: a tensor, or a dict of tensors by name.
+
+        Under ``torch.no_grad`` the server retains no graph.
+
+        Raises:
+            RemoteError: the server refuses the tensors, or does not answer.
+        """
+        named = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        names, values = list(named), list(named.values())
+        if not torch.is_grad_enabled():
+            reply = self.line.post(f"/v1/forward/{self.model}", {name: on_host(value) for name, value in named.items()})
+            return self._outputs(list(reply.tensors), list(reply.tensors.values()), reply.version)
+        call = _Call(self, names)
+        anchor = torch.zeros((), requires_grad=True)  # so that weights of the server train without an input's gradient
+        found = _Remote.apply(call, anchor, *values)  # type: ignore[no-untyped-call]
+        return self._outputs(call.outputs, list(found), call.version)
+
+    async def call(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        """Awaitable :meth:`__call__`: other calls run while this one waits for its server."""
+        graded = torch.is_grad_enabled()
+
+        def run() -> Any:
+            with torch.set_grad_enabled(graded):
+                return self(*args, **kwargs)
+
+        return await asyncio.to_thread(run)
+
+    def step(self, **adam: float) -> int:
+        """Updates the server's weights with the accumulated gradient; returns their new version.
+
+        Args:
+            adam: lr, beta1, beta2, eps, weight_decay and max_norm of AdamW.
+        """
+        self.version = int(self.line.ask(f"/v1/step/{self.model}", adam)["version"])
+        return self.version
+
+    def function(self, name: str, tensor: Tensor | None = None) -> Tensor | None:
+        """Calls a function of the server by name with one tensor, or none; it has no gradient."""
+        return self.line.fetch(f"/v1/call/{name}", tensor)
+
+    def statistics(self) -> Any:
+        """Returns calls and seconds of each route of the server."""
+        return self.line.ask("/v1/statistics", method="GET")
+
+    def close(self) -> None:
+        """Closes the connection; the server drops retained graphs of this session after a while."""
+        self.line.close()
+
+    def _outputs(self, names: list[str], values: list[Tensor], version: int) -> Any:
+        self.version = version
+        return values[0] if names == ["output"] else dict(zip(names, values, strict=True))
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """Options of each backward."""
+        return self._optimize
+
+
+class _Call:
+    """Forward of a remote model, until its backward."""
+
+    def __init__(self, remote: RemoteModel, names: list[str]) -> None:
+        self.remote, self.names = remote, names
+        self.outputs: list[str] = []
+        self.version = 0
+        self.ticket = ""
+
+    def forward(self, values: tuple[Tensor, ...]) -> list[Tensor]:
+        """Runs the forward on the server, which retains its graph."""
+        line, given = self.remote.line, dict(zip(self.names, map(on_host, values), strict=True))
+        self.ticket = line.new_ticket()
+        reply = line.post(f"/v1/forward/{self.remote.model}", given, {"ticket": self.ticket})
+        self.outputs, self.version = list(reply.tensors), reply.version
+        return [value.to(values[0].device) for value in reply.tensors.values()]
+
+    def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Sends the gradients of the outputs; returns those of the inputs, None for inputs without."""
+        sent = {name: value for name, value in zip(self.outputs, gradients, strict=True) if value is not None}
+        path = f"/v1/backward/{self.remote.model}/{self.ticket}"
+        reply = self.remote.line.post(path, sent, self.remote.options)
+        self.remote.version = reply.version
+        return [reply.tensors.get(name) for name in self.names]
+
+
+class _Remote(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.devices = call, [value.device for value in values]
+        ctx.set_materialize_grads(False)
+        outputs = call.forward(values)
+        ctx.mark_non_differentiable(*(value for value in outputs if not value.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        found = ctx.call.backward(gradients)
+        for name, gradient, wants in zip(ctx.call.names, found, wanted, strict=True):
+            if wants and gradient is None:
+                raise RemoteError(
+                    f"the server returned no gradient for input {name!r}, which requires one; its model is on a "
+                    "pipeline, or the input is not floating."
+                )
+        moved = [
+            gradient.to(device) if wants and gradient is not None else None
+            for gradient, device, wants in zip(found, ctx.devices, wanted, strict=True)
+        ]
+        return None, None, *moved
+
+
+def remote(url: str, model: str = "shared", **options: Any) -> RemoteModel:
+    """Returns a served model as a function of tensors; ``options`` as in :class:`RemoteModel`."""
+    return RemoteModel(url, model, **options)

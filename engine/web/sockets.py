@@ -1,0 +1,41 @@
+"""Listening sockets of servers, and their addresses."""
+
+import socket
+from ipaddress import ip_address
+
+from engine.errors import LaunchError, first_line
+
+
+def is_loopback(host: str) -> bool:
+    """Returns True if only this host reaches the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int, server: str) -> socket.socket:
+    """Returns a socket at an address; port 0 is any free one, ``server`` a noun for errors.
+
+    Raises:
+        LaunchError: the address is in use, or not one of this host.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"{server} cannot listen at {host} port {port} ({first_line(error)}); give an address of this host with "
+            "--host, and a free port with --port."
+        ) from error
+    # asyncio sets it only on sockets with an explicit protocol; without it, each reply waits 40 ms for a delayed ACK
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def address_of(listening: socket.socket, scheme: str = "http") -> str:
+    """Returns the address at which clients reach a socket."""
+    host, port = listening.getsockname()[:2]
+    if ip_address(host).is_unspecified:
+        host = socket.gethostname()
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,160 @@
+"""Second door: gradients cross the network, through servers in series and in branches."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.web.remote_model import RemoteModel
+from engine.web.remote_line import RemoteError, RemoteLine
+from tests.engine.serving.doors import tensor_server
+
+ADAM = {"lr": 1e-2, "eps": 1e-8, "beta2": 0.999}
+
+
+def layer() -> nn.Module:
+    """Build the model of a server."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def rows(seed: int) -> Tensor:
+    """Draw a batch."""
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def adam(model: nn.Module) -> torch.optim.AdamW:
+    """Return the optimizer that a server has by ADAM."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+
+
+def test_a_client_trains_a_server_as_its_own_model(tmp_path: Path) -> None:
+    local = layer()
+    optimizer = adam(local)
+    with tensor_server(layer, tmp_path, shape=rows(0)) as url:
+        model = RemoteModel(url)
+        for step in range(5):
+            x, y = rows(step).requires_grad_(), rows(step).requires_grad_()
+            (model(x) - 1).square().mean().backward()
+            (local(y) - 1).square().mean().backward()
+            torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-7)
+            assert model.step(**ADAM) == step + 1
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(model(rows(9)), local(rows(9)), rtol=0, atol=1e-6)
+        assert model.statistics()["routes"]["/v1/backward/{model}/{ticket}"] == {
+            "requests": 5, "refused": 0, "seconds": pytest.approx(0, abs=60),
+        }  # fmt: skip
+
+
+def test_two_forwards_before_the_first_backward_give_both_gradients(tmp_path: Path) -> None:
+    local = layer()
+    with tensor_server(layer, tmp_path, shape=rows(0)) as url:
+        model, first, second = RemoteModel(url), rows(1).requires_grad_(), rows(2).requires_grad_()
+        one, two = model(first), model(second)
+        one.sum().backward()
+        two.square().sum().backward()
+        other = rows(2).requires_grad_()
+        local(other).square().sum().backward()
+        torch.testing.assert_close(second.grad, other.grad, rtol=0, atol=1e-7)
+        stale = model(first)
+        model.step(**ADAM)
+        with pytest.raises(RemoteError, match="used version 0 of the weights and they are at version 1"):
+            stale.sum().backward()
+
+
+def test_servers_in_series_train_as_one_model_and_branches_run_at_the_same_time(tmp_path: Path) -> None:
+    def slow(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        time.sleep(0.5)
+        return given
+
+    local = nn.ModuleList([layer(), layer()])
+    optimizer = adam(local)
+    with (
+        tensor_server(layer, tmp_path / "a", {"slow": slow}, rows(0)) as first,
+        tensor_server(layer, tmp_path / "b", {"slow": slow}, rows(0)) as second,
+    ):
+        a, b = RemoteModel(first, optimize=ADAM), RemoteModel(second, optimize=ADAM)
+        own = torch.full((), 0.5, requires_grad=True)
+        for step in range(4):
+            found = (b(a(rows(step) * own)) - 1).square().mean()
+            expected = (local[1](local[0](rows(step) * 0.5)) - 1).square().mean()
+            assert found.item() == pytest.approx(expected.item(), abs=1e-6)
+            found.backward()
+            expected.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert own.grad is not None and own.grad.abs() > 0, "a client's own parameter trains through servers"
+
+        async def branches() -> float:
+            began = time.monotonic()
+            lines = [model.line for model in (a, b)]
+            await asyncio.gather(*(asyncio.to_thread(line.fetch, "/v1/call/slow", rows(0)) for line in lines))
+            return time.monotonic() - began
+
+        assert asyncio.run(branches()) < 0.65 * 1.0
+
+
+class Lossy(httpx.BaseTransport):
+    """Network that loses every third reply after the server has worked, and doubles every fifth request."""
+
+    def __init__(self) -> None:
+        self._real, self._count = httpx.HTTPTransport(), 0
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self._count += 1
+        body = request.read()
+        response = self._real.handle_request(request)
+        if self._count % 3 == 0:
+            response.read()
+            raise httpx.ReadError("lost")
+        if self._count % 5 == 0:
+            response.read()
+            again = httpx.Request(request.method, request.url, headers=request.headers, content=body)
+            return self._real.handle_request(again)
+        return response
+
+
+def test_lost_replies_and_doubled_requests_change_nothing_twice(tmp_path: Path) -> None:
+    results = []
+    for transport in (None, Lossy()):
+        with tensor_server(layer, tmp_path, shape=rows(0)) as url:
+            model = RemoteModel(line=RemoteLine(url, transport=transport))
+            for step in range(6):
+                x = rows(step).requires_grad_()
+                model(x).square().sum().backward()
+                model.step(**ADAM)
+            with torch.no_grad():
+                results.append((model(rows(9)), x.grad, model.version))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2] == 6
+
+
+def test_mistakes_are_one_sentence_of_the_server(tmp_path: Path) -> None:
+    def double(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {"y": 2 * given["0"]} if given else {"y": torch.ones(1)}
+
+    with tensor_server(layer, tmp_path, {"double": double}, rows(0)) as url:
+        model = RemoteModel(url)
+        assert torch.equal(model.function("double", torch.ones(2)), torch.full((2,), 2.0))  # type: ignore[arg-type]
+        assert httpx.get(f"{url}/v1/call/double", headers={"x-trine-session": "s"}).status_code == 200
+        for said, call in (
+            ("there is no model other", lambda: RemoteModel(url, "other")(rows(0))),
+            ("there is no function", lambda: model.function("treble")),
+            ("the model failed on these tensors: mat1", lambda: model(torch.ones(2, 3))),
+            ("an update takes", lambda: model.step(rate=1.0)),
+            ("must be a number from 0", lambda: model.step(lr=-1.0)),
+            ("at most 1,048,576 are taken", lambda: model(torch.ones(1 << 17, 4))),
+            ("use letters", lambda: RemoteModel(url, "a b")(rows(0))),
+        ):
+            with pytest.raises(RemoteError, match=said):
+                call()
+        x = rows(1).requires_grad_()
+        model(x).sum().backward()
+        assert x.grad is not None, "the server goes on"

@@ -1,0 +1,168 @@
+"""Training calls of the service: every grid computes what plain torch does with one backward a datum."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import engine
+from engine.parallel.comm.threads import run_thread_ranks
+from engine.parallel.comm.world import World
+from engine.serving.commands import AdamParameters, Array, Datum, ForwardBackward, LossCall, OptimStep, TrainedOutput
+from engine.serving.losses import LOSSES, TARGETS, ServedError
+from engine.serving.training import Trainer
+from tests import models
+
+ADAM = AdamParameters(lr=1e-2, eps=1e-8, weight_decay=0.1, max_norm=0.5)
+CONFIG: Mapping[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "zero_optimization": {"stage": 0},
+}
+
+
+def make_data(count: int, seed: int) -> tuple[Datum, ...]:
+    """Draw data of unequal length, with the inputs of every loss."""
+    random = np.random.default_rng(seed)
+    data = []
+    for _ in range(count):
+        length = int(random.integers(3, 20))
+        inputs: dict[str, Array] = {
+            TARGETS: random.integers(0, models.VOCABULARY, length),
+            "weights": random.random(length, np.float32),
+            "logprobs": -3 - random.random(length, np.float32),
+            "advantages": random.standard_normal(length).astype(np.float32),
+        }
+        data.append(Datum(random.integers(0, models.VOCABULARY, length), inputs))
+    return tuple(data)
+
+
+def in_torch(losses: list[str], steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train with plain torch; return the losses and the weights."""
+    model = models.llama()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps, weight_decay=ADAM.weight_decay
+    )
+    found = []
+    for step in range(steps):
+        total = 0.0
+        for datum in make_data(5, step):
+            logits = model(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0].float()
+            inputs = {name: torch.from_numpy(value) for name, value in datum.inputs.items()}
+            chosen = torch.log_softmax(logits, -1).gather(-1, inputs[TARGETS][:, None])[:, 0]
+            loss = LOSSES[losses[step]](chosen, inputs, {})
+            torch.autograd.backward(loss)
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    return found, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def served(world: World | None, parallel: Mapping[str, Any], stage: int, losses: list[str], cuts: int = 1) -> Any:
+    """Train through the calls of the service; return outputs and weights."""
+    config = {**CONFIG, "parallel": dict(parallel), "zero_optimization": {"stage": stage}}
+    found: list[TrainedOutput] = []
+    with engine.initialize(models.llama(), config, world=world) as eng:
+        trainer = Trainer(eng, {})
+        for step, loss in enumerate(losses):
+            data = make_data(5, step)
+            parts = [data[start : start + 5 // cuts] for start in range(0, 5, 5 // cuts)]
+            made = [trainer.forward_backward(ForwardBackward("m", part, LossCall(loss))) for part in parts]
+            found.append(
+                TrainedOutput(
+                    tuple(output for one in made for output in one.outputs),
+                    {"loss:sum": sum(one.metrics["loss:sum"] for one in made)},
+                )
+            )
+            trainer.optim_step(OptimStep("m", ADAM))
+        return found, {name: value.clone() for name, value in eng.full_state_dict().items()}
+
+
+GRIDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    "dp2 ZeRO-1": ({"data": 2}, 1),
+    "dp2 ZeRO-3": ({"data": 2}, 3),
+    "tp2": ({"tensor": 2}, 0),
+    "pp2": ({"pipeline": 2}, 1),
+    "dp2 x tp2 x pp2": ({"data": 2, "tensor": 2, "pipeline": 2}, 1),
+}
+
+
+@pytest.mark.parametrize("grid", ["one", *GRIDS])
+def test_every_grid_trains_as_torch_does(grid: str) -> None:
+    losses = ["cross_entropy", "ppo", "dro"]
+    expected, weights = in_torch(losses, 3)
+    parallel, stage = GRIDS.get(grid, ({}, 0))
+    size = int(np.prod(list(parallel.values()), dtype=int))
+    ranks = run_thread_ranks(size, lambda world: served(world, parallel, stage, losses))
+    outputs, final = ranks[0]
+    for one, loss in zip(outputs, expected, strict=True):
+        assert one.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(final[name], value, rtol=0, atol=2e-5)
+    for others, _ in ranks[1:]:
+        assert [one.metrics for one in others] == [one.metrics for one in outputs], "every rank has every result"
+
+
+@pytest.mark.parametrize("grid", ["one", "dp2 ZeRO-1"])
+def test_bits_do_not_depend_on_how_requests_are_cut(grid: str) -> None:
+    parallel, stage = GRIDS.get(grid, ({}, 0))
+    size = int(np.prod(list(parallel.values()), dtype=int))
+
+    def trained(world: World, cuts: int) -> Any:
+        return served(world, parallel, stage, ["cispo", "dro"], cuts)
+
+    whole, cut = (run_thread_ranks(size, partial(trained, cuts=cuts))[0] for cuts in (1, 5))
+    assert all(torch.equal(whole[1][name], value) for name, value in cut[1].items())
+
+
+def test_a_retained_forward_is_the_only_one_of_a_client_side_loss() -> None:
+    with engine.initialize(models.llama(), dict(CONFIG)) as eng:
+        trainer = Trainer(eng, {})
+        data = make_data(3, 0)
+        call = LossCall("cross_entropy")
+        first = trainer.forward_backward(ForwardBackward("m", data, call, forward_only=True))
+        again = trainer.forward_backward(ForwardBackward("m", data, call))
+        assert trainer.forwards == 3
+        for one, other in zip(first.outputs, again.outputs, strict=True):
+            assert np.array_equal(one["logprobs"], other["logprobs"])
+        trainer.optim_step(OptimStep("m", ADAM))
+        trainer.forward_backward(ForwardBackward("m", data, call))
+        assert trainer.forwards == 6, "weights have changed"
+
+
+def test_targets_of_several_tokens_a_place_and_an_update_without_data() -> None:
+    with engine.initialize(models.llama(), dict(CONFIG)) as eng:
+        trainer = Trainer(eng, {})
+        targets = np.arange(8).reshape(4, 2)
+        datum = Datum(np.arange(4), {TARGETS: targets, "weights": np.ones((4, 2), np.float32)})
+        found = trainer.forward_backward(ForwardBackward("m", (datum,), LossCall("cross_entropy")))
+        assert found.outputs[0]["logprobs"].shape == (4, 2)
+        first = trainer.optim_step(OptimStep("m", ADAM))
+        second = trainer.optim_step(OptimStep("m", ADAM))
+        assert first.values["metrics"]["version"] == 1 and second.values["metrics"]["version"] == 2
+        assert second.values["metrics"]["grad_norm"] == 0
+
+
+def test_mistakes_of_a_client_are_one_sentence() -> None:
+    with engine.initialize(models.llama(), dict(CONFIG)) as eng:
+        trainer = Trainer(eng, {})
+        (datum,) = make_data(1, 0)
+        bare = Datum(datum.tokens, {TARGETS: datum.inputs[TARGETS]})
+        for given, call, said in (
+            (datum, LossCall("reinforce"), "use cross_entropy"),
+            (bare, LossCall("ppo"), "needs loss_fn_inputs"),
+            (Datum(datum.tokens, {}), LossCall("ppo"), "target_tokens"),
+            (Datum(datum.tokens[:0], {}), LossCall("ppo"), "no tokens"),
+            (Datum(datum.tokens[:-1], datum.inputs), LossCall("ppo"), "shape"),
+            (datum, LossCall("ppo", {"beta": 1.0}), "does not read"),
+            (datum, LossCall("custom", {"loss_id": "x"}), "create_custom_loss"),
+        ):
+            with pytest.raises(ServedError, match=said):
+                trainer.forward_backward(ForwardBackward("m", (given,), call))
+        assert trainer.forwards == 0
