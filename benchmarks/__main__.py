@@ -49,7 +49,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             frozenset({"write_figures"}),
         ),
         "service": Benchmark(
-            "service.command", "many clients of the training service: latencies beside a bare echo, lost updates, memory",
+            "service.command", "clients of the training service: latencies beside a bare echo, lost updates",
             frozenset({"write_figures"}),
         ),
         "host_time": Benchmark(
@@ -59,6 +59,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "sleeping_blocks": Benchmark(
             "training.sleeping_blocks", "the timeline of a real pipeline beside the predicted one",
             frozenset({"write_figures"}),
+        ),
+        "generate": Benchmark(
+            "training.generate", "generation with a cache on one rank beside transformers", frozenset({"rounds"})
         ),
         "matrix_rounds": Benchmark(
             "training.matrix_rounds", "updates of whole matrices with their exchange beside them, or not",

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from tests.structure import Structure
 
 PUBLIC = (
-    "engine", "engine.verify", "engine.data", "engine.deepspeed", "engine.huggingface", "engine.lightning",
+    "engine", "engine.verify", "engine.data", "engine.generation", "engine.deepspeed", "engine.huggingface",
+    "engine.lightning",
     "engine.parallel.tensor",
 )  # fmt: skip
 """Modules whose public names users import."""

@@ -18,7 +18,7 @@ GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "web",
-        "outer", "reporting", "watchdog", "build", "dry_run", "data", "models", "engine_parts", "loop",
+        "outer", "reporting", "watchdog", "build", "dry_run", "data", "models", "generation", "engine_parts", "loop",
         "named_state", "engine", "api", "verify", "serving", "hosting", "deepspeed", "huggingface",
         "lightning",
     ),

@@ -233,7 +233,7 @@ MEASURED = (
     "python -m benchmarks step", "python -m benchmarks zero", "python -m benchmarks pipeline",
     "python -m benchmarks kernels",
     "python -m benchmarks sleeping_blocks --write-figures",
-    "python -m benchmarks matrix_rounds",
+    "python -m benchmarks matrix_rounds", "python -m benchmarks generate",
     "python -m benchmarks plan_search --write-figures",
     "python -m benchmarks kernels --out runs/benchmarks", "python -m benchmarks gpu_step --out runs/benchmarks",
     "python -m benchmarks overlap",

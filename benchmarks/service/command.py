@@ -169,8 +169,8 @@ def main(command: Sequence[str] | None = None) -> int:
     print(render({"corner": CORNER, "columns": list(COLUMNS), "rows": rows}))
     steps = len(found[STEP])
     passed = wrong == 0 and growth < GROWTH_BYTES and steps > 0
-    print(f"{asked.clients} clients, {steps:,} updates: {wrong} wrong; memory {growth / 2**20:+.1f} MiB after the first "
-          f"tenth -> {'pass' if passed else 'FAIL'}")  # fmt: skip
+    print(f"{asked.clients} clients, {steps:,} updates: {wrong} wrong; memory {growth / 2**20:+.1f} MiB after the "
+          f"first tenth -> {'pass' if passed else 'FAIL'}")  # fmt: skip
     if asked.write_figures:
         record_cells("service-load", CORNER, cells)
     return 0 if passed else 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-_NAMES = ("past_key_values", "cache_params")
+CACHE_NAMES = ("past_key_values", "cache_params")
 """Arguments of a forward that take a cache."""
 
 
@@ -39,7 +39,7 @@ def find_cache_protocol(model: nn.Module) -> CacheProtocol | None:
     ``past_key_values``, which its forward extends in place.
     """
     taken = inspect.signature(type(model).forward).parameters
-    name = next((name for name in _NAMES if name in taken), None)
+    name = next((name for name in CACHE_NAMES if name in taken), None)
     if name is None:
         return None
     pads = "attention_mask" in taken
@@ -82,7 +82,7 @@ class StageCaches:
         return next(iter(self._of.values()), self._first)
 
     def rehearsal(self) -> Any:
-        """Returns a cache for a forward on shapes, without content: at first empty, later of the first trace's shapes."""
+        """Returns a cache for a forward on shapes: at first empty, later with the shapes that the first trace left."""
         return copy.deepcopy(self._empty) if self._rehearsed is None else _shapes(self._rehearsed)
 
     def rehearse(self, cache: Any) -> None:
@@ -94,10 +94,10 @@ class StageCaches:
         """True once the first forward was traced."""
         return self._rehearsed is not None
 
-    def advance(self, rows: int, positions: int) -> None:
-        """Extends the layers of other stages after a forward of ``positions`` of each row."""
+    def advance(self, rows: int, positions: int, partly: bool) -> None:
+        """Counts the ``positions`` of each row of a forward; ``partly``: extends the layers of other stages."""
         self.length += positions
-        for cache in self._of.values():
+        for cache in self._of.values() if partly else ():
             for layer in getattr(cache, "layers", ()):
                 extend_absent(layer, rows, self.length)
 
@@ -108,7 +108,7 @@ def extend_absent(layer: Any, rows: int, length: int) -> None:
     if isinstance(states, dict):  # of a recurrent layer; code between layers asks for the last one's
         states.update(dict.fromkeys(states, True))
     measure = getattr(layer, "get_seq_length", None)
-    if measure is not None and 0 < (lacking := length - measure()):
+    if measure is not None and (lacking := length - measure()) > 0:
         numbers = torch.zeros(rows, 1, lacking, 1)
         layer.update(numbers, numbers)
 

@@ -69,11 +69,11 @@ class GenerationForwards:
     def run(
         self, arguments: Arguments, caches: StageCaches | None, finish: Callable[[Any], Any], everywhere: bool
     ) -> Any:
-        """Runs one forward; returns ``finish(output)``, with gathered logits, on ranks of the last stage.
+        """Runs one forward; returns ``finish(output)`` on ranks of the last stage.
 
         Args:
-            arguments: with ``input_ids`` [rows, positions]; cached positions are left out.
-            finish: selects from the model's output tensors, or a pytree of them; called in the forward.
+            arguments: tensors on the device, with ``input_ids`` [rows, positions]; cached positions are left out.
+            finish: selects from the model's output plain tensors, or a pytree of them; called in the forward.
             everywhere: True: the last stage sends the result to all stages, axis pp, label "outputs"; False: other
                 stages return None.
         """
@@ -82,7 +82,8 @@ class GenerationForwards:
         self._last = {_IDS: arguments[_IDS][:, -1:]}
         found = self._forward(arguments, caches, finish, everywhere)
         if caches is not None:
-            caches.advance(*arguments[_IDS].shape)
+            rows, positions = arguments[_IDS].shape
+            caches.advance(rows, positions, partly=self._runtime.pipeline is not None)
         return found
 
     def _forward(
@@ -104,12 +105,13 @@ class GenerationForwards:
 
     def _call(self, arguments: Arguments, cache: Any, caches: StageCaches | None, finish: Callable[[Any], Any]) -> Any:
         runtime, given = self._runtime, dict(arguments)
+        program = runtime.program
         if runtime.pipeline is not None:  # another stage of this rank reads them after this one
             given = map_tensors(given, torch.clone)
         if caches is not None:
             given[caches.name] = cache
-        output = runtime.watched(given, lambda: runtime.program.call(**given))
-        return runtime.own(gather_logits(finish(output)))
+        with program.replay.forward(arguments) if program.replay is not None else nullcontext():
+            return runtime.own(finish(runtime.watched(given, lambda: program.model(**given))))
 
     def _trace(
         self, pipeline: PipelineRuntime, arguments: Arguments, caches: StageCaches | None, finish: Callable[[Any], Any]
@@ -159,7 +161,7 @@ class GenerationForwards:
         """Takes part in a forward of other data ranks: gathers their parameters; with experts, runs a token."""
         runtime = self._runtime
         if self._comm.grid.experts > 1:
-            self._forward(self._last, None, _nothing, everywhere=False)
+            self._forward(self._last, None, logits_of, everywhere=False)
             return
         with runtime.passes(self._row):
             for _ in self._row.passes:
@@ -167,9 +169,12 @@ class GenerationForwards:
                     pass
 
 
-def _nothing(output: Any) -> Any:
-    """Returns the logits of an output that nobody reads: a trace needs a result."""
-    return output.logits if hasattr(output, "logits") else output
+def logits_of(output: Any) -> Tensor:
+    """Returns the gathered logits of a model's output: a tensor, ``output.logits``, or the first tensor of a tuple."""
+    found = getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        found = output if isinstance(output, Tensor) else output[0]
+    return gather_logits(found)  # type: ignore[no-any-return]
 
 
 class _StageForwards:

@@ -36,12 +36,12 @@ class TextGenerator:
         self._model, self._runtime, self._runner = model, runtime, runner
         self._notes: set[str] = set()
 
-    def by_transformers(self, inputs: Tensor, options: Mapping[str, Any]) -> Any:
+    def by_transformers(self, inputs: object, options: Mapping[str, Any]) -> Any:
         """Returns the result of the model's own ``generate``; see :meth:`engine.Engine.generate`."""
         generation = Generation(self._model, self._runner, self._runtime, self._notes)
-        generation.check(inputs)
+        checked = generation.checked(inputs)
         with self._noting_failures():
-            return generation.run(inputs, options)
+            return generation.run(checked, options)
 
     def sampled(
         self, inputs: Tensor | Sequence[Sequence[int]], sampling: SamplingOptions | Sequence[SamplingOptions],
@@ -133,7 +133,7 @@ def _prompts(inputs: Tensor | Sequence[Sequence[int]], mask: Tensor | None) -> l
             "prompts, [rows, tokens]."
         )
     if mask is None:
-        return inputs.tolist()  # type: ignore[no-any-return]
+        return inputs.tolist()
     if mask.shape != inputs.shape:
         raise EngineError(
             f"generate was given an attention_mask of shape {tuple(mask.shape)} for prompts of shape "

@@ -1,6 +1,6 @@
 """Completions of a list of requests, in one batch with options of its own for each row.
 
-    logits   --draw-->   tokens   --stop sequence or max_new_tokens?-->   row ends
+    logits   --draw_tokens-->   tokens   --stop sequence or max_new_tokens?-->   row ends
        ^                   |
        +---- one forward --+    until all rows have ended; ended rows get padding
 
@@ -21,17 +21,23 @@ from engine.generation.sampling import (
     Completion,
     GenerationRequest,
     RowOptions,
-    draw,
+    draw_tokens,
     sequence_logprobs,
     token_logprobs,
     uniform,
 )
-from engine.generation.steps import CachedSteps, NextLogits, WholeSteps, base_model, left_padded, usable_protocol
+from engine.generation.steps import (
+    CachedSequences,
+    NextLogits,
+    WholeSequences,
+    base_model,
+    left_padded,
+    usable_protocol,
+)
 from engine.parallel.comm.agreement import take_from
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.step.runner import StepRunner
 from engine.step.runtime import RankRuntime
-
 
 Completions = list[list[Completion]]
 """Completions of each request, one for each sample."""
@@ -102,13 +108,13 @@ class RequestBatch:
             protocol = None  # a cache without a mask has no place for padding
         with keyed_generators(device, 0), torch.no_grad():
             if protocol is None:
-                whole = WholeSteps(runner, host, prompts, self.pad)
+                whole = WholeSequences(runner, host, prompts, self.pad)
                 found = self._play(whole, runtime, decides=True)
                 whole.finish()
                 return self._completions(*found)
             forwards = GenerationForwards(runtime)
             with forwards.opened(given):
-                found = self._play(CachedSteps(forwards, host, protocol, given), runtime, forwards.decides)
+                found = self._play(CachedSequences(forwards, host, protocol, given), runtime, forwards.decides)
             return self._completions(*found)
 
     def _play(self, steps: NextLogits, runtime: RankRuntime, decides: bool) -> tuple[Tensor, Tensor]:
@@ -116,6 +122,7 @@ class RequestBatch:
         prompts, fp64, filled on the left.
         """
         device, coord = runtime.program.device, runtime.comm.grid.coord()
+        replicas = runtime.comm.grid.size("replica")
         decides = decides and coord.tp == coord.cp == 0 and coord.pp == runtime.plan.last_rank
         options = RowOptions.of([row.request.sampling for row in self.rows], device)
         logits = steps.first(self.prompts)
@@ -124,26 +131,30 @@ class RequestBatch:
             logits = logits[:, -1]
         while True:
             tokens_R = torch.zeros(len(self.rows), dtype=torch.int64, device=device)
-            numbers = tokens_R.new_zeros(len(self.rows), 1 + 2 * (self.alternatives or 0), dtype=torch.float64)
             if decides:
                 assert logits is not None, "ranks of the last stage have the logits"
-                tokens_R = draw(logits, options, [row.uniform for row in self.rows])
-                if self.alternatives is not None:
-                    numbers = token_logprobs(logits, tokens_R, self.alternatives)
-            drawn.append(numbers)
-            take_from(tokens_R, decides, runtime.comm, "replica", "generate")
+                tokens_R = draw_tokens(logits, options, [row.uniform for row in self.rows] if options.draws else ())
+            if self.alternatives is not None:
+                drawn.append(self._token_logprobs(logits if decides else None, tokens_R, self.alternatives))
+            if replicas > 1:
+                take_from(tokens_R, decides, runtime.comm, "replica", "generate")
             tokens = tokens_R.tolist()
             for row, token in zip(self.rows, tokens, strict=True):
                 row.add(token)
             if all(row.ended for row in self.rows):
                 break
             logits = steps.next([None if row.ended else row.tokens[-1] for row in self.rows])
-        found = torch.stack(drawn, dim=1)
+        found = torch.stack(drawn, dim=1) if self.alternatives is not None else torch.empty(len(self.rows), 0)
         if self.alternatives is not None:
             take_from(found, decides, runtime.comm, "replica", "generate")
         if self.prompts:
             take_from(prompts, decides, runtime.comm, "replica", "generate")
         return found.cpu(), prompts.cpu()
+
+    def _token_logprobs(self, logits: Tensor | None, tokens_R: Tensor, alternatives: int) -> Tensor:
+        if logits is not None:
+            return token_logprobs(logits, tokens_R, alternatives)
+        return tokens_R.new_zeros(len(self.rows), 1 + 2 * alternatives, dtype=torch.float64)
 
     def _prompt_logprobs(self, logits: Tensor | None, device: torch.device) -> Tensor:
         longest = max(len(row.request.tokens) for row in self.rows)

@@ -38,7 +38,7 @@ class SamplingOptions:
     """Probability of the smallest set of likeliest tokens to draw from, after ``top_k``."""
     seed: int = 0
     stop: Sequence[int | Sequence[int]] | None = None
-    """Tokens, or sequences of tokens, that end a completion, which includes them; None: the model's ``eos_token_id``."""
+    """Tokens, or sequences of them, that end a completion, which includes them; None: the model's ``eos_token_id``."""
     samples: int = 1
     """Number of completions of the prompt."""
     logprobs: int | None = None
@@ -98,9 +98,12 @@ class Completion:
 class RowOptions(NamedTuple):
     """Sampling options of the rows of a batch, as tensors on the device of the logits."""
 
-    temperature_R: Tensor
-    top_k_R: Tensor
-    top_p_R: Tensor
+    temperatures: Tensor
+    """fp64 [R]."""
+    top_k: Tensor
+    """int64 [R]."""
+    top_p: Tensor
+    """fp64 [R]."""
     draws: bool
     """True if any row has a temperature above 0."""
     filters: tuple[bool, bool]
@@ -124,7 +127,7 @@ def uniform(seed: int, stream: int, sample: int, position: int) -> float:
     return derive_seed(seed, stream, sample, position) / _SEEDS
 
 
-def draw(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[float]) -> Tensor:
+def draw_tokens(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[float]) -> Tensor:
     """Returns the drawn tokens, int64 [R], from logits of any float dtype; ties of a greedy row: the lowest token.
 
     Sums of probabilities are fp64 in the order of the vocabulary, so that a drawn token changes only where another grid
@@ -134,15 +137,15 @@ def draw(logits_RV: Tensor, options: RowOptions, uniform_R: Sequence[float]) -> 
     likeliest_R = logits_RV.argmax(dim=-1)
     if not options.draws:
         return likeliest_R
-    greedy_R = options.temperature_R == 0
+    greedy_R = options.temperatures == 0
     # the largest logit is subtracted before the division, because a tiny temperature would make it infinite
     scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)).double()
-    scaled_RV /= torch.where(greedy_R, 1.0, options.temperature_R).unsqueeze(-1)
+    scaled_RV /= torch.where(greedy_R, 1.0, options.temperatures).unsqueeze(-1)
     if options.filters[0]:
-        scaled_RV = keep_largest(scaled_RV, options.top_k_R)
+        scaled_RV = keep_largest(scaled_RV, options.top_k)
     chances_RV = scaled_RV.softmax(dim=-1)
     if options.filters[1]:
-        chances_RV = keep_nucleus(chances_RV, options.top_p_R)
+        chances_RV = keep_nucleus(chances_RV, options.top_p)
     sums_RV = chances_RV.cumsum(dim=-1)
     targets_R = torch.tensor(uniform_R, dtype=torch.float64, device=logits_RV.device) * sums_RV[:, -1]
     drawn_R = torch.searchsorted(sums_RV, targets_R.unsqueeze(-1), right=True).squeeze(-1)

@@ -1,7 +1,7 @@
 """Logits of the next token of every row of a batch: with a cache, or by a forward of whole sequences.
 
-CachedSteps   prompts padded on the left; afterwards one token a row
-WholeSteps    sequences padded on the right, which a causal model does not see; ``predict`` of the step runner
+CachedSequences   prompts padded on the left; afterwards one token a row
+WholeSequences    sequences padded on the right, which a causal model does not see; ``predict`` of the step runner
 """
 
 import inspect
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation.caches import CacheProtocol, StageCaches, find_cache_protocol, is_transformers_generator
-from engine.generation.forwards import GenerationForwards
+from engine.generation.forwards import GenerationForwards, logits_of
 from engine.program.forward_inputs import ForwardSignature
 from engine.step.runner import StepRunner
 from engine.step.runtime import RankRuntime
@@ -45,7 +45,7 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device
 def base_model(model: nn.Module) -> nn.Module:
     """Returns the model that generates: of a ``PeftModel`` the one with its adapters."""
     found = getattr(model, "get_base_model", None)
-    return found() if callable(found) else model  # type: ignore[no-any-return]
+    return found() if callable(found) else model
 
 
 def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> CacheProtocol | None:
@@ -64,7 +64,7 @@ def usable_protocol(model: nn.Module, runtime: RankRuntime, notes: set[str]) -> 
     return None
 
 
-class CachedSteps:
+class CachedSequences:
     """Logits from forwards with caches; see :class:`NextLogits`."""
 
     def __init__(self, forwards: GenerationForwards, model: Any, protocol: CacheProtocol, given: tuple[Tensor, Tensor]):
@@ -117,7 +117,7 @@ class CachedSteps:
         }
 
 
-class WholeSteps:
+class WholeSequences:
     """Logits from forwards of whole sequences; see :class:`NextLogits`."""
 
     def __init__(self, runner: StepRunner, model: nn.Module, prompts: Sequence[Sequence[int]], pad: int) -> None:
@@ -156,11 +156,3 @@ class WholeSteps:
     def _last(self, logits: Tensor) -> Tensor:
         ends = torch.tensor([len(row) - 1 for row in self._rows], device=logits.device)
         return logits[torch.arange(len(self._rows), device=logits.device), ends]
-
-
-def logits_of(output: Any) -> Tensor:
-    """Returns the logits of a model's output: a tensor, ``output.logits``, or the first tensor of a tuple."""
-    found = getattr(output, "logits", None)
-    if isinstance(found, Tensor):
-        return found
-    return output if isinstance(output, Tensor) else output[0]  # type: ignore[no-any-return]

@@ -13,15 +13,15 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.generation.caches import StageCaches, is_transformers_generator
+from engine.generation.caches import CACHE_NAMES, StageCaches, is_transformers_generator
 from engine.generation.forwards import GenerationForwards
 from engine.generation.steps import base_model, usable_protocol
 from engine.parallel.comm.agreement import take_from
 from engine.parallel.model.rng_streams import generators_of
+from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from engine.step.runner import StepRunner
 from engine.step.runtime import RankRuntime
 
@@ -62,8 +62,8 @@ class Generation:
     def _generate(self, shell: Any, inputs: Tensor, options: Mapping[str, Any]) -> Any:
         return shell.generate(inputs.to(self._device), **options)
 
-    def check(self, inputs: object) -> None:
-        """Raises if the model does not generate, or ``inputs`` are no token ids. Communicates nothing."""
+    def checked(self, inputs: object) -> Tensor:
+        """Returns ``inputs``; raises if they are no token ids, or the model does not generate. Communicates nothing."""
         if not is_transformers_generator(self._model):
             raise EngineError(
                 f"generate: the model is a {type(self._model).__name__}, not a Hugging Face model that generates; pass "
@@ -73,9 +73,10 @@ class Generation:
             shape = f" of shape {tuple(inputs.shape)}, {inputs.dtype}" if isinstance(inputs, Tensor) else ""
             given = f"a {type(inputs).__name__}{shape}"
             raise EngineError(f"generate was given {given}; give the token ids of the prompts, [rows, tokens].")
+        return inputs
 
     def _caches(self, options: Mapping[str, Any]) -> bool:
-        """Returns True if forwards have a cache: the model takes one, each rank has one stage, and nothing forbids it."""
+        """Returns True if forwards have a cache: the model takes one, ranks have one stage, and options allow it."""
         config = options.get("generation_config") or getattr(self._model, "generation_config", None)
         asked = options.get("use_cache", getattr(config, "use_cache", None))
         if asked is False or len(self._runtime.plan.schedule.stages_of_rank[0]) > 1:
@@ -111,22 +112,24 @@ class _CachedForward:
 
     def forward(self, **given: Any) -> Any:
         """Returns the model's output, with the cache that was passed."""
-        name = next((name for name in ("past_key_values", "cache_params") if given.get(name) is not None), None)
+        name = next((name for name in CACHE_NAMES if given.get(name) is not None), None)
         if name is not None and (self._caches is None or self._caches.shown() is not given[name]):
             self._caches = StageCaches(name, given[name])
         caches = self._caches if name is not None else None
         arguments = {key: value for key, value in given.items() if value is not None and key != name}
-        output = self._forwards.run(arguments, caches, _without_caches, everywhere=True)
+        output = self._forwards.run(arguments, caches, _plain_output, everywhere=True)
         if name is not None:
             output[name] = given[name]
         return output
 
 
-def _without_caches(output: Any) -> Any:
-    """Returns the output without its cache, which stays on this stage."""
-    for name in ("past_key_values", "cache_params"):
-        if name in output:
+def _plain_output(output: Any) -> Any:
+    """Returns the output with gathered logits, and without its cache, which stays on this stage."""
+    for name, value in list(output.items()):
+        if name in CACHE_NAMES:
             output[name] = None
+        elif type(value) is not Tensor:
+            output[name] = gather_logits(value)
     return output
 
 

@@ -266,7 +266,7 @@ _TESTED = (*_ON_TENSOR_RANKS, *GENERATING, "KTOTrainer", "RewardTrainer")
 _REFUSED_OF_TRL: Mapping[str, str] = MappingProxyType({
     "use_vllm": "completions come from the engine's weights, which vLLM cannot read; remove it",
     "use_transformers_continuous_batching": "completions come from eng.generate; remove it",
-    "cache_implementation": "eng.generate chooses the cache of keys and values; remove it",
+    "cache_implementation": "eng.generate chooses its own cache; remove it",
 })  # fmt: skip
 _REFUSED_PARTS_OF_TRL = ("tools", "environment_factory", "rollout_func")
 

@@ -3,14 +3,12 @@
 commands    commands and results, and their encoding
 wire        HTTP routes of both doors: Tinker's call set, and tensors
 entry       accepted commands: futures and their states
-line        numbered commands of a model
+line        numbered commands of a model, and their records
 session     sessions of clients, limits
 ledger      futures by key: order, repeats, results
 journal     accepted commands on disk, snapshots
-records     records of the ledger in the journal
 restart     start from a journal: snapshots, and later commands
 queue       fair order over sessions, limits
-front       rank 0: ledger, HTTP server in a thread, source of the loop
 loop        the command loop that all ranks follow
 tenants     models of clients: adapters over one frozen base, full copies
 losses      losses by name, and uploaded graphs

@@ -32,9 +32,8 @@ from engine.serving.commands import (
 )
 from engine.serving.entry import INTERNAL, EntryState, FutureEntry, RequestRefusedError, cost_of
 from engine.serving.journal import CommandJournal, JournalRecord
-from engine.serving.line import ModelLine
+from engine.serving.line import ModelLine, digest_of, record_of, snapshot_record
 from engine.serving.queue import FairQueue
-from engine.serving.records import digest_of, record_of, snapshot_record
 from engine.serving.session import WAITS, ClientSession, LedgerLimits
 
 RETAINED = 4096

@@ -18,7 +18,7 @@ from torch import nn
 from engine.config import Config
 from engine.config.serve_section import ServeConfig
 from engine.engine import Engine
-from engine.errors import ConfigError, EngineError, PlanError
+from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.parallel.comm.host_group import HostGroup, TorchHostGroup
 from engine.serving.commands import Adapter
 from engine.serving.executor import EnginePool, Executor
@@ -90,11 +90,14 @@ _PATIENCE_SECONDS = 600.0
 
 def _run_loop(executor: Executor, host: HostGroup, settings: ServeConfig, model: ServedModel) -> None:
     if host.rank:
-        with _signals_to(lambda: None):  # rank 0 ends the loop of all
-            CommandLoop(host, executor.run, executor.spoil).run()
+        with _signals_to(lambda: None) as renew:  # rank 0 ends the loop of all
+            CommandLoop(host, executor.run, executor.spoil, beat=renew).run()
         return
-    with open_front(settings, model, lambda line: print(line, flush=True)) as source, _signals_to(source.stop):
-        CommandLoop(host, executor.run, executor.spoil, source).run()
+    with (
+        open_front(settings, model, lambda line: print(line, flush=True)) as source,
+        _signals_to(source.stop) as renew,
+    ):
+        CommandLoop(host, executor.run, executor.spoil, source, renew).run()
 
 
 def read_model(folder: Path) -> nn.Module:
@@ -111,8 +114,8 @@ def read_model(folder: Path) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--model {folder} is no causal language model of Hugging Face ({str(error).splitlines()[0]}); give a folder "
-            "with config.json and weights."
+            f"--model {folder} is no causal language model of Hugging Face ({first_line(error)}); give a folder with "
+            "config.json and weights."
         ) from error
     return model
 
@@ -124,7 +127,7 @@ def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
-        logger.info("%s has no tokenizer (%s), so stop strings are refused", folder, str(error).splitlines()[0])
+        logger.info("%s has no tokenizer (%s), so stop strings are refused", folder, first_line(error))
         return None
 
     def tokenize(text: str) -> list[int]:
@@ -169,20 +172,27 @@ class _OneEngine(EnginePool):
 
 
 @contextmanager
-def _signals_to(stop: Callable[[], None]) -> Iterator[None]:
-    """Calls ``stop`` at SIGTERM and SIGINT inside the block."""
+def _signals_to(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Calls ``stop`` at SIGTERM and SIGINT inside the block; yields the function that sets the handlers again.
+
+    An engine sets a handler of its own, by which it would save a checkpoint and exit in its next step.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop()
 
-    before: dict[signal.Signals, Any] = {}
-    try:
+    def renew() -> None:
         for one in _SIGNALS:
-            before[one] = signal.signal(one, handle)
+            if signal.getsignal(one) is not handle:
+                signal.signal(one, handle)
+
+    before: dict[signal.Signals, Any] = {one: signal.getsignal(one) for one in _SIGNALS}
+    try:
+        renew()
     except ValueError as error:
         raise EngineError("a service runs in the main thread of its process; call it there.") from error
     try:
-        yield
+        yield renew
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)

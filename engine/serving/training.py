@@ -174,7 +174,7 @@ class Trainer:
         report = engine.step(max_norm=command.adam.max_norm)
         self.version, self._seen = self.version + 1, 0
         norm = report.grad_norm if report is not None else math.nan
-        return Done({"metrics": {"grad_norm": norm, "version": float(self.version)}})
+        return Done({"grad_norm": norm, "version": self.version})
 
     def accumulate(self, loss: Tensor) -> None:
         """Adds the gradient of a 0-dim loss of this rank to the next update. Collective over the grid."""

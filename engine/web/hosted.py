@@ -24,11 +24,7 @@ class HostedApplication:
     """
 
     def __init__(
-        self,
-        application: object,
-        listening: socket.socket,
-        before_stop: Callable[[], None] = lambda: None,
-        **options: Any,
+        self, application: object, listening: socket.socket, before_stop: Callable[[], None], **options: Any
     ) -> None:
         self._listening, self._before_stop = listening, before_stop
         self._server = _Server(

@@ -28,6 +28,7 @@ from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.first_gpu import FIRST_GPU
+from tests.faults.generation import GENERATION
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.ground import GROUND
 from tests.faults.grouped_experts import GROUPED_EXPERTS
@@ -56,6 +57,7 @@ from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
 from tests.faults.router_replay import ROUTER_REPLAY
 from tests.faults.scripts_of_deepspeed import SCRIPTS_OF_DEEPSPEED
 from tests.faults.secondary_shards import SECONDARY_SHARDS
+from tests.faults.service import SERVICE
 from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.shared_experts import SHARED_EXPERTS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
@@ -83,6 +85,7 @@ AREAS = {
         *GROUPED_EXPERTS,
     ),
     "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE, *CONTEXT_BYTES),
+    "training service": SERVICE,
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
@@ -112,6 +115,7 @@ AREAS = {
     "expert load": EXPERT_LOAD,
     "caught failures": (*CAUGHT_FAILURES, *PICKLED_WEIGHTS),
     "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED, *ANSWERS_TO_DEEPSPEED),
+    "generation": GENERATION,
     "first GPU": (*FIRST_GPU, *COMPILED_AHEAD),
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

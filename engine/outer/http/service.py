@@ -47,7 +47,7 @@ class StoreService(HostedApplication):
 
     def __init__(self, store: Store, token: str, listening: socket.socket) -> None:
         self._application = StoreServer(store, token)
-        super().__init__(self._application, listening)
+        super().__init__(self._application, listening, lambda: None)
         self._application.on_failure = self.stop
 
     async def run(self) -> None:

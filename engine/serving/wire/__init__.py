@@ -8,6 +8,8 @@ requests       requests as commands
 replies        results as replies
 routes         routes that answer with a future, and polls
 listings       routes that only read
+tensor_routes  second door: tensors in and out
+statistics     figures of a running service
 application    token, limits, clock; the ASGI application
 
 Nothing in a request names a file, and nothing in it is evaluated or unpickled.

@@ -171,4 +171,5 @@ class ServiceApplication:
 
 def _error_reply(error: RequestRefusedError) -> Response:
     headers = {} if error.retry_seconds is None else {"Retry-After": str(error.retry_seconds)}
-    return json_reply({"detail": str(error)}, error.status, headers)
+    sentence = str(error)
+    return json_reply({"detail": sentence, "error": sentence}, error.status, headers)  # the doors' two names of it

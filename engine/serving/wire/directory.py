@@ -17,6 +17,8 @@ from engine.serving.journal import JournalRecord
 from engine.serving.ledger import Ledger
 
 SESSION, RUN, SAMPLER, WEIGHTS = "session", "run", "sampler", "weights"
+KIND = ("base_model", "is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")
+"""Facts about the parameters of a run that its saved weights repeat."""
 UNNAMED_SAVES = 8
 """Number of saves of a model without a name that are retained: samplers of a training loop take the newest."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -147,10 +149,9 @@ class Directory:
         self, command: SaveWeights, about: Mapping[str, Any], path: str, key: str = ""
     ) -> Mapping[str, Any]:
         run = self.notes(RUN).get(command.model, {})
-        kept = ("base_model", "is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")
         seconds = about.get("ttl_seconds")
         expires = None if seconds is None else (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
-        return {name: run.get(name) for name in kept} | {
+        return {name: run.get(name) for name in (*KIND, "seed")} | {
             "name": command.name, "key": key, "run": command.model, "optimizer": command.optimizer, "time": now(),
             "expires_at": expires, "user_metadata": about.get("user_metadata"),
             "unnamed": about.get("sampler") is not None, "kind": path.split("/")[3],

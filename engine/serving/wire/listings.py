@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from engine.serving.entry import RequestRefusedError
 from engine.serving.ledger import Ledger
-from engine.serving.wire.directory import RUN, Directory
+from engine.serving.wire.directory import KIND, RUN, Directory
 from engine.serving.wire.fields import BodyFields
 from engine.serving.wire.routes import CLIENT_CONFIG, Handler, ReadBody, json_reply
 from engine.serving.wire.served_model import ServedModel
@@ -71,8 +71,7 @@ class ListingRoutes:
 
     async def _weights_info(self, request: Request) -> Response:
         note = self._directory.weights(BodyFields.parsed(await self._read_body(request)).text("tinker_path", most=1024))
-        kept = ("base_model", "is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")
-        return json_reply({name: note[name] for name in kept} | {"optimizer_config": {"type": "adamw"}})
+        return json_reply({name: note[name] for name in KIND} | {"optimizer_config": {"type": "adamw"}})
 
     async def _health(self, request: Request) -> Response:
         journal = self._ledger.journal

@@ -35,7 +35,8 @@ def _values(entry: FutureEntry, result: Done) -> Mapping[str, Any]:
     about = entry.about
     match entry.route:
         case "optim_step":
-            numbers = {name: value for name, value in result.values.items() if isinstance(value, int | float)}
+            given = result.values.get("metrics", result.values)
+            numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
             return {"metrics": numbers}
         case "save_weights_for_sampler" if "sampler" in about:
             return {"type": about["type"], "sampling_session_id": about["sampler"]}

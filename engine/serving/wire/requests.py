@@ -31,7 +31,7 @@ from engine.serving.commands import (
 )
 from engine.serving.entry import FutureEntry, RequestRefusedError
 from engine.serving.wire.arrays import array_from
-from engine.serving.wire.directory import Directory, check_name, now
+from engine.serving.wire.directory import KIND, Directory, check_name, now
 from engine.serving.wire.fields import BodyFields
 from engine.serving.wire.messages import message_class
 from engine.serving.wire.served_model import ServedModel
@@ -44,7 +44,7 @@ _NODE_KINDS = ("placeholder", "call_function", "call_method", "output")
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRequest:
+class ParsedRequest:
     """Request that was read: its entries, of which the last one is the future, and JSON values for the reply."""
 
     entries: tuple[FutureEntry, ...]
@@ -59,7 +59,7 @@ class RequestReader:
 
     # ---------------------------------------------------------------- numbered requests of a model
 
-    def forward_backward(self, body: bytes) -> ReadRequest:
+    def forward_backward(self, body: bytes) -> ParsedRequest:
         """Reads a forward_backward (protobuf)."""
         _count_fields(body)
         try:
@@ -105,7 +105,7 @@ class RequestReader:
             self._check_ids(targets, "target_tokens")
         return Datum(tokens, inputs)
 
-    def optim_step(self, body: BodyFields) -> ReadRequest:
+    def optim_step(self, body: BodyFields) -> ParsedRequest:
         """Reads an optim_step."""
 
         def command() -> Command:
@@ -127,15 +127,15 @@ class RequestReader:
 
         return self._numbered_json("optim_step", body, command)
 
-    def save_weights(self, body: BodyFields) -> ReadRequest:
+    def save_weights(self, body: BodyFields) -> ParsedRequest:
         """Reads a save_weights."""
         return self._save("save_weights", "weights", body)
 
-    def save_weights_for_sampler(self, body: BodyFields) -> ReadRequest:
+    def save_weights_for_sampler(self, body: BodyFields) -> ParsedRequest:
         """Reads a save_weights_for_sampler; without a path its future has a sampling session."""
         return self._save("save_weights_for_sampler", "sampler_weights", body)
 
-    def _save(self, route: str, kind: str, body: BodyFields) -> ReadRequest:
+    def _save(self, route: str, kind: str, body: BodyFields) -> ParsedRequest:
         model, number = body.text("model_id"), body.integer("seq_id", low=1, high=LONGEST_SEQUENCE_NUMBER)
         name, about = body.text("path", None), dict[str, Any](type=route)
         if route == "save_weights_for_sampler" and name is None:
@@ -158,7 +158,7 @@ class RequestReader:
         }
         return self._numbered_json(route, body, command, about)
 
-    def load_weights(self, body: BodyFields) -> ReadRequest:
+    def load_weights(self, body: BodyFields) -> ParsedRequest:
         """Reads a load_weights: into a model, or as a new model."""
         path, optimizer = body.text("path", most=1024), body.flag("optimizer")
         about = {"type": "load_weights", "path": path}
@@ -171,16 +171,15 @@ class RequestReader:
 
         return self._numbered_json("load_weights", body, command, about | {"model_id": model})
 
-    def _load_as_new(self, body: BodyFields, path: str, optimizer: bool, about: Mapping[str, Any]) -> ReadRequest:
+    def _load_as_new(self, body: BodyFields, path: str, optimizer: bool, about: Mapping[str, Any]) -> ParsedRequest:
         session, number = body.text("session_id"), body.integer("model_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         saved, model = self._directory.weights(path), f"{session}:train:{number}"
         self._check_optimizer(body)
         adapter = None
         if saved["is_lora"]:
             parts = [saved[one] is not False for one in ("train_attn", "train_mlp", "train_unembed")]
-            adapter = Adapter(saved["lora_rank"], 0, *parts)
-        kept = ("base_model", "is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")
-        run = {name: saved[name] for name in kept} | {"user_metadata": _metadata(body), "time": now()}
+            adapter = Adapter(saved["lora_rank"], saved["seed"], *parts)
+        run = {name: saved[name] for name in (*KIND, "seed")} | {"user_metadata": _metadata(body), "time": now()}
         create = CreateModel(model, saved["base_model"], adapter)
         load = LoadWeights(model, saved["name"], optimizer)
         about = {**about, "model_id": model, "run": run}
@@ -188,29 +187,29 @@ class RequestReader:
             FutureEntry(f"{model}:create", session, create, route="create_model", about=about),
             FutureEntry(f"{model}:load", session, load, model, 0, "load_weights", about),
         )
-        return ReadRequest(entries, {"model_id": model})
+        return ParsedRequest(entries, {"model_id": model})
 
     def _numbered_json(
         self, route: str, body: BodyFields, command: Any, about: Mapping[str, Any] | None = None
-    ) -> ReadRequest:
+    ) -> ParsedRequest:
         number = body.integer("seq_id", low=1, high=LONGEST_SEQUENCE_NUMBER)
         raw = json.dumps(body.values, sort_keys=True).encode()
         return self._numbered(route, body.text("model_id"), number, command, raw, about)
 
     def _numbered(
         self, route: str, model: str, number: int, command: Any, raw: bytes, about: Mapping[str, Any] | None = None
-    ) -> ReadRequest:
+    ) -> ParsedRequest:
         """Returns the entry of a numbered request; one whose future fails if the request is wrong."""
         entry = FutureEntry(_key(model, number), model.split(":")[0], None, model, number, route, about or {})
         try:
             entry.command = command()
         except RequestRefusedError as error:
             entry.result, entry.digest = Failure(str(error)), sha256(route.encode() + b"\0" + raw).hexdigest()
-        return ReadRequest((entry,), {"model_id": model})
+        return ParsedRequest((entry,), {"model_id": model})
 
     # ---------------------------------------------------------------- models, losses
 
-    def create_model(self, body: BodyFields) -> ReadRequest:
+    def create_model(self, body: BodyFields) -> ParsedRequest:
         """Reads a create_model."""
         session, number = body.text("session_id"), body.integer("model_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         model, base = f"{session}:train:{number}", body.text("base_model")
@@ -230,15 +229,15 @@ class RequestReader:
             )
         run = {
             "base_model": base, "is_lora": rank > 0, "lora_rank": rank or None, "time": now(),
-            "user_metadata": _metadata(body),
+            "user_metadata": _metadata(body), "seed": adapter.seed if adapter is not None else None,
             **{name: lora.flag(name, True) for name in ("train_attn", "train_mlp", "train_unembed") if rank},
         }  # fmt: skip
         about = {"type": "create_model", "model_id": model, "run": run}
         command = CreateModel(model, base, adapter)
         entry = FutureEntry(f"{model}:create", session, command, route="create_model", about=about)
-        return ReadRequest((entry,), {"model_id": model})
+        return ParsedRequest((entry,), {"model_id": model})
 
-    def unload_model(self, body: BodyFields) -> ReadRequest:
+    def unload_model(self, body: BodyFields) -> ParsedRequest:
         """Reads an unload_model."""
         model = body.text("model_id")
         self._directory.run(model)
@@ -246,7 +245,7 @@ class RequestReader:
         entry = FutureEntry(
             f"{model}:unload", model.split(":")[0], UnloadModel(model), None, None, "unload_model", about
         )
-        return ReadRequest((entry,), {"model_id": model})
+        return ParsedRequest((entry,), {"model_id": model})
 
     def check_base(self, base: str) -> None:
         """Refuses the name of a base model that is not served."""
@@ -258,7 +257,7 @@ class RequestReader:
         if given != "adamw":
             raise RequestRefusedError(f"optimizer_config.type is {given[:60]!r}; this service has adamw only.")
 
-    def create_custom_loss(self, body: BodyFields) -> ReadRequest:
+    def create_custom_loss(self, body: BodyFields) -> ParsedRequest:
         """Reads a create_custom_loss: its graph is checked here for form and size, and by the ranks for operations."""
         session, number = body.text("session_id"), body.integer("custom_loss_seq_id", high=LONGEST_SEQUENCE_NUMBER)
         inputs = [BodyFields(_object(one, "inputs"), "inputs.").text("name") for one in body.items("inputs", most=16)]
@@ -273,11 +272,11 @@ class RequestReader:
         command = DefineLoss(loss, tuple(inputs), json.dumps({"nodes": graph.values["nodes"]}, sort_keys=True))
         about = {"type": "create_custom_loss", "loss_id": loss}
         entry = FutureEntry(f"{loss}:create", session, command, route="create_custom_loss", about=about)
-        return ReadRequest((entry,), {})
+        return ParsedRequest((entry,), {})
 
     # ---------------------------------------------------------------- samples
 
-    def asample(self, body: BodyFields) -> ReadRequest:
+    def asample(self, body: BodyFields) -> ParsedRequest:
         """Reads an asample."""
         sampler = body.text("sampling_session_id")
         number = body.integer("seq_id", high=LONGEST_SEQUENCE_NUMBER)
@@ -292,7 +291,7 @@ class RequestReader:
         entry = FutureEntry(
             key, sampler.split(":")[0], Sample(source, prompt, parameters), route="asample", about={"last": last}
         )
-        return ReadRequest((entry,), {"sample_sequence_ids": [f"{key}:{one}" for one in range(parameters.samples)]})
+        return ParsedRequest((entry,), {"sample_sequence_ids": [f"{key}:{one}" for one in range(parameters.samples)]})
 
     def _prompt(self, body: BodyFields) -> Array:
         tokens = list[int]()

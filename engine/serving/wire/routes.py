@@ -13,7 +13,7 @@ from engine.serving.ledger import Ledger
 from engine.serving.wire.directory import SAMPLER, Directory, now
 from engine.serving.wire.fields import BodyFields
 from engine.serving.wire.replies import JSON, reply_of
-from engine.serving.wire.requests import LONGEST_SEQUENCE_NUMBER, ReadRequest, RequestReader
+from engine.serving.wire.requests import LONGEST_SEQUENCE_NUMBER, ParsedRequest, RequestReader
 from engine.web.json_text import dump_json
 
 PREFIX = "/api/v1/"
@@ -51,7 +51,7 @@ class FutureRoutes:
     def posts(self) -> Mapping[str, Handler]:
         """Returns the handlers by route."""
         reader = self._reader
-        work: dict[str, Callable[[BodyFields], ReadRequest]] = {
+        work: dict[str, Callable[[BodyFields], ParsedRequest]] = {
             "create_model": reader.create_model, "optim_step": reader.optim_step, "save_weights": reader.save_weights,
             "save_weights_for_sampler": reader.save_weights_for_sampler, "load_weights": reader.load_weights,
             "asample": reader.asample, "create_custom_loss": reader.create_custom_loss,
@@ -67,7 +67,7 @@ class FutureRoutes:
 
     # ---------------------------------------------------------------- commands
 
-    def _working(self, read: Callable[[BodyFields], ReadRequest]) -> Handler:
+    def _working(self, read: Callable[[BodyFields], ParsedRequest]) -> Handler:
         async def handle(request: Request) -> Response:
             return await self._submit(await self._parsed(request, lambda body: read(BodyFields.parsed(body))))
 
@@ -76,12 +76,12 @@ class FutureRoutes:
     async def _forward_backward(self, request: Request) -> Response:
         return await self._submit(await self._parsed(request, self._reader.forward_backward))
 
-    async def _parsed(self, request: Request, read: Callable[[bytes], ReadRequest]) -> ReadRequest:
+    async def _parsed(self, request: Request, read: Callable[[bytes], ParsedRequest]) -> ParsedRequest:
         body = await self._read_body(request)
         # a large body is parsed in a thread, so that polls of others are answered meanwhile
         return await asyncio.to_thread(read, body) if len(body) > _LARGE_BODY else read(body)
 
-    async def _submit(self, found: ReadRequest) -> Response:
+    async def _submit(self, found: ParsedRequest) -> Response:
         entry = self._ledger.submit(*found.entries)
         await self._stored(entry.stored)
         return json_reply({"request_id": entry.key, **found.reply})

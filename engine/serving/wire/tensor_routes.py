@@ -157,8 +157,7 @@ def _reply(result: Result | None) -> Response:
         body = save({name: np.ascontiguousarray(value) for name, value in result.tensors.items()})
         return Response(body, _DONE, {VERSION: str(result.version)}, TENSORS)
     assert isinstance(result, Done), "commands of this door have these results"
-    metrics = result.values.get("metrics", {})
-    return JSONResponse({"version": int(metrics.get("version", 0)), "grad_norm": metrics.get("grad_norm")})
+    return JSONResponse(dict(result.values))
 
 
 def _model(request: Request) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.engine import Engine
+from engine.models.decoder import Decoder, DecoderConfig
 from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
@@ -43,8 +44,21 @@ def transformers_model(name: str, layers: int = 2) -> nn.Module:
     return made
 
 
+def small_decoder() -> nn.Module:
+    """The reference decoder with wide weights."""
+    model = Decoder(DecoderConfig(vocabulary=WORDS, layers=2, width=32, heads=4, context=POSITIONS))
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
 def on_grid(
-    make: Callable[[], nn.Module], parallel: Mapping[str, int], body: Callable[[Engine], Any], **changes: Any
+    make: Callable[[], nn.Module],
+    parallel: Mapping[str, Any],
+    body: Callable[[Engine], Any],
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    **changes: Any,
 ) -> list[Any]:
     """Results of ``body`` on each rank of a grid of threads."""
     data = parallel.get("data", 1)
@@ -55,7 +69,7 @@ def on_grid(
     example = {name: torch.zeros(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}
 
     def rank(world: World) -> Any:
-        with engine.initialize(make(), config, None, example, world=world) as eng:
+        with engine.initialize(make(), config, loss_fn, example, world=world) as eng:
             return body(eng)
 
     return run_thread_ranks(prod(parallel.get(axis, 1) for axis in ("data", "tensor", "pipeline", "context")), rank)

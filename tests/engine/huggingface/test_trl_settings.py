@@ -33,7 +33,7 @@ def of_trl(**changes: Any) -> SimpleNamespace:
         ),
         (
             "GRPOTrainer", {}, {"cache_implementation": "static"},
-            "SimpleNamespace has cache_implementation, but eng.generate chooses the cache of keys and values; remove it.",
+            "SimpleNamespace has cache_implementation, but eng.generate chooses its own cache; remove it.",
         ),
         (
             "GRPOTrainer", {"tools": [len]}, {},

@@ -20,9 +20,11 @@ from tests.engine.serving.commands_of_tests import (
     created,
     numbered,
     open_at,
+    open_session,
     sample,
+    submit,
 )
-from tests.engine.serving.executors import CountingExecutor
+from tests.engine.serving.executors import CountingExecutor, drain
 
 CALLS = ("fsync", "rename", "write", "unlink", "ftruncate")
 LIMITS = LedgerLimits(snapshot_every=4)
@@ -252,3 +254,21 @@ def test_a_crash_at_any_call_loses_nothing_that_was_answered(tmp_path: Path, mon
             else:
                 assert mine == result, (fails, key)
         client.crash()
+
+
+def test_a_snapshot_waits_for_the_update_of_its_gradient(tmp_path: Path) -> None:
+    executor = CountingExecutor()
+    ledger = open_at(tmp_path, executor, LedgerLimits(snapshot_every=3))
+    open_session(ledger)
+    submit(ledger, created())
+    for number in range(1, 6):
+        submit(ledger, numbered(number))
+        drain(ledger.queue, ledger, executor)
+    assert ledger.journal is not None
+    ledger.journal.close()
+    again = CountingExecutor()
+    again.saved = executor.saved
+    ledger = open_at(tmp_path, again, LedgerLimits(snapshot_every=3))
+    assert again.models == executor.models and executor.log[4:6] == ["OptimStep", "SaveWeights"]
+    assert ledger.journal is not None
+    ledger.journal.close()

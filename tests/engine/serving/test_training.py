@@ -145,8 +145,8 @@ def test_targets_of_several_tokens_a_place_and_an_update_without_data() -> None:
         assert found.outputs[0]["logprobs"].shape == (4, 2)
         first = trainer.optim_step(OptimStep("m", ADAM))
         second = trainer.optim_step(OptimStep("m", ADAM))
-        assert first.values["metrics"]["version"] == 1 and second.values["metrics"]["version"] == 2
-        assert second.values["metrics"]["grad_norm"] == 0
+        assert first.values["version"] == 1 and second.values["version"] == 2
+        assert second.values["grad_norm"] == 0
 
 
 def test_mistakes_of_a_client_are_one_sentence() -> None:

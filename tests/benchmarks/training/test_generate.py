@@ -1,0 +1,7 @@
+"""Generation beside transformers: both ways are measured, and give equal tokens."""
+
+from benchmarks.training.generate import measure
+
+
+def test_both_ways_are_measured() -> None:
+    assert set(measure(1, width=32)) == {"eng.generate", "eng.generate(sampling=...)"}
