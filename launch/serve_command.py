@@ -40,7 +40,7 @@ def run_serve(options: Namespace) -> None:
         return
     if options.config is None or options.model is None:
         raise ConfigError("trine serve needs a configuration and --model FOLDER; or --replay FOLDER alone.")
-    from engine.serving.service import serve_folder
+    from engine.serving.host.service import serve_folder
 
     config = load_config(_sized(load_raw(options.config, options.rest)))
     serve_folder(replace(config, serve=serve_settings(config.serve, options)), options.model)
@@ -59,7 +59,7 @@ def serve_settings(serve: ServeConfig | None, options: Namespace) -> ServeConfig
 
 
 def _replay(folder: Path) -> None:
-    from engine.serving.front import check_journal
+    from engine.serving.host.front import check_journal
 
     found = check_journal(folder)
     there = ", ".join(f"{found[name]} {name}" for name in ("sessions", "models", "snapshots"))

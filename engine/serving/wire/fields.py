@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from engine.serving.entry import RequestRefusedError
+from engine.serving.bookkeeping.entry import RequestRefusedError
 from engine.web.json_text import parse_json
 
 _LARGEST = 1 << 62

@@ -12,7 +12,7 @@ from engine.config.serve_section import ServeConfig
 from engine.errors import ConfigError, LaunchError
 from engine.launch.cli import main
 from engine.serving.commands import Stop
-from engine.serving.front import LedgerSource, open_front, service_token
+from engine.serving.host.front import LedgerSource, open_front, service_token
 from tests.engine.serving.executors import CountingExecutor
 from tests.engine.serving.wire.tinker_calls import BASE, MODEL, forward_backward, optim_step
 

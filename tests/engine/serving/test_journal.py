@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError
+from engine.serving.bookkeeping.entry import RequestRefusedError
+from engine.serving.bookkeeping.journal import CommandJournal, JournalRecord, journal_numbers, read_journal
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.commands import TrainedOutput
-from engine.serving.entry import RequestRefusedError
-from engine.serving.journal import CommandJournal, JournalRecord, journal_numbers, read_journal
-from engine.serving.ledger import Ledger
-from engine.serving.session import LedgerLimits
 from tests.engine.serving.commands_of_tests import (
     MODEL,
     SESSION,

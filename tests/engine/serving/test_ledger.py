@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.serving.bookkeeping.entry import EntryState, FutureEntry, RequestRefusedError
+from engine.serving.bookkeeping.ledger import RETAINED, Ledger
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.commands import Failure, OptimStep, SaveWeights, UnloadModel
-from engine.serving.entry import EntryState, FutureEntry, RequestRefusedError
-from engine.serving.ledger import RETAINED, Ledger
-from engine.serving.queue import FairQueue
-from engine.serving.session import LedgerLimits
 from tests.engine.serving.commands_of_tests import (
     MODEL,
     SESSION,

@@ -13,7 +13,7 @@ from engine.serving.commands import (
     ForwardBackward,
     ForwardTensors,
     Result,
-    Sample,
+    SampleTokens,
 )
 
 INTERNAL = ""
@@ -71,7 +71,7 @@ class FutureEntry:
     @property
     def is_sample(self) -> bool:
         """True for commands that run after training, and that may be cancelled."""
-        return isinstance(self.command, Sample)
+        return isinstance(self.command, SampleTokens)
 
     @property
     def has_failed(self) -> bool:
@@ -84,7 +84,7 @@ def cost_of(command: Command) -> int:
     match command:
         case ForwardBackward():
             return max(1, sum(len(datum.tokens) for datum in command.data) * (1 if command.forward_only else 3))
-        case Sample():
+        case SampleTokens():
             return max(1, len(command.prompt) + command.parameters.samples * command.parameters.max_tokens)
         case ForwardTensors():
             return max(1, max((one.size for one in command.tensors.values()), default=1))
