@@ -261,7 +261,7 @@ def test_a_start_forgets_what_was_unloaded_cancelled_and_fetched(tmp_path: Path)
     ledger.journal.close()
     again = CountingExecutor()
     ledger = open_at(tmp_path, again, limits)
-    assert again.log == ["Sample"]
+    assert again.log == ["SampleTokens"]
     with pytest.raises(RequestRefusedError) as error:
         ledger.find(f"{SESSION}:sample:0:1")
     assert error.value.status == 410 and ledger.find(f"{SESSION}:sample:0:3").has_failed
