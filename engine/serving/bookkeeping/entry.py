@@ -15,6 +15,7 @@ from engine.serving.commands import (
     Result,
     SampleTokens,
 )
+from engine.serving.journal import pending
 
 INTERNAL = ""
 """Session of entries that the service makes itself."""
@@ -63,7 +64,7 @@ class FutureEntry:
     """Time of the ledger's clock at which the request has come."""
     cost: int = 1
     """Tokens, three times those of a backward."""
-    stored: "Future[None]" = field(default_factory=Future)
+    stored: "Future[None]" = field(default_factory=pending)
     """Done when the command is in the journal."""
     listeners: list[Callable[[], None]] = field(default_factory=list)
     """Functions that are called once, when the command is done; in the thread that has run it."""
