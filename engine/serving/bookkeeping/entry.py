@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from engine.serving.bookkeeping.journal import pending
 from engine.serving.commands import (
     BackwardTensors,
     Command,
@@ -15,7 +16,6 @@ from engine.serving.commands import (
     Result,
     SampleTokens,
 )
-from engine.serving.journal import pending
 
 INTERNAL = ""
 """Session of entries that the service makes itself."""
