@@ -77,7 +77,6 @@ from tests.faults.zero import ZERO
 AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
-    "tenants": TENANTS,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
     "shared experts": (
         *EXPERTS,
@@ -98,7 +97,7 @@ AREAS = {
         *CONTEXT_RECURRENCE,
         *CONTEXT_BYTES,
     ),
-    "training service": SERVICE,
+    "training service": (*SERVICE, *TENANTS),
     "weights out": WEIGHTS_OUT,
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
     "sweeps": SWEEP,
