@@ -10,6 +10,7 @@ lines.
 import logging
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
 from engine.launch.run_folder import training_options
@@ -39,10 +40,10 @@ def run(options: Namespace) -> None:
     shape = train.decoder_config(options)
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
 
-    if first := train.job_place()[0] == 0:
-        run_folder.open_run(options, settings, training_text, shape)
+    first = train.job_place()[0] == 0
+    folder = run_folder.open_run(options, settings, training_text, shape) if first else nullcontext()
     example = train.example_batch(settings, shape)
-    with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum, example_batch=example) as eng:
+    with folder, engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum, example_batch=example) as eng:
         if first:
             train.say(train.describe_text(training_text))
         windows = window_count(len(training_text.tokens), shape.context)

@@ -52,6 +52,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "service.command", "clients of the training service: latencies beside a bare echo, lost updates",
             frozenset({"write_figures"}),
         ),
+        "weights_out": Benchmark(
+            "outer.read_weights", "training steps while a process reads the published weights",
+            frozenset({"rounds", "write_figures"}),
+        ),
         "host_time": Benchmark(
             "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",
             frozenset({"rounds", "write_figures"}),

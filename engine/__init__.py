@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     )
     from engine.reporting.step_report import StepReport
     from engine.serving.service import serve
+    from engine.sweep.sweep import Sweep
+    from engine.sweep.trial import SweepTrial, TrialEnd
     from engine.web.remote_model import remote
 
 __all__ = [
@@ -42,6 +44,9 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "StepReport",
+    "Sweep",
+    "SweepTrial",
+    "TrialEnd",
     "__version__",
     "data",
     "initialize",
@@ -58,6 +63,9 @@ _HOMES = MappingProxyType(
         "Config": "engine.config",
         "Engine": "engine.engine",
         "StepReport": "engine.reporting.step_report",
+        "Sweep": "engine.sweep.sweep",
+        "SweepTrial": "engine.sweep.trial",
+        "TrialEnd": "engine.sweep.trial",
         "initialize": "engine.api",
         "load_config": "engine.config",
         "remote": "engine.web.remote_model",

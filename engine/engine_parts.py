@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 from engine.step.user_loop import LoopControl, LoopState, UserLoop
+
+if TYPE_CHECKING:
+    from engine.weights_out.publisher import WeightPublisher
 
 logger = logging.getLogger("trine")
 
@@ -185,6 +188,8 @@ class EngineParts:
         self.built: RankRuntime | None = None
         self.loop: UserLoop | None = None
         """The user's loop; None until the engine is built."""
+        self.publisher: WeightPublisher | None = None
+        """Publisher of the weights; None without "weights_out", or until the engine is built."""
         self.control = LoopControl(managed=self.config.managed_gradient_accumulation)
         self.update = Update(self.config, self.comm, self.device)
         self.reports = StepReporter(self.config, self.comm, self.device)
@@ -210,6 +215,14 @@ class EngineParts:
             self.checkpoints.built(self.built, self.update, entries)
             for part in self.built.parts.having(StepPart.restarted):
                 part.restarted(self.update.made)
+            if self.config.weights_out is not None:
+                from engine.weights_out.consumers import open_consumers  # needs the packages of a server
+                from engine.weights_out.publisher import WeightPublisher
+
+                consumers = open_consumers(self.config.weights_out) if self.grid.rank == 0 else ()
+                run = self.checkpoints.placed("weights_out")
+                self.publisher = WeightPublisher(run, self.config.weights_out, consumers)
+                self.resources.add(self.publisher.close)
             if outer is not None:  # so that eng.outer.rows is known before the first batch
                 outer.begin_step()
 
@@ -278,5 +291,9 @@ class EngineParts:
             logger.info("kernels: %s", chosen)
         self.update.check(outcome)
         if outcome.totals.stops or self.checkpoints.due:
-            self.checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))
+            self.checkpoints.after_step(not outcome.skipped, outcome.totals.terminated, outcome.totals.ends_trial)
+        if self.publisher is not None:
+            self.publisher.after_step(not outcome.skipped)
+        if outcome.totals.ends_trial:
+            self.checkpoints.control.end_trial()
         return report

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from engine.zero.optim.master_weights import sync_masters
 from engine.zero.optim.rules.element_state import ElementState, opened_state, state_names
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.state_inventory import StateInventory, StateTensor
+
+if TYPE_CHECKING:
+    from engine.weights_out.publisher import PendingVersion
 
 
 class NamedState:
@@ -58,6 +62,29 @@ class NamedState:
         taken = averaged is not None and not averaged.inside and (ema or averaged.by_itself)
         with self._parts.runtime.changing():
             return self._parts.checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
+
+    def publish_weights(self) -> "PendingVersion":
+        """Publishes the weights as the next version, which receivers read while training goes on. Collective.
+
+        Copies this rank's elements, in their dtype of forward, to host memory: as many bytes as its shard. Waits for
+        receivers that read the last version, until ``weights_out.deadline``; their version is then dropped. Two small
+        all-reduces over the world, label "start"; frozen quantized weights are gathered once over dp. ``wait()`` on the
+        result waits for ``weights_out.folder``; ``url`` is the address for receivers.
+
+        Raises:
+            EngineError: the configuration has no "weights_out", or the model is not placed yet.
+        """
+        self._parts.resources.refuse_closed("publish_weights")
+        self._parts.checkpoints.placed("publish_weights")
+        self._parts.comm.join("publish_weights")
+        if self._parts.publisher is None:
+            raise EngineError(
+                'publish_weights was called without "weights_out" in the configuration; add "weights_out": {}.'
+            )
+        self._parts.checkpoints.control.refuse_spoiled()
+        pending = self._parts.publisher.publish()
+        assert pending is not None, "it has waited for the readers of the last version"
+        return pending
 
     def load_full_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Loads the weights and persistent buffers of the whole model from ``state`` on rank 0. Collective.

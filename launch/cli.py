@@ -20,6 +20,7 @@ from engine.launch import init_command as init
 from engine.launch import outer_command as outer
 from engine.launch import schedule_command as schedule
 from engine.launch import serve_command as serve
+from engine.launch import sweep_command as sweep
 from engine.launch import watch_command as watch
 from engine.launch.doctor import doctor_command as doctor
 from engine.launch.jobs import launch_command as jobs
@@ -151,6 +152,10 @@ def _add_run_commands(commands: "_SubParsersAction[CommandParser]") -> None:
     command = commands.add_parser("serve", help="serve a model to clients that train it over HTTP")
     serve.add_serve_options(command)
     command.set_defaults(run=serve.run_serve)
+
+    command = commands.add_parser("sweep", help="train a script with many settings, and prune the worst early")
+    sweep.add_sweep_options(command)
+    command.set_defaults(run=sweep.run_sweep)
 
     command = commands.add_parser("report", help="write the records of a run's ranks as one page")
     folder = "monitor.report folder of the run, or --out of train.py"

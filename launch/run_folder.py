@@ -15,7 +15,7 @@ import os
 import platform
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
-def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> int:
+def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> ExitStack:
     """Creates or reopens the folder, and records the inputs of this start. Rank 0 calls it before all others.
 
     Returns:
-        The open folder, which locks out other processes until it is closed or this process ends in any way.
+        A context of the open folder, which locks out other runs until it is left or this process ends in any way.
 
     Raises:
         EngineError: another process trains there; the run there has another text, model or seed, so that it cannot
@@ -56,7 +56,9 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
     record = {"corpus": text, "model": asdict(shape), "versions": versions, "config": settings}
     check_same(folder, record)
     _write_record(lock, json.dumps(record, indent=2) + "\n")
-    return lock
+    held = ExitStack()
+    held.callback(os.close, lock)
+    return held
 
 
 def check_same(folder: Path, record: Mapping[str, Any]) -> None:

@@ -18,8 +18,8 @@ GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "web",
-        "outer", "reporting", "watchdog", "build", "dry_run", "data", "models", "generation", "engine_parts", "loop",
-        "named_state", "engine", "api", "verify", "serving", "hosting", "deepspeed", "huggingface",
+        "outer", "weights_out", "reporting", "watchdog", "build", "dry_run", "data", "models", "generation",
+        "engine_parts", "loop", "named_state", "engine", "api", "verify", "serving", "sweep", "hosting", "deepspeed", "huggingface",
         "lightning",
     ),
     "engine.checkpoint": (

@@ -47,6 +47,17 @@ TESTED = {
         "tests/engine/outer/http/test_service.py::test_the_command_prints_its_address_and_ends_at_sigterm",
     "trine outer status http://store:8140": "tests/engine/outer/http/test_service.py::test_status_is_a_table",
     "trine outer replay outer-store": "tests/engine/outer/http/test_service.py::test_a_replay_compares_all_merges",
+    "trine sweep sweep.json -- train.py --steps 1000":
+        "tests/launch/test_sweep_command.py::test_halving_finds_the_winner_of_the_grid_in_two_fifths_of_its_steps",
+    **dict.fromkeys(
+        (
+            "trine sweep --nproc_per_node 4 sweep.json -- train.py --steps 1000",
+            "torchrun --nproc_per_node 4 -m engine.launch.cli sweep sweep.json -- train.py --steps 1000",
+        ),
+        "tests/launch/test_sweep_command.py::test_torchrun_s_ranks_share_one_sweep",
+    ),
+    "trine sweep --resume-pruned 3 sweep.json -- train.py --steps 1000":
+        "tests/launch/test_sweep_command.py::test_promoted_trials_go_on_from_their_checkpoints_to_the_same_losses",
     "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",
     "trine check config.json optimizer.params.lr=1e-4 parallel.tensor=4 'keep_fp32=[\"*norm*\"]'":
         "tests/launch/test_cli.py::test_check_takes_overrides",
@@ -190,6 +201,7 @@ TESTED = {
 REASONS = {
     "trine COMMAND --help": "stands for every command; tests/launch/test_cli.py asks some",
     "trine launch": "names the command, whose whole lines are tested above",
+    "trine sweep": "names the command, whose whole lines are tested above",
     "trine check": "names the command, whose whole lines are run above",
     "trine explain": "names the command, whose whole line is tested above",
     "trine plan": "names the command, whose whole line is run above",
@@ -209,6 +221,7 @@ REASONS = {
     "python -m tests.reliability R4 R5": "runs tests of the suite for minutes",
     "bash .ci/run": "runs all tests, this one too",
     'pip install "trine[outer]"': "needs an index of packages",
+    'pip install "trine[sweep]"': "needs an index of packages",
     "export TRINE_OUTER_TOKEN=a-secret": "a setting of the commands after it",
     "torchrun --nproc_per_node 8 train.py": "run above with another number of ranks",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",

@@ -7,11 +7,13 @@ from typing import Any
 
 from benchmarks.first_contact.findings import counted
 from benchmarks.first_contact.parts import make_parts
-from benchmarks.harness.figures import ROOT, read, record_cells, render
+from benchmarks.harness.figures import ROOT, VERSIONS, read, record_cells, render
 
 NAME = "first-contact"
 TOLD = ("step_ms", "MFU", "tokens_per_s", "peak_GB", "host_bound_ms", "busy_share", "waits")
 """Numbers of a result that a table cell shows."""
+LINE_CHARACTERS = 60
+"""Maximum characters of a failed process's last line that a table cell shows."""
 
 
 def store(folders: Sequence[Path], root: Path = ROOT) -> str:
@@ -23,11 +25,26 @@ def store(folders: Sequence[Path], root: Path = ROOT) -> str:
     parts = make_parts("cuda", Path())
     cells = {(part.name, "decides"): part.decides for part in parts}
     found = [rows for folder in folders for rows in read_parts(folder)]
-    gpu = next((row["gpu"] for rows in found for row in rows if "gpu" in row), "GPU")
+    rows_ = [row for rows in found for row in rows]
+    facts: dict[str, Any] = {
+        key: row[key] for row in rows_ for key in ("gpu", "python", "packages", "cpus") if key in row
+    }
+    gpu = facts.get("gpu", "GPU")
     for rows in found:
         cells[rows[0]["part"], gpu] = cell(rows)
-    record_cells(NAME, "part", cells, root)
+    record_cells(NAME, "part", cells, root, _origin(facts))
     return render(read(NAME, root))
+
+
+def _origin(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Machine and versions of the run, in the form of a figure's own."""
+    machine = f"one {facts['gpu']}" if "gpu" in facts else "one GPU"
+    packages = facts.get("packages", {})
+    versions = {"python": facts.get("python")} | {name: packages.get(name) for name in VERSIONS}
+    return {
+        "machine": f"{machine}, {facts['cpus']} cores" if "cpus" in facts else machine,
+        "versions": {name: version for name, version in versions.items() if version},
+    }
 
 
 def read_parts(folder: Path) -> list[list[dict[str, Any]]]:
@@ -43,5 +60,8 @@ def cell(rows: Sequence[Mapping[str, Any]]) -> str:
     """Formats the cases of one part as a table cell: number that passed, names that failed, timings of a step."""
     wrong = [str(row["name"]) for row in rows if row["ok"] is False]
     figures = [f"{key} {row[key]}" for row in rows for key in TOLD if isinstance(row.get(key), int | float)]
-    told = [counted(rows), *([f"failed: {', '.join(wrong)}"] if wrong else []), *figures]
+    lines = [
+        str(row["last"]) for row in rows if row["ok"] is False and len(row.get("last", "")) in range(1, LINE_CHARACTERS)
+    ]
+    told = [counted(rows), *([f"failed: {', '.join(wrong)}"] if wrong else []), *lines, *figures]
     return "; ".join(told).replace("|", "/")

@@ -45,10 +45,13 @@ def record_text(name: str, text: str, root: Path = ROOT) -> None:
     _write(name, {"text": text} | _source(), root)
 
 
-def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> None:
+def record_cells(
+    name: str, corner: str, cells: Cells, root: Path = ROOT, measured: Mapping[str, Any] | None = None
+) -> None:
     """Adds cells to a table of earlier measurements, and inserts the table into the pages.
 
     Rows and columns stay in the order of their first measurement. Older cells retain their origin (``earlier``).
+    ``measured``: machine and versions of a measurement on another machine.
     """
     with _alone(root):
         before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
@@ -56,7 +59,7 @@ def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> Non
         for (row, column), text in cells.items():
             rows.setdefault(row, {})[column] = text
         columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
-        source = _source()
+        source = _source() | dict(measured or {})
         earlier = _earlier(before, set(cells), source["commit"])
         _write(name, {"corner": corner, "columns": columns, "rows": rows} | source | earlier, root)
 

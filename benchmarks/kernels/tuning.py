@@ -1,4 +1,4 @@
-"""Measures which launch tile of ``linear`` is fastest for a product, and how many warps suit a row kernel.
+"""Measures which launch tile of ``linear`` is fastest for a product, and how many warps and programs suit a kernel.
 
 Changes nothing: the result names the fastest and the current choice, for editing ``kernels/gpu/launch_shapes.py``.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import import_module
+from itertools import product
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +33,15 @@ PRODUCTS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
 ROW_KERNELS = ("norm", "gated", "activation")
 _MODULES = MappingProxyType({"norm": "norm", "gated": "activations", "activation": "activations"})
 WARP_FACTORS = (0.5, 1.0, 2.0)
+PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "norm": ("norm", "_BACKWARD_PROGRAMS"),
+        "activation": ("activations", "_BACKWARD_PROGRAMS"),
+        "squared_norm": ("norm", "_PROGRAMS_EACH"),
+    }
+)
+"""Module and name of the number of programs per processor, by operator."""
+PROGRAM_FACTORS = (0.5, 1, 2, 4)
 _SHAPES = ("row_shape", "column_shape")
 """How a launcher asks for its warps."""
 _MOST_WARPS = 32
@@ -43,14 +53,15 @@ def tune(bench: Bench, tiny: bool, name: str) -> dict[str, Any]:
     if kind == "product":
         return tune_product((16, 48, 32) if tiny else PRODUCTS[what], bench)
     case = checked(what, torch.bfloat16, "tiny")[0] if tiny else _first(what)
-    return tune_warps(case, bench)
+    return (tune_programs if kind == "programs" else tune_warps)(case, bench)
 
 
 def tuned(order: Order) -> list[str]:
     """Returns the names of the tuning tasks."""
     products = [f"product {name}" for name in PRODUCTS][: 1 if order.tiny else None]
     rows = [f"warps {name}" for name in ROW_KERNELS if name in order.operators]
-    return [*(products if "linear" in order.operators else ()), *rows]
+    programs = [f"programs {name}" for name in PROGRAMS if name in order.operators]
+    return [*(products if "linear" in order.operators else ()), *rows, *programs]
 
 
 def _first(operator: str) -> Case:
@@ -104,13 +115,37 @@ def tune_warps(case: Case, bench: Bench) -> dict[str, Any]:
         with ExitStack() as stack:
             for name in names:
                 stack.enter_context(patch.object(module, name, _scaled(getattr(module, name), factor)))
-            trial = Trial(contenders(case, bench.device)[TRITON](), given, differentiable=True)
-            trial.warm_up(bench.clock, 2)
-            forward = bench.clock.sample(trial.refresh, trial.forward, bench.effort.samples)
-            backward = bench.clock.sample(trial.prepare_backward, trial.backward, bench.effort.samples)
-            found[str(factor)] = {"forward": 1e3 * median(forward), "backward": 1e3 * median(backward)}
-    won = {way: min(found, key=lambda factor, way=way: found[factor][way]) for way in ("forward", "backward")}  # type: ignore[misc]
-    return {"case": case.name, "milliseconds_by_factor": found, "won": won}
+            found[str(factor)] = _milliseconds(case, given, bench)
+    return {"case": case.name, "milliseconds_by_factor": found, "won": _winners(found)}
+
+
+def tune_programs(case: Case, bench: Bench) -> dict[str, Any]:
+    """Measures milliseconds with fewer and more programs per processor, each with half, usual and twice the warps."""
+    kind, name = PROGRAMS[case.operator]
+    module = import_module(f"engine.kernels.gpu.{kind}")
+    usual, given, found = getattr(module, name), case.make(bench.device, case.rows), {}
+    shapes = [shape for shape in _SHAPES if hasattr(module, shape) and case.operator in ROW_KERNELS]
+    for count, factor in product(PROGRAM_FACTORS, WARP_FACTORS if shapes else (1.0,)):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(module, name, max(1, int(usual * count))))
+            for shape in shapes:
+                stack.enter_context(patch.object(module, shape, _scaled(getattr(module, shape), factor)))
+            found[f"{max(1, int(usual * count))} programs, warps x {factor}"] = _milliseconds(case, given, bench)
+    return {"case": case.name, "milliseconds_by_programs": found, "won": _winners(found)}
+
+
+def _milliseconds(case: Case, given: Any, bench: Bench) -> dict[str, float]:
+    trial = Trial(contenders(case, bench.device)[TRITON](), given, differentiable=case.backward is not None)
+    trial.warm_up(bench.clock, 2)
+    samples = {"forward": bench.clock.sample(trial.refresh, trial.forward, bench.effort.samples)}
+    if case.backward is not None:
+        samples["backward"] = bench.clock.sample(trial.prepare_backward, trial.backward, bench.effort.samples)
+    return {way: 1e3 * median(times) for way, times in samples.items()}
+
+
+def _winners(found: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    ways = next(iter(found.values()))
+    return {way: min(found, key=lambda choice, way=way: found[choice][way]) for way in ways}  # type: ignore[misc]
 
 
 def _scaled(shape: Callable[..., Any], factor: float) -> Callable[..., Any]:

@@ -9,6 +9,9 @@ from benchmarks.kernels.report import Measured, seconds
 from benchmarks.kernels.trial import REFERENCE, TRITON
 from engine.kernels.dispatch import TunedChoice
 
+LEAST_SPEEDUP = 1.05
+"""Smallest speedup of a row that chooses Triton; a smaller one is within the noise of a run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
@@ -37,8 +40,8 @@ def speedups(cases: Sequence[Case], found: Mapping[str, Measured], wrong: Collec
 
 
 def propose_winners(measured: Sequence[Speedup], device: str, shipped: Sequence[TunedChoice]) -> list[TunedChoice]:
-    """Returns the shipped rows, with new ones for ``device``: Triton if correct and faster in every case of an
-    operator, dtype and width.
+    """Returns the shipped rows, with new ones for ``device``: Triton if correct and at least 1.05 times as fast in
+    every case of an operator, dtype and width.
     """
     groups: dict[tuple[str, str, int], list[float | None]] = {}
     for one in measured:
@@ -51,7 +54,8 @@ def propose_winners(measured: Sequence[Speedup], device: str, shipped: Sequence[
 def _winner(device: str, key: tuple[str, str, int], values: Sequence[float | None]) -> TunedChoice:
     known = [value for value in values if value is not None]
     least = round(min(known), 3) if known else None
-    return TunedChoice(key[0], device, *key[1:], len(known) == len(values) and least is not None and least > 1, least)
+    faster = len(known) == len(values) and least is not None and least >= LEAST_SPEEDUP
+    return TunedChoice(key[0], device, *key[1:], faster, least)
 
 
 def winners_json(rows: Sequence[TunedChoice]) -> str:

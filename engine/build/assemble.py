@@ -275,12 +275,12 @@ def _program(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, req
     """Returns the rank's model and loss, over sequences sharded over the axis "cp"."""
     program, axis, config = request.program(model, plan.precision, device, comm), TensorAxis(comm, "cp"), plan.config
     asked, unit = asked_method(config, request.changes.kernels.card), sequence_unit(config)
-    return with_context(program, axis, asked, staged=comm.grid.pp > 1, unit=unit, in_blocks=plan.context.in_blocks)
+    return with_context(program, axis, asked, plan.context, staged=comm.grid.pp > 1, unit=unit)
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:
     """Puts fused operators into the model, on all ranks or on none."""
-    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight") and comm.grid.cp == 1]
+    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight")]
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, request.patches)
         make_heads_lazy(model, heads, axis, request.patches)

@@ -198,13 +198,12 @@ class CheckpointCoordinator:
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
         """Loads initial weights or the requested checkpoint, once the model is sharded. Collective."""
-        state = self._trainer_state(update)
         self._run = RunState(
             model=self._model,
             config=self._config,
             comm=self._comm,
             device=self.device,
-            trainer_state=state,
+            trainer_state=self._trainer_state(update),
             runtime=runtime,
             full_state=FullState(self._model, runtime.plan, entries, self._comm),
             model_files=self._model_files,
@@ -237,7 +236,7 @@ class CheckpointCoordinator:
         self, folder: str | os.PathLike[str] | None, client_state: Any, without_frozen: bool = False
     ) -> PendingSave:
         """Begins a checkpoint; see :meth:`engine.Engine.save_checkpoint`."""
-        path = self._folder if folder is None else resolved(folder)
+        path = self._folder if folder is None else self.control.save_folder(resolved(folder))
         if path is None:
             raise EngineError(
                 "save_checkpoint() got no folder, and checkpoint.folder is null; pass a folder, or set "
@@ -272,6 +271,7 @@ class CheckpointCoordinator:
                 "checkpoint.folder."
             )
         self._renew_group()
+        path = self.control.load_folder(path)
         request = self._find(path, options, missing_ok)
         if request is None:
             return None
@@ -303,7 +303,7 @@ class CheckpointCoordinator:
         """Writes a Hugging Face folder of the model; see :meth:`engine.Engine.save_pretrained`."""
         self.control.refuse_spoiled()
         if is_peft_model(self._model):
-            run = self._placed("save_pretrained")
+            run = self.placed("save_pretrained")
             source = AdapterSource(
                 model=self._model,
                 entries=run.full_state.entries,
@@ -319,12 +319,10 @@ class CheckpointCoordinator:
         with run.runtime.saving():
             checkpoints.export(resolved(folder), shard_bytes)
 
-    def after_step(self, made: bool, stops: bool) -> None:
-        """Saves if a save is due, and ends the run if any rank has to stop. All ranks pass the same arguments.
+    def after_step(self, made: bool, stops: bool, ends_trial: bool = False) -> None:
+        """Saves if a save is due or the run or a trial ends; ends the run. All ranks pass the same arguments.
 
-        Args:
-            made: True if the step has updated the weights.
-            stops: True if any rank has received SIGTERM.
+        ``made``: the step has updated the weights. ``stops``: any rank has received SIGTERM.
 
         Raises:
             SystemExit: status 143, after a committed checkpoint.
@@ -334,14 +332,15 @@ class CheckpointCoordinator:
         assert run is not None, "a step needs a built model"
         done = run.trainer_state.update.made
         due = made and settings.every > 0 and done % settings.every == 0
-        if (due or stops) and self._folder is not None and done != self._saved_at:
+        if (due or stops or ends_trial) and self._folder is not None and done != self._saved_at:
             self.save(None, {})
         elif made and self._memory is not None and done % settings.memory_every == 0:
             self._save_in_memory(self._memory)
-        if stops:
+        if stops or ends_trial:
             self.drain()
             if self._last is not None:
                 self._last.wait()
+        if stops:
             if self._comm.grid.rank == 0:
                 logger.warning("stopped by SIGTERM after update %d; the next run resumes from there", done)
             raise SystemExit(self._signal.code if self._signal is not None else EXIT_CODE)
@@ -454,7 +453,8 @@ class CheckpointCoordinator:
         self._request = replace(request, begun=not request.options.module_only)
         return reader.manifest.user
 
-    def _placed(self, call: str) -> RunState:
+    def placed(self, call: str) -> RunState:
+        """Returns the state of this rank; raises if the model is not placed, or has opened parameters."""
         if self._run is None:
             raise EngineError(
                 f"{call} was called before the model is placed on the grid, which needs a batch; pass "
@@ -465,7 +465,7 @@ class CheckpointCoordinator:
         return self._run
 
     def _writer(self, call: str) -> tuple[CheckpointWriter, RunState]:
-        run = self._placed(call)
+        run = self.placed(call)
         self._renew_group()
         if self._checkpoints is None:
             self._checkpoints = CheckpointWriter(run, self._group(), self.control)

@@ -145,7 +145,7 @@ class RunState:
                 self.runtime.optimizer, self.runtime.plan.table, self.runtime.learning_rate.governs
             ),
             user=_json("client_state", user),
-            model_files=with_dtype(self.model_files if tensors == self.tensors else {}, self._dtype()),
+            model_files=with_dtype(self.model_files if tensors == self.tensors else {}, self.dtype()),
         )
 
     def _info(self, whole: bool) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class RunState:
             "config": config,
         }
 
-    def _dtype(self) -> str:
+    def dtype(self) -> str:
         """Returns the dtype with most bytes of the weights."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:

@@ -15,6 +15,7 @@ from engine.config.between import (
     check_average,
     check_copies,
     check_integrity,
+    check_managed,
     check_optimizer,
     check_precision,
     check_profile,
@@ -39,7 +40,7 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from engine.config.outer_section import OuterConfig, check_outer
+from engine.config.outer_section import OuterConfig, WeightsOutConfig, check_outer
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
@@ -156,6 +157,8 @@ class Config:
     """Moving average of the weights; null computes none."""
     outer: OuterConfig | None = setting(None, Section(cls=OuterConfig, null=True))
     """Outer loop over sites that train apart and meet in a store; null: this engine trains alone."""
+    weights_out: WeightsOutConfig | None = setting(None, Section(cls=WeightsOutConfig, null=True))
+    """Versions of the weights for receivers, such as inference processes, that follow the training; null: none."""
     serve: ServeConfig | None = setting(None, Section(cls=ServeConfig, null=True))
     """Training service over HTTP; null: ``trine serve`` takes its defaults."""
     router_bias_update_rate: float = setting(0.0, Real(low=0, remedy="give a number, 0 leaves the biases as they are"))
@@ -380,18 +383,12 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)
-    delayed = config.zero_optimization.offload_optimizer.delayed_update
-    check_outer(config.outer, config.optimizer, config.gradient_clipping, delayed, problems)
+    check_outer(config.outer, config.optimizer, config.gradient_clipping, config.zero_optimization, problems)
     check_serve(config.serve, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
     check_uneven(config.uneven_microbatches, config.parallel, problems)
-    if not config.managed_gradient_accumulation and config.parallel.pipeline not in (1, "auto"):
-        problems.add(
-            "managed_gradient_accumulation",
-            f"false with parallel.pipeline {config.parallel.pipeline}, which has a schedule of a fixed number of "
-            "microbatches; leave managed_gradient_accumulation or parallel.pipeline out.",
-        )
+    check_managed(config.managed_gradient_accumulation, config.parallel, problems)
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

@@ -248,6 +248,16 @@ def check_uneven(uneven: bool, parallel: ParallelConfig, problems: Problems) -> 
         )
 
 
+def check_managed(managed: bool, parallel: ParallelConfig, problems: Problems) -> None:
+    """Adds a problem if a pipeline's schedule would run for each microbatch."""
+    if not managed and parallel.pipeline not in (1, "auto"):
+        problems.add(
+            "managed_gradient_accumulation",
+            f"false with parallel.pipeline {parallel.pipeline}, which has a schedule of a fixed number of "
+            "microbatches; leave managed_gradient_accumulation or parallel.pipeline out.",
+        )
+
+
 def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Problems) -> None:
     """Adds a problem if ``monitor.profile`` is not a range of steps, or lacks a folder or a flight recorder."""
     if (given := monitor.profile) is None:

@@ -1,4 +1,4 @@
-"""Section "outer": sites that train apart and meet in a store, by a rule."""
+"""Sections "outer" and "weights_out": sites that train apart and meet in a store, and receivers of weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from engine.config.optim_sections import (
 )
 from engine.config.reader import Typed, setting, stored
 from engine.config.rules import AnyOf, Choice, Flag, Int, ListOf, Problems, Real, Text
+from engine.config.sections import FOLDER, ZeroConfig
 
 Rule = Literal["average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild"]
 RULES = ("average", "diloco", "bsp", "ssp", "async", "quorum", "hogwild")
@@ -153,6 +154,35 @@ class OuterConfig:
         return OUTER_DEFAULTS["average" if self.rule == "average" else "diloco"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsOutConfig:
+    """Published weights: versions that receivers on any cut read from the ranks of this training."""
+
+    every: int = setting(0, COUNT)
+    """Updates between two versions; 0: only ``eng.publish_weights()`` makes one. A step makes none while a receiver
+    still reads the last one.
+    """
+    host: str = setting("127.0.0.1", Text(noun="an address"))
+    """Address at which each rank serves its elements; "0.0.0.0" serves other hosts. An address that other hosts reach
+    needs a token.
+    """
+    port: int = setting(0, Int(low=0, high=65535))
+    """Port of rank 0; rank r serves at ``port`` + r. 0: each rank takes any free one."""
+    deadline: float = setting(30.0, Real(above=0))
+    """Seconds within which receivers read a version; ``eng.publish_weights()`` then drops it."""
+    frozen: bool = setting(False, Flag())
+    """true: frozen weights are published too, quantized ones decoded; false: trained weights and buffers, such as
+    adapters alone.
+    """
+    folder: str | None = setting(None, FOLDER)
+    """Folder into which rank 0 writes each version as ``version-000007``, with safetensors by Hugging Face names."""
+    keep: int = setting(2, SIZE)
+    """Number of versions that remain in ``folder``."""
+    token_file: str | None = setting(None, Text(noun="a path", null=True))
+    """File with the token that trainer and receivers share; without it, the environment variable TRINE_WEIGHTS_TOKEN.
+    """
+
+
 def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) -> OptimizerConfig | None:
     """Returns the optimizer of a process: without state if a store updates the weights, otherwise ``training``."""
     if outer is None or training is None or outer.content != "gradients":
@@ -178,18 +208,15 @@ def check_outer(
     outer: OuterConfig | None,
     training: OptimizerConfig | None,
     clipping: float,
-    delayed_update: bool,
+    zero: ZeroConfig,
     problems: Problems,
 ) -> None:
-    """Adds problems of settings that exclude each other or have no effect.
-
-    Args:
-        clipping: norm to which gradients are clipped; 0: none.
-        delayed_update: of an offload.
+    """Adds problems of settings that exclude each other or have no effect; ``clipping``: norm to which gradients are
+    clipped, 0 for none.
     """
     if outer is None:
         return
-    if delayed_update:
+    if zero.offload_optimizer.delayed_update:
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
             "true with outer, which reads weights after their update; leave delayed_update or outer out.",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.config import Config
 from engine.errors import PlanError
 from engine.parallel.context.recurrence.followed import ContextPlan, follow_sequences, with_refusal
+from engine.parallel.context.recurrence.moved_rows import HALO
 from engine.parallel.context.recurrence.relay import RECURRENT_STATE
 from engine.parallel.context.rows.call_forms import CallRecorder
 from engine.parallel.context.rows.rowwise import RowwiseModule, find_rowwise
@@ -60,7 +61,9 @@ class SharedSequences:
             patches, needs = ForwardPatches(), None
             try:
                 trace = self._trace(stages, watch, patches)
-                if self.plan.in_blocks or watch is None or not passes_state(watch):
+                if self.plan.in_blocks or watch is None or not sends(watch, RECURRENT_STATE):
+                    whole = watch is not None and not self.plan.in_blocks and not sends(watch, HALO)
+                    self.plan = replace(self.plan, by_work=whole)
                     return trace
                 needs = replace(self.plan, in_blocks=True)  # a state then passes each border once
             except (PlanError, LocalOnlyError) as problem:
@@ -76,13 +79,13 @@ class SharedSequences:
         for axis in self.axes:
             follow_sequences(self._own.model, plan, patches)
             unit = sequence_unit(self._config)
-            self._ran = with_context(self._own, axis, self._asked, unit=unit, in_blocks=plan.in_blocks)
+            self._ran = with_context(self._own, axis, self._asked, plan, unit=unit)
         return trace_example(self._ran, self._example, stages, watch, split=parallel.split)
 
 
-def passes_state(watch: CollectiveRecorder) -> bool:
-    """Returns True if a recurrence has passed its state to another context rank."""
-    return any(one.what.label == RECURRENT_STATE for one in watch.sent)
+def sends(watch: CollectiveRecorder, label: str) -> bool:
+    """Returns True if a collective with ``label`` was recorded, such as that of a recurrence's state."""
+    return any(one.what.label == label for one in watch.sent)
 
 
 def trace_example(

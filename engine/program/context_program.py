@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.parallel.context.balance import work_of_documents
 from engine.parallel.context.choose import AskedMethod
+from engine.parallel.context.recurrence.followed import ContextPlan
 from engine.parallel.context.recurrence.placed_rules import gathered_value
 from engine.parallel.context.sequences import ContextOfSequences, SequenceEntry
 from engine.parallel.tensor.global_tensor.redistribute import gradient_to_owner
@@ -26,6 +28,8 @@ class ContextProgram(Program):
     sequences: ContextOfSequences | None = field(default=None, compare=False)
     staged: bool = False
     """True if a forward runs one pipeline stage, so that the layer that reads the batch may be on another rank."""
+    by_work: bool = False
+    """True if context ranks share packed documents by attention work."""
 
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Returns output and loss of one microbatch, equal on all context ranks; the first one starts the backward."""
@@ -76,12 +80,15 @@ class ContextProgram(Program):
         # autograd refuses to modify a view of a custom function in place, such as ``loss *= scale`` in a user's loop
         return gradient_to_owner(value, self._sequences.axis).clone() if needs else value
 
-    def _run(self, moved: Batch) -> Any:
-        return self._entered(moved, lambda: Program._run(self, moved))
+    def _run(self, moved: Batch, given: Batch | None = None) -> Any:
+        return self._entered(moved, lambda: Program._run(self, moved, given))
 
     def _entered(self, moved: Any, run: Callable[[], Any]) -> Any:
         """Returns the result of ``run``, a forward that reads the tensors of ``moved`` as sequences."""
         self._sequences.clear()  # recomputation in the last backward has sent states too
+        by_work = self.by_work and not self._sequences.axis.dry
+        named = ((str(path[-1]), tensor) for path, tensor in tensors_by_path(moved) if path and by_work)
+        self._sequences.begin(work_of_documents(named))
         with SequenceEntry(self._sequences, (tensor for _, tensor in tensors_by_path(moved))) as entry:
             made = run()
         self._sequences.clear()
@@ -97,24 +104,25 @@ def with_context(
     program: Program,
     axis: TensorAxis,
     asked: AskedMethod,
+    plan: ContextPlan,
     *,
     staged: bool = False,
     unit: int = 1,
-    in_blocks: bool = False,
 ) -> Program:
     """Returns ``program`` over sequences that are sharded over ``axis``; itself if the axis has one rank.
 
     Args:
         asked: the way in which queries meet the keys of other ranks.
+        plan: decisions from a trace of the model.
         staged: a forward runs one pipeline stage.
         unit: divisor of the number of positions of each rank.
-        in_blocks: each rank has neighbouring positions, for models with recurrences.
     """
     if axis.size == 1:
         return program
     own = {each.name: getattr(program, each.name) for each in fields(Program)}
-    sequences = ContextOfSequences(axis, asked.method, unit, in_blocks, asked.rates)
-    return ContextProgram(**own, sequences=sequences, staged=staged)
+    sequences = ContextOfSequences(axis, asked.method, unit, plan.in_blocks, asked.rates)
+    # every pipeline stage must know the positions of a message, and the first one alone reads the batch
+    return ContextProgram(**own, sequences=sequences, staged=staged, by_work=plan.by_work and not staged)
 
 
 def gather_sequences(output: Any) -> Any:

@@ -68,7 +68,7 @@ class Program:
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Returns output and loss of one microbatch."""
         moved = self.move(microbatch)
-        output = self._run(moved)
+        output = self._run(moved, microbatch)
         return ForwardResult(output, self._loss(output, moved))
 
     def _loss(self, output: Any, moved: Batch) -> WeightedLoss:
@@ -94,12 +94,13 @@ class Program:
 
     def output(self, microbatch: Batch) -> Any:
         """Returns the model's output for one microbatch, which needs no labels."""
-        return self._run(self.move(microbatch))
+        return self._run(self.move(microbatch), microbatch)
 
-    def _run(self, moved: Batch) -> Any:
+    def _run(self, moved: Batch, given: Batch | None = None) -> Any:
+        pairs = zip(tensors_by_path(moved), tensors_by_path(moved if given is None else given), strict=True)
         try:
             replayed = self.replay.forward(moved) if self.replay is not None else nullcontext()
-            with replayed, masks_by_recipe(tensor for _, tensor in tensors_by_path(moved)):
+            with replayed, masks_by_recipe((tensor, own) for (_, tensor), (_, own) in pairs):
                 return call_model(self.model, self.cast(self.inputs.take(moved)))
         except RuntimeError as error:
             if "meta" in str(error) and (names := _meta_attributes(self.model)):

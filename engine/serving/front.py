@@ -81,11 +81,14 @@ def limits_of(serve: ServeConfig) -> LedgerLimits:
 
 
 @contextmanager
-def open_front(serve: ServeConfig, model: ServedModel, ready: Callable[[str], None]) -> Iterator[LedgerSource]:
+def open_front(
+    serve: ServeConfig, model: ServedModel, ready: Callable[[str], None], journals: bool = True
+) -> Iterator[LedgerSource]:
     """Opens the journal, serves HTTP in a thread, and yields the source of the command loop.
 
     Args:
         ready: receives a line about address and token once the socket listens.
+        journals: False for an engine of the caller, whose state a journal could not restore.
 
     Raises:
         LaunchError: the address cannot be served, or starlette, uvicorn or protobuf are not installed.
@@ -102,10 +105,17 @@ def open_front(serve: ServeConfig, model: ServedModel, ready: Callable[[str], No
     token, folder = read_token(serve), Path(serve.folder)
     with ExitStack() as opened:
         listening = opened.enter_context(listen(serve.host, serve.port, SERVER))
-        ledger, restart = open_ledger(FairQueue(), folder / JOURNAL, limits_of(serve))
-        assert ledger.journal is not None
-        opened.callback(ledger.journal.close)
-        application = ServiceApplication(ledger, model, token, int(serve.queue.body_bytes))
+        stored: Iterator[FutureEntry] = iter(())
+        if journals:
+            ledger, restart = open_ledger(FairQueue(), folder / JOURNAL, limits_of(serve))
+            assert ledger.journal is not None
+            opened.callback(ledger.journal.close)
+            stored = restart.entries()
+        else:
+            ledger = Ledger(FairQueue(), None, limits_of(serve))
+        application = ServiceApplication(
+            ledger, model, token, int(serve.queue.body_bytes), journals and serve.tenants.full > 0
+        )
         options = {} if serve.tls_certificate is None else {
             "ssl_certfile": serve.tls_certificate, "ssl_keyfile": serve.tls_key
         }  # fmt: skip
@@ -114,7 +124,7 @@ def open_front(serve: ServeConfig, model: ServedModel, ready: Callable[[str], No
         address = address_of(listening, "https" if options else "http")
         about = f"token in {serve.token_env}" if token else "without a token: this host only"
         ready(f"service at {address}: {' '.join(model.names)}, folder {folder}, {about}")
-        source = LedgerSource(ledger, restart.entries())
+        source = LedgerSource(ledger, stored)
         opened.callback(source.stop)
         yield source
 

@@ -34,7 +34,7 @@ from engine.serving.entry import INTERNAL, EntryState, FutureEntry, RequestRefus
 from engine.serving.journal import CommandJournal, JournalRecord
 from engine.serving.line import ModelLine, digest_of, record_of, snapshot_record
 from engine.serving.queue import FairQueue
-from engine.serving.session import WAITS, ClientSession, LedgerLimits
+from engine.serving.session import HOUSE, WAITS, ClientSession, LedgerLimits
 
 RETAINED = 4096
 """Fetched futures that a session retains, for requests that the network repeats."""
@@ -301,7 +301,7 @@ class Ledger:
             for session in list(self.sessions.values()):
                 if session.is_ending:
                     continue
-                if now - session.seen > self.limits.session_seconds:
+                if session.name != HOUSE and now - session.seen > self.limits.session_seconds:
                     self.end_session(session.name, f"sent no heartbeat for {self.limits.session_seconds:g} seconds")
                     continue
                 late = now - self.limits.seconds

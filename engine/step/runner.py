@@ -446,7 +446,7 @@ class StepRunner:
         """
         step.problem = step.problem or self._control.take_problem() or self._problem_of_forward()
         with self._agreeing("an update", step), self._runtime.parts.undoing_failures():
-            finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
+            finished = FinishedStep(step, self._update.run(step, self._runtime, stops=self._control.stops))
         for part in self._runtime.parts.having(StepPart.end_step):
             part.end_step(step, self._update.made, finished.outcome.skipped)
         self._finished += 1

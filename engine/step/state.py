@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -17,10 +18,30 @@ from engine.program.loss import WeightedLoss
 Scalar = TypeVar("Scalar")
 
 
+ENDS_TRIAL = 2.0**32
+"""Summand of ``StepTotals.stops`` by which rank 0 ends a trial; the ranks that have received SIGTERM sum to less."""
+
+
 class StopRequest(Protocol):
     """Request to end the run, which a signal sets."""
 
     asked: bool
+
+
+class TrialControl(Protocol):
+    """Trial of a sweep, which trains this engine."""
+
+    asked: bool
+    """True on rank 0 if the trial has to end after the next step."""
+
+    def end(self) -> None:
+        """Ends the trial, on all ranks after the same step."""
+
+    def save_folder(self, folder: Path) -> Path:
+        """Returns the trial's own folder in place of ``folder``, into which all trials would save."""
+
+    def load_folder(self, folder: Path) -> Path:
+        """Returns the folder of the trial's own checkpoints in place of ``folder``, if there are any."""
 
 
 @dataclass(slots=True)
@@ -33,11 +54,27 @@ class RunControl:
     """True after a failed load has replaced only some of the weights."""
     problem: Exception | None = None
     """Error of a failed save that has to stop the run (``checkpoint.on_failure``)."""
+    trial: TrialControl | None = None
+    """Trial of a sweep; None outside of a sweep."""
 
     @property
-    def stop_asked(self) -> bool:
-        """True if this rank has received SIGTERM, so that the run ends after the step."""
-        return self.stop is not None and self.stop.asked
+    def stops(self) -> float:
+        """Summand of this rank in ``StepTotals.stops``."""
+        ends = self.trial is not None and self.trial.asked
+        return (self.stop is not None and self.stop.asked) + ENDS_TRIAL * ends
+
+    def end_trial(self) -> None:
+        """Ends the trial of a sweep, on all ranks after the same step."""
+        if self.trial is not None:
+            self.trial.end()
+
+    def save_folder(self, folder: Path) -> Path:
+        """Returns the folder into which a call saves that names ``folder``; in a sweep, the trial's own."""
+        return folder if self.trial is None else self.trial.save_folder(folder)
+
+    def load_folder(self, folder: Path) -> Path:
+        """Returns the folder from which a call loads that names ``folder``; in a sweep, the trial's own, if any."""
+        return folder if self.trial is None else self.trial.load_folder(folder)
 
     def refuse_spoiled(self) -> None:
         """Raises if weights are a mixture of old and loaded values.
@@ -161,7 +198,7 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     problems: Scalar
     """Number of ranks that failed in this step."""
     stops: Scalar
-    """Number of ranks that have received SIGTERM."""
+    """Number of ranks that have received SIGTERM, plus ``ENDS_TRIAL`` if the trial of a sweep ends."""
     digest: Scalar
     """Sum of the batch hashes of all data ranks."""
     digest_squared: Scalar
@@ -176,12 +213,13 @@ class StepTotals(NamedTuple, Generic[Scalar]):
 
     @staticmethod
     def pack(
-        step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool, unused: int = 0, metrics: int = 0
+        step: StepState, squared_norm: Tensor | float, speaks: bool, stops: float, unused: int = 0, metrics: int = 0
     ) -> Tensor:
         """Returns this rank's summands as one fp64 device tensor [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts].
 
-        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does. ``stop``: this
-        rank asks to end the run. ``unused``: number of its trained parameters that this step does not update.
+        ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does. ``stops``: its
+        reasons to stop, as ``RunControl.stops`` has them. ``unused``: number of its trained parameters that this step
+        does not update.
         """
         share = StepTotals[Tensor | float](
             loss=step.loss if speaks else 0.0,
@@ -189,14 +227,17 @@ class StepTotals(NamedTuple, Generic[Scalar]):
             squared_norm=squared_norm,
             tokens=float(step.tokens) if speaks else 0.0,
             problems=float(step.problem is not None),
-            stops=float(stop),
+            stops=stops,
             digest=float(step.digest if speaks else 0),
             digest_squared=step.copies if step.copies is not None else float(step.digest**2 if speaks else 0),
             unused=float(unused),
         )
         packed = torch.zeros(CONTROL_SCALARS + 2 * metrics, dtype=torch.float64, device=step.loss.device)
         for place, value in enumerate((*share[:CONTROL_SCALARS], *(step.metrics if speaks else ()))):
-            packed[place] = value
+            if isinstance(value, Tensor):
+                packed[place].copy_(value)
+            elif value:
+                packed[place].fill_(value)  # ``packed[place] = value`` copies a number from the host, and CUDA waits
         return packed if step.experts is None else torch.cat([packed, step.experts])
 
     def same_batch(self, data_ranks: int) -> bool:
@@ -205,6 +246,16 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         """
         total, squares = int(self.digest), int(self.digest_squared)  # type: ignore[call-overload]
         return total > 0 and data_ranks > 1 and data_ranks * squares == total**2
+
+    @property
+    def terminated(self) -> bool:
+        """True if any rank has received SIGTERM."""
+        return bool(self.stops % ENDS_TRIAL)  # type: ignore[operator]
+
+    @property
+    def ends_trial(self) -> bool:
+        """True if rank 0 ends the trial of a sweep after this step."""
+        return bool(self.stops >= ENDS_TRIAL)  # type: ignore[operator]
 
     @staticmethod
     def on_device(packed: Tensor) -> "StepTotals[Tensor]":

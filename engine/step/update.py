@@ -144,20 +144,20 @@ class Update:
         self.scale = make_loss_scale(config.fp16)
         """Loss scale of the next step."""
 
-    def run(self, step: StepState, runtime: RankRuntime, stop: bool = False) -> UpdateOutcome:
+    def run(self, step: StepState, runtime: RankRuntime, stops: float = 0.0) -> UpdateOutcome:
         """Reduces gradients over dp, sums totals over the world, then updates or skips. Collective; if any rank has
         failed, all raise.
 
         If the device decides, skipped and failed steps communicate as much as an update, because parameters are
         gathered before the host reads the decision.
 
-        ``stop``: a signal has asked this rank to stop after this step.
+        ``stops``: this rank's reasons to stop after this step, as ``RunControl.stops`` has them.
         """
         runtime.finish(step.reduced)  # the norm in the control sum is that of complete gradients
         for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step
             step.problem = part.before_update(step)
         idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused - step.used
-        totals, made = self._decide(step, runtime, stop, idle)
+        totals, made = self._decide(step, runtime, stops, idle)
         for part in runtime.parts.having(StepPart.agreed):
             part.agreed(step, totals)
         self._tell_same_batch(totals, step)
@@ -171,7 +171,7 @@ class Update:
         return outcome
 
     def _decide(
-        self, step: StepState, runtime: RankRuntime, stop: bool, idle: frozenset[str]
+        self, step: StepState, runtime: RankRuntime, stops: float, idle: frozenset[str]
     ) -> tuple[StepTotals[float], bool]:
         """Agrees with all ranks; returns the totals, and True if the device has made the update by its own decision.
 
@@ -181,7 +181,7 @@ class Update:
         squared_norm = runtime.optimizer.gradient_squared_norm()
         # a parameter whose use has changed on one rank is one more summand, so that all ranks learn of it here
         surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
-        packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
+        packed = self._sum(step, squared_norm, runtime.plan.last_rank, stops, surprises)
         # launched before the host reads the sums, so that the device does not wait for the host
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
         sums, made = launched.read() if launched is not None else (packed.tolist(), False)
@@ -302,7 +302,7 @@ class Update:
 
         ``last_rank``: the pipeline rank that computes the loss.
         """
-        sums = self._sum(step, 0.0, last_rank, False).tolist()
+        sums = self._sum(step, 0.0, last_rank, 0.0).tolist()
         return self._check(StepTotals.unpack(sums, step.counted), step)
 
     def _find_unused(self, idle: frozenset[str], runtime: RankRuntime) -> frozenset[str]:
@@ -331,12 +331,12 @@ class Update:
         return frozenset(name for name, (used, _, _) in found.items() if not used)
 
     def _sum(
-        self, step: StepState, squared_norm: Tensor | float, last_rank: int, stop: bool, unused: int = 0
+        self, step: StepState, squared_norm: Tensor | float, last_rank: int, stops: float, unused: int = 0
     ) -> Tensor:
         """Returns the packed totals, summed over the world by one all-reduce, label "control"."""
         grid, metrics = self._comm.grid, len(self._config.monitor.metrics)
         speaks = grid.coord().pp == last_rank and grid.is_first("stage_replica")
-        packed = StepTotals.pack(step, squared_norm, speaks, stop, unused, metrics)
+        packed = StepTotals.pack(step, squared_norm, speaks, stops, unused, metrics)
         self._comm.all_reduce(packed, "world", "control").wait()
         return packed
 

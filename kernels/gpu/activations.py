@@ -111,11 +111,17 @@ def activation_backward_kernel(
         tl.store(dbias + program * width + column, db, mask=inside)
 
 
+_BACKWARD_PROGRAMS = 16
+"""Programs per processor of the backward."""
+_PER_THREAD_FORWARD, _PER_THREAD_BACKWARD = 16, 4
+"""Elements of a thread: the fastest of 4, 8 and 16 on an H200, for gelu_tanh with a bias of width 14336."""
+
+
 def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor | None, kind: str) -> Tensor:
     """Returns f(x + bias) + residual [N, H]."""
     rows, width = x_NH.shape
     y_NH = x_NH.new_empty(x_NH.shape)
-    shape = column_shape(width)
+    shape = column_shape(width, _PER_THREAD_FORWARD)
     if rows:
         activation_forward_kernel[rows, ceil_div(width, shape.block)](
             x_NH, _contiguous(bias_H), residual_NH, y_NH, width, x_NH.stride(0),
@@ -129,9 +135,9 @@ def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor 
 def activation_backward(dy_NH: Tensor, x_NH: Tensor, bias_H: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
     """Returns (dx [N, H], dbias [H] in fp32, which is empty without a bias)."""
     rows, width = x_NH.shape
-    shape = column_shape(width)
+    shape = column_shape(width, _PER_THREAD_BACKWARD)
     columns = ceil_div(width, shape.block)
-    programs = max(1, min(rows, ceil_div(16 * processors(x_NH.device), columns)))
+    programs = max(1, min(rows, ceil_div(_BACKWARD_PROGRAMS * processors(x_NH.device), columns)))
     dx_NH = x_NH.new_empty(x_NH.shape)
     dbias_PH = x_NH.new_zeros((programs, width if bias_H is not None else 0), dtype=torch.float32)
     if rows:

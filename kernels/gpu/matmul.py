@@ -81,15 +81,41 @@ def tile_place(tile, rows, columns, GROUP: tl.constexpr):
     return first + inside % height, inside // height
 
 
+BLOCKS = tl.constexpr(8)
+"""Blocks of K in a partial sum of fp32 products, whose error in one long sum would be three times cuBLAS's."""
+
+
 @triton.jit
 def tile_product(
     a, b, row, column, M, N, K,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the fp32 tile [BM, BN] of op(a) op(b) that starts at element (``row``, ``column``)."""
+    """Computes the fp32 tile [BM, BN] of op(a) op(b) that starts at element (``row``, ``column``).
+
+    Products of full fp32 are summed in two levels.
+    """
+    if PRECISION == "ieee" and not DESCRIBED and a.dtype.element_ty == tl.float32:
+        sums = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK * BLOCKS):
+            sums += tile_sum(
+                a, b, row, column, k, tl.minimum(k + BK * BLOCKS, K), M, N, K,
+                A_TRANSPOSED, B_TRANSPOSED, PRECISION, BM, BN, BK, DESCRIBED,
+            )  # fmt: skip
+    else:
+        sums = tile_sum(a, b, row, column, 0, K, M, N, K, A_TRANSPOSED, B_TRANSPOSED, PRECISION, BM, BN, BK, DESCRIBED)
+    return sums
+
+
+@triton.jit
+def tile_sum(
+    a, b, row, column, start, end, M, N, K,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """Computes the part of a tile's sum from ``start`` to ``end`` along K."""
     sums = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
+    for k in range(start, end, BK):
         if A_TRANSPOSED:
             left = load_tile(a, k, row, K, M, BK, BM, True, DESCRIBED)
         else:
@@ -108,12 +134,17 @@ def tile_finish(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Applies bias, activation and residual to one tile and stores it; KEEPS stores the plain product too."""
-    if KEEPS:
+    """Applies bias, activation and residual to one tile and stores it; KEEPS stores the activation's input too.
+
+    The input is kept without the bias, except for relu: rounded apart from it, small inputs could change their sign.
+    """
+    if KEEPS and ACTIVATION != "relu":
         store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
     if BIAS:
         place = column + tl.arange(0, BN)
         sums += tl.load(bias + place, mask=place < N, other=0.0).to(tl.float32)[None, :]
+    if KEEPS and ACTIVATION == "relu":
+        store_tile(kept, sums, row, column, M, N, BM, BN, DESCRIBED)
     sums = activated(sums, ACTIVATION)
     if RESIDUAL:
         sums += load_tile(residual, row, column, M, N, BM, BN, False, DESCRIBED).to(tl.float32)
@@ -191,14 +222,14 @@ class Follows:
     residual: Tensor | None = None
     """Residual [M, N], added last; may be the output tensor."""
     keeps: bool = False
-    """True: the product before bias and activation is stored as well."""
+    """True: the input of the activation is stored as well, without the bias unless the activation is relu."""
 
 
 def launch_matmul(
     a_MK: Tensor, b_KN: Tensor, follows: Follows, out_MN: Tensor | None = None, tile: Tile | None = None,
     tf32: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes a fused matrix product; returns (out, the plain product or an empty tensor).
+    """Computes a fused matrix product; returns (out, the kept input of the activation or an empty tensor).
 
     The results have the dtype of the operands, or of ``out_MN``. Each operand is contiguous or the transpose of a
     contiguous matrix, with rows of a multiple of 16 bytes. All sizes are positive.

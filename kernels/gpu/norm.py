@@ -28,6 +28,8 @@ _WIDEST_AHEAD = 16384
 Three rows of each of two programs then fit on a processor of an A100 as well.
 """
 _COLUMNS = 1024
+_BACKWARD_PROGRAMS = 2
+"""Programs per processor of the backward."""
 
 
 @triton.jit
@@ -156,7 +158,7 @@ def norm_backward(
     width, device = stream.shape[-1], stream.device
     rows = stream.numel() // width
     offset, centered, biased = form
-    programs = max(1, min(rows, 2 * processors(device)))
+    programs = max(1, min(rows, _BACKWARD_PROGRAMS * processors(device)))
     dx = torch.empty_like(stream)
     # every program writes its row of sums; without rows no program runs
     make = torch.empty if rows else torch.zeros

@@ -3,7 +3,8 @@
     y = act(x W' + b) + residual     d = dy act'(x W' + b)     dx = d W     dW = d' x     db = sum d
 
 The fused kernel applies bias, activation and residual to the fp32 sums before they are stored. If gradients are
-required and the activation's derivative needs x W', the kernel stores it too. ``tuned.json`` calls the forward "linear"
+required and the activation's derivative needs x W', the kernel stores it too; for relu it stores x W' + b, whose sign
+survives the rounding. ``tuned.json`` calls the forward "linear"
 and the products of the backward "linear_backward"; each runs in Triton or in the vendor library (cuBLAS). After a
 product of the library, bias, activation and residual run as the pointwise operator ("activation").
 
@@ -65,7 +66,8 @@ def linear(
     pointwise = form.activation != "none" and kernels.triton("activation", x, matrix_IO.shape[1])
     if not pointwise and not backward:
         return linear_reference(x, weight, bias, form, residual)
-    early, late = (None, bias) if pointwise else (bias, None)
+    # relu's derivative jumps: a product that is rounded before the bias is added may have the wrong sign
+    early, late = (None, bias) if pointwise and form.activation != "relu" else (bias, None)
     pre = _by_library(x, matrix_IO, early) if backward else functional.linear(x, matrix_IO.t(), early)
     return activate(pre, late, form.activation, kernels, residual)
 
@@ -235,8 +237,10 @@ def _linear(
     x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, keeps: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns (y, x W' or an empty tensor); ``matrix`` is [I, O], with ``backward``, Triton computes the backward
-    too."""
+    """Returns (y, input of the derivative or an empty tensor); ``matrix`` is [I, O].
+
+    With ``backward``, Triton computes the backward too.
+    """
     from engine.kernels.gpu.matmul import Follows, launch_matmul
 
     return launch_matmul(x, matrix, Follows(bias, activation, residual, keeps))
@@ -292,7 +296,7 @@ def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     ctx.set_materialize_grads(False)
     ctx.by_result = ctx.activation == "relu" and residual is None
     needed = pre if keeps else y if ctx.by_result else None
-    ctx.save_for_backward(x, matrix, bias if keeps else None, needed)
+    ctx.save_for_backward(x, matrix, bias if keeps and ctx.activation != "relu" else None, needed)
     ctx.bias = None if bias is None else bias.dtype
 
 
@@ -387,7 +391,7 @@ class _MainLinear(torch.autograd.Function):
         else:
             y = pre = unviewed(functional.linear(x, weight.t() if how.transposed else weight, bias))
         needed = pre if keeps else y if how.activation == "relu" else None
-        ctx.save_for_backward(x, weight, bias if keeps else None, needed)
+        ctx.save_for_backward(x, weight, bias if keeps and how.activation != "relu" else None, needed)
         return y
 
     @staticmethod

@@ -123,7 +123,7 @@ def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[A
     """
     calls = _Calls(resolve)
     try:
-        with answered_by(calls.answer), _started_as(script, arguments):
+        with answered_by(calls.answer), started_as(script, arguments):
             runpy.run_path(str(script), run_name="__main__")
     except _EndOfScript:
         pass
@@ -149,8 +149,8 @@ def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[A
 
 
 @contextmanager
-def _started_as(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Makes the process look as if Python had started the script."""
+def started_as(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Sets ``sys.argv`` and ``sys.path`` inside the context, as if Python had started the script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

@@ -10,6 +10,7 @@ global tensors.
 The files:
 
     cuts         positions of each rank: zig-zag or contiguous; no torch
+    balance      attention work of positions, and packed documents shared by it
     rules        attention over the keys of all ranks, and cross-entropy over their positions
     sequences    the table of rules, and the place where a batch tensor becomes a global tensor
     rows         folder of modules and autograd functions that treat positions one by one

@@ -14,10 +14,11 @@ from torch import Tensor
 from engine.kernels.ops.attention_block import BlockRule, attend, attend_backward
 from engine.parallel.comm.backend import Wait
 from engine.parallel.context.key_flow import KeyFlow
+from engine.parallel.context.recipe import TensorRecipe, mask_block, seen_lines
 from engine.parallel.context.recut import take
 from engine.parallel.context.sight import SeenBlock, all_keys, causal_blocks, unseeing_queries
 from engine.parallel.tensor.collectives import refuse_second_derivatives
-from engine.parallel.tensor.global_tensor.index_runs import Runs
+from engine.parallel.tensor.global_tensor.index_runs import Runs, indices_of
 
 
 class KeyAttention(NamedTuple):
@@ -36,10 +37,27 @@ class KeyAttention(NamedTuple):
         which it hides all keys.
         """
         keys = self.flow.parcels[number].keys
+        if type(rows) is TensorRecipe and rows.shape[-1] != 1:
+            yield from self._by_lines(keys, rows, unseeing)
+            return
         if rows is not None and rows.shape[-1] != 1:
             rows = take(rows, (*(None,) * (rows.ndim - 1), keys))
         for block in causal_blocks(self.queries, keys) if self.causal else all_keys(self.queries, keys):
             yield block, BlockRule(self.scale, block.causal, rows, unseeing)
+
+    def _by_lines(
+        self, keys: Runs, rows: TensorRecipe, unseeing: Tensor | None
+    ) -> Iterator[tuple[SeenBlock, BlockRule]]:
+        """Yields blocks of a few queries and the keys that they see, each with its part of the mask."""
+        places = torch.as_tensor(indices_of(keys), device=rows.device)
+        runs = (self.queries[:, 1] - self.queries[:, 0]).tolist()
+        for lines, seen in seen_lines(rows, runs, places, keys.tobytes()):
+            if seen is not None:
+                hidden = unseeing if unseeing is None or rows.shape[-2] == 1 else unseeing[..., lines, :]
+                yield (
+                    SeenBlock(lines, seen),
+                    BlockRule(self.scale, False, mask_block(rows, lines, places[seen]), hidden),
+                )
 
 
 def attend_keys(q: Tensor, pairs: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
@@ -69,6 +87,7 @@ class _Merged:
         self._dtype, self._width = torch.promote_types(q.dtype, torch.float32), width
         self._q = q
         self._written: list[slice] = []
+        self._end = 0
         self._made: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -81,8 +100,10 @@ class _Merged:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merges the output and log-sum-exp of a block of queries."""
-        fresh = all(rows.stop <= one.start or one.stop <= rows.start for one in self._written)
+        after = rows.start >= self._end  # the usual case, in a constant time
+        fresh = after or all(rows.stop <= one.start or one.stop <= rows.start for one in self._written)
         self._written.append(rows)
+        self._end = max(self._end, rows.stop)
         if self._made is None and out.shape[-2] == self._q.shape[-2]:
             self._made = out, lse
             return
@@ -124,7 +145,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, pairs: Tensor, rows: Tensor | None, attention: KeyAttention) -> Tensor:
         widths = [q.shape[-1], pairs.shape[-1] - q.shape[-1]]
         merged = _Merged(q, widths[1])
-        unseeing = None if rows is None else unseeing_queries(rows)
+        unseeing = _unseeing(rows)
         with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
             for number, parcel in attention.flow.bring(pairs):
                 keys, values = torch.split(parcel, widths, -1)
@@ -133,8 +154,8 @@ class _Attention(torch.autograd.Function):
                     merged.add(block.queries, *attend(*part, rule))
         out, lse = merged.made
         out = out.to(q.dtype)
-        ctx.attention = attention
-        ctx.save_for_backward(q, pairs, rows, out, lse)
+        ctx.attention, ctx.recipe = attention, rows if type(rows) is TensorRecipe else None
+        ctx.save_for_backward(q, pairs, None if ctx.recipe is not None else rows, out, lse)
         return out
 
     @staticmethod
@@ -142,8 +163,9 @@ class _Attention(torch.autograd.Function):
         refuse_second_derivatives()
         attention: KeyAttention = ctx.attention
         q, pairs, rows, out, lse = ctx.saved_tensors
+        rows = rows if ctx.recipe is None else ctx.recipe
         widths = [q.shape[-1], pairs.shape[-1] - q.shape[-1]]
-        unseeing = None if rows is None else unseeing_queries(rows)
+        unseeing = _unseeing(rows)
         d_q, home = _RowSum(q, lse.dtype), []
         for number, parcel in attention.flow.bring(pairs):
             keys, values = torch.split(parcel, widths, -1)
@@ -159,6 +181,15 @@ class _Attention(torch.autograd.Function):
             d_parcel = torch.cat([total.made.to(pairs.dtype) for total in sums], -1)
             home.append(attention.flow.take_home(number, d_parcel))
         return d_q.made.to(q.dtype), _summed_parcels(home, lse.dtype).to(pairs.dtype), None, None
+
+
+def _unseeing(rows: Tensor | None) -> Tensor | None:
+    """Returns the queries that see no key, as :func:`unseeing_queries`; a recipe is made in parts."""
+    if type(rows) is not TensorRecipe or rows.dtype is torch.bool:
+        return None if rows is None else unseeing_queries(rows)
+    blocks = seen_lines(rows, (rows.shape[-2],))
+    found = [unseeing_queries(mask_block(rows, block.lines, None)) for block in blocks]
+    return torch.cat([one for one in found if one is not None], -2)
 
 
 def _summed_parcels(home: Sequence[tuple[Tensor, Wait]], dtype: torch.dtype) -> Tensor:

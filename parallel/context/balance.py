@@ -1,21 +1,46 @@
-"""Attention work of context ranks: pairs of a query and a key that it sees. Pure arithmetic."""
+"""Attention work of context ranks: pairs of a query and a key that it sees.
 
+    causal       zig-zag chunks have equal work
+    documents    chunks of one length, dealt so that ranks have equally many positions and nearly equal work
+
+Two kinds of batch tensors show packed documents. A wrong guess costs balance alone, since any sharding of positions
+gives the same result.
+
+    0 1 2 3 0 1 0 1 2    position ids [B, S]: a document begins where they restart
+    1 1 1 1 2 2 3 3 3    numbers of documents [B, S]: a document begins where they grow
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from engine.parallel.context.cuts import zigzag
+from engine.parallel.context.cuts import evenly, zigzag
+from engine.parallel.tensor.global_tensor.index_runs import join_runs, run_length
+from engine.parallel.tensor.global_tensor.index_sets import Index, Indices
+
+EVEN = 1.05
+"""Work of the rank with the most, divided by the mean, up to which no smaller chunks are tried."""
+LEAST_CHUNK = 64
+"""Minimum positions of a chunk where ranks have more than two."""
+_MOST_CHUNKS = 32
+"""Largest number of chunks of a rank."""
+_NAMES = ("position", "document", "segment", "seq_idx", "doc_id")
+"""Parts of the names of batch tensors that are read on the host."""
 
 
 class WorkBalance(NamedTuple):
-    """Pairs of a query and a key that each context rank computes in a head, for one row under a causal mask."""
+    """Pairs of a query and a key that each context rank computes in a head."""
 
     pairs: tuple[int, ...]
 
     @property
     def most_over_mean(self) -> float:
         """Pairs of the rank with the most, divided by the mean of all ranks."""
-        return max(self.pairs) * len(self.pairs) / sum(self.pairs)
+        return max(self.pairs) * len(self.pairs) / max(sum(self.pairs), 1)
 
 
 def causal_pairs(positions: np.ndarray) -> int:
@@ -26,3 +51,97 @@ def causal_pairs(positions: np.ndarray) -> int:
 def causal_balance(length: int, ranks: int, unit: int = 1) -> WorkBalance:
     """Returns the work of context ranks for a row of ``length`` tokens in zig-zag chunks, multiples of ``unit``."""
     return WorkBalance(tuple(causal_pairs(held) for held in zigzag(length, ranks, unit).ranks))
+
+
+def work_balance(work: Indices, index: Index) -> WorkBalance:
+    """Returns the work of context ranks with the positions ``index``; ``work``: pairs of the query at each position."""
+    before = np.append(0, np.cumsum(work))
+    return WorkBalance(tuple(int((before[runs[:, 1]] - before[runs[:, 0]]).sum()) for runs in index.runs))
+
+
+def by_work(work: Indices, ranks: int, unit: int = 1) -> Index:
+    """Returns positions of context ranks with nearly equal ``work`` [S], the pairs of the query at each position.
+
+    Each rank has as many positions as under the zig-zag sharding, which is returned if it is even enough. Otherwise
+    ranks have 2, 4, 8, .. chunks, of at least ``LEAST_CHUNK`` positions, until the work is even.
+    """
+    plain = zigzag(len(work), ranks, unit)
+    best, found = work_balance(work, plain).most_over_mean, plain
+    for chunks in _numbers(len(work), ranks):
+        if best <= EVEN:
+            break
+        tried = _dealt(work, plain, chunks, unit)
+        most = work_balance(work, tried).most_over_mean
+        if most < best:
+            best, found = most, tried
+    return found
+
+
+def _numbers(length: int, ranks: int) -> Iterator[int]:
+    """Yields the numbers of chunks of a rank to try."""
+    chunks = 2
+    while chunks == 2 or (chunks <= _MOST_CHUNKS and length >= chunks * ranks * LEAST_CHUNK):
+        yield chunks
+        chunks *= 2
+
+
+def _dealt(work: Indices, plain: Index, chunks: int, unit: int) -> Index:
+    """Returns ``chunks`` chunks for each rank, with as many positions as in ``plain``: the heaviest chunk first, to the
+    rank with the least work.
+    """
+    ranks, length = len(plain.runs), len(work)
+    ends = np.array([stop for _, stop in evenly(length // unit, chunks * ranks)]) * unit
+    weights = np.diff(np.append(0, np.cumsum(work)[ends - 1]))
+    loads, counts, owner = [0] * ranks, [0] * ranks, [0] * len(weights)
+    for chunk in np.argsort(-weights, kind="stable").tolist():
+        rank = min((rank for rank in range(ranks) if counts[rank] < chunks), key=lambda rank: (loads[rank], rank))
+        owner[chunk], loads[rank], counts[rank] = rank, loads[rank] + int(weights[chunk]), counts[rank] + 1
+    sizes = [iter(evenly(run_length(held) // unit, chunks)) for held in plain.runs]
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    start = 0
+    for rank in owner:
+        first, last = next(sizes[rank])
+        stop = start + (last - first) * unit
+        if stop > start:
+            runs[rank].append((start, stop))
+        start = stop
+    return Index.of_runs((join_runs(np.array(held, np.int64).reshape(-1, 2)) for held in runs), length)
+
+
+def work_of_documents(batch: Iterable[tuple[str, Tensor]]) -> Mapping[int, Indices]:
+    """Returns the pairs of the query at each position with the keys of its document, [S] summed over rows, by length S.
+
+    ``batch``: tensors by name. Only lengths of which a row has several documents; the host waits for tensors that have
+    the name of position ids or of numbers of documents.
+    """
+    found: dict[int, Indices] = {}
+    for name, tensor in batch:
+        if not _may_show(name, tensor) or tensor.shape[-1] in found:
+            continue
+        begins = _begins(tensor.detach().cpu())
+        if begins is not None:
+            places = np.arange(begins.shape[1])
+            first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+            found[tensor.shape[-1]] = (places - first + 1).sum(0)
+    return found
+
+
+def _may_show(name: str, tensor: Tensor) -> bool:
+    if type(tensor) is not Tensor or tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.ndim != 2:
+        return False
+    whole = tensor.dtype in (torch.int64, torch.int32) and tensor.shape[1] > 1 and tensor.shape[0] > 0
+    return whole and any(part in name.lower() for part in _NAMES)
+
+
+def _begins(tensor: Tensor) -> np.ndarray | None:
+    """Returns True [B, S] at the first position of each later document; None if the tensor shows no documents."""
+    values = tensor.numpy()
+    steps = np.diff(values, axis=1)
+    restarts = (steps != 1) & (values[:, 1:] == 0)
+    if bool((restarts | (steps == 1)).all()):
+        later = restarts
+    elif bool(((steps == 0) | (steps == 1)).all()):
+        later = steps == 1
+    else:
+        return None
+    return np.pad(later, ((0, 0), (1, 0))) if bool(later.any()) and not bool(later.all()) else None

@@ -16,18 +16,18 @@ def zigzag(length: int, ranks: int, unit: int = 1) -> Index:
     """Returns the zig-zag sharding of ``length`` positions; chunks are multiples of ``unit`` and differ by at most one
     unit, which divides the length.
     """
-    chunks = [one_run(unit * start, unit * stop) for start, stop in _evenly(length // unit, 2 * ranks)]
+    chunks = [one_run(unit * start, unit * stop) for start, stop in evenly(length // unit, 2 * ranks)]
     pairs = ((chunks[rank], chunks[2 * ranks - 1 - rank]) for rank in range(ranks))
     return Index.of_runs((join_runs(np.concatenate(pair)) for pair in pairs), length)
 
 
 def contiguous(length: int, ranks: int, unit: int = 1) -> Index:
     """Returns blocks of ``length`` positions in rank order, multiples of ``unit`` that differ by at most one unit."""
-    ends = _evenly(length // unit, ranks)
+    ends = evenly(length // unit, ranks)
     return Index.of_runs((one_run(unit * start, unit * stop) for start, stop in ends), length)
 
 
-def _evenly(length: int, parts: int) -> list[tuple[int, int]]:
+def evenly(length: int, parts: int) -> list[tuple[int, int]]:
     """Returns first and last + 1 of ``parts`` runs; longer ones first."""
     size, more = divmod(length, parts)
     starts = [size * part + min(part, more) for part in range(parts + 1)]

@@ -7,12 +7,13 @@
     attention(q, k, v, recipe)    some rows of queries at a time over the keys that they see, each again in backward
     anything else                 the whole tensor, as torch makes it
 
-Recipes have no gradient. Short tensors (position ids, documents, padding) are ordinary tensors.
+Recipes have no gradient. Short tensors (position ids, documents, padding) are ordinary tensors. On a GPU, the mode also
+computes short integer tensors that come from ``torch.arange`` on the host, so that ``if mask.all():`` does not wait.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from engine.kernels.device import is_host
 from engine.parallel.model.operand_casts import QuietMode, is_watched
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.rules.attention import attention_arguments
@@ -27,10 +29,12 @@ from engine.parallel.trace.torch_function import METADATA
 
 _LARGE = 1 << 24
 """Elements from which on a result stays a recipe."""
-_ROWS = 1 << 22
-"""Elements of a mask that attention makes at a time."""
+_ROWS, _LINES = 1 << 22, 64
+"""Elements of a mask that attention makes at a time, and the minimum number of its rows."""
 _LONG = 1 << 12
 """Positions from which on the tensors of a forward become recipes."""
+_TWIN = 1 << 17
+"""Maximum elements of a tensor that the host computes too."""
 
 Part = Tensor | slice | None
 """Indices of one dim: a tensor of integers, a slice, or None for all."""
@@ -56,6 +60,8 @@ _TRIANGLES = {torch.tril: True, Tensor.tril: True, torch.triu: False, Tensor.tri
 _SELECTS = (Tensor.index_select, torch.index_select)
 _ASKED = METADATA | _functions("size dim numel")
 _INDEXED = Tensor.__getitem__
+_FOLLOWED = _BY_ELEMENT | {_INDEXED} | _functions("unsqueeze expand view diff cumsum all any sum")
+"""Functions that the host computes too, of tensors that it knows."""
 
 
 class TensorRecipe(Tensor):
@@ -66,8 +72,8 @@ class TensorRecipe(Tensor):
 
     part: Callable[[Sequence[Part]], Tensor]
     made: Tensor | None
-    seen: dict[int, slice]
-    """Keys that the rows of queries from a number on see."""
+    seen: dict[Hashable, "list[SeenLines]"]
+    """Blocks of rows and the keys that they see, by runs of rows and choice of keys."""
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, part: Callable[[Sequence[Part]], Tensor]) -> "TensorRecipe":
@@ -293,57 +299,154 @@ def _attention(func: Function, *args: Any, **options: Any) -> Tensor:
         return func(*_made((query, key, value, recipe)), **options)  # type: ignore[no-any-return]
 
     def attend(rows: Tensor, key: Tensor, value: Tensor, lines: slice, keys: slice) -> Tensor:
-        out: Tensor = func(rows, key, value, attn_mask=_lines(recipe, lines, keys), **options)
+        out: Tensor = func(rows, key, value, attn_mask=mask_block(recipe, lines, keys), **options)
         return out
 
-    length, outs = query.shape[-2], list[Tensor]()
-    count = max(1, _ROWS // max(1, recipe.shape[:-2].numel() * recipe.shape[-1]))
-    graded, draws = torch.is_grad_enabled(), bool(options.get("dropout_p"))
-    for start, rows in zip(range(0, length, count), query.split(count, -2), strict=True):
-        lines = slice(start, start + rows.shape[-2])
-        keys = _seen(recipe, lines)
-        given = rows, key[..., keys, :], value[..., keys, :], lines, keys
+    outs, graded, draws = list[Tensor](), torch.is_grad_enabled(), bool(options.get("dropout_p"))
+    for lines, seen in seen_lines(recipe, (query.shape[-2],)):
+        keys = slice(0, key.shape[-2]) if seen is None else seen
+        given = query[..., lines, :], key[..., keys, :], value[..., keys, :], lines, keys
         out = checkpoint(attend, *given, use_reentrant=False, preserve_rng_state=draws) if graded else attend(*given)
         outs.append(out)
     return torch.cat(outs, -2) if len(outs) > 1 else outs[0]
 
 
-def _lines(recipe: TensorRecipe, lines: slice, keys: slice) -> Tensor:
+class SeenLines(NamedTuple):
+    """Rows of a mask, and the keys from the first to the last that some row sees; None: no key."""
+
+    lines: slice
+    keys: slice | None
+
+
+def mask_block(recipe: TensorRecipe, lines: slice, keys: Part) -> Tensor:
     """Returns some rows of a mask, which may have one row for all queries, or one column for all keys."""
     wanted = (lines if recipe.shape[-2] != 1 else None, keys if recipe.shape[-1] != 1 else None)
     return recipe.box([*(None,) * (recipe.ndim - 2), *wanted])
 
 
-def _seen(recipe: TensorRecipe, lines: slice) -> slice:
-    """Returns the keys from the first to the last that some row sees, found once for all layers."""
-    every = slice(0, recipe.shape[-1])
-    if recipe.dtype is not torch.bool or recipe.shape[-1] == 1:
-        return every if recipe.shape[-1] != 1 else slice(None)
-    if lines.start not in recipe.seen:
-        with torch.no_grad():
-            found = _lines(recipe, lines, every).flatten(0, -2).any(0).nonzero()
-        recipe.seen[lines.start] = slice(int(found[0]), int(found[-1]) + 1) if len(found) else every
-    return recipe.seen[lines.start]
+def seen_lines(
+    recipe: TensorRecipe, runs: Sequence[int], places: Tensor | None = None, key: Hashable = None
+) -> list[SeenLines]:
+    """Returns blocks of the rows of a mask; found once for all layers, with one wait for the device.
+
+    ``runs``: numbers of rows of neighbouring queries; a block has rows of one run. ``places``: keys among which the
+    keys of a block are counted, named ``key``; None: all keys. Rows of an added mask see all of them.
+    """
+    at = (tuple(runs), key)
+    if at not in recipe.seen:
+        count = recipe.shape[-1] if places is None else len(places)
+        size = max(_LINES, _ROWS // max(1, recipe.shape[:-2].numel() * count))
+        blocks, start = list[slice](), 0
+        for run in runs:
+            blocks += [slice(start + line, start + min(line + size, run)) for line in range(0, run, size)]
+            start += run
+        keys: list[slice | None] = [slice(0, count) if recipe.shape[-1] != 1 else slice(None)] * len(blocks)
+        if recipe.dtype is torch.bool and recipe.shape[-1] != 1 and count and blocks:
+            with torch.no_grad():
+                ends = torch.stack([_ends(mask_block(recipe, lines, places)) for lines in blocks]).tolist()
+            keys = [slice(first, last) if first < last else None for first, last in ends]
+        recipe.seen[at] = [SeenLines(*pair) for pair in zip(blocks, keys, strict=True)]
+    return recipe.seen[at]
+
+
+def _ends(block: Tensor) -> Tensor:
+    """Returns the first key that some row sees and the last one + 1; two zeros if there is none."""
+    seen = block.flatten(0, -2).any(0).int()
+    return torch.stack((seen.argmax(), len(seen) - seen.flip(0).argmax())) * seen.any()
+
+
+class HostTwins:
+    """Host copies of a forward's short integer tensors on a device, computed next to them.
+
+    They come from ``torch.arange`` and from a batch in host memory.
+
+    transformers asks of position ids in each forward if they contain several documents. The host would wait until the
+    device has finished all earlier work.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """(tensor, its version, the copy) by the tensor's id; the tensor is held, so that its id stays its own."""
+
+    def follow(self, func: Function, args: Any, kwargs: Any, made: Any) -> None:
+        """Computes the copy of ``made``, the result of ``func``, if the host knows all tensors in its arguments."""
+        if func is not torch.arange and not any(id(each) in self._known for each in args):
+            return
+        if type(made) is not Tensor or made.numel() > _TWIN or made.is_floating_point() or made.is_inference():
+            return
+        if func is torch.arange and is_host(made.device):
+            return
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        leaves, form = pytree.tree_flatten((args, kwargs), is_leaf=_is_tensor)
+        own = [self.of(leaf) if isinstance(leaf, Tensor) else _on_host(leaf) for leaf in leaves]
+        if all(twin is not None or leaf is None for twin, leaf in zip(own, leaves, strict=True)):
+            args, kwargs = pytree.tree_unflatten(own, form)
+            self._known[id(made)] = made, made._version, func(*args, **kwargs)
+
+    def know(self, tensor: Tensor, twin: Tensor) -> None:
+        """Enters the copy from which a short tensor of the batch was made."""
+        short = tensor.numel() <= _TWIN and not tensor.is_floating_point() and not tensor.is_inference()
+        if short and is_host(twin.device) and not is_host(tensor.device):
+            self._known[id(tensor)] = tensor, tensor._version, twin
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Returns the copy of ``tensor``; None if the host does not know its elements."""
+        _, version, twin = self._known.get(id(tensor), (None, 0, None))
+        return twin if twin is not None and tensor._version == version else None
+
+
+def _on_host(leaf: Any) -> Any:
+    """Returns an argument for the host's copy; None if it may name a device in another way."""
+    return torch.device("cpu") if isinstance(leaf, torch.device) else None if isinstance(leaf, str) else leaf
 
 
 class RecipeMode(QuietMode):
-    """Function mode that returns a :class:`TensorRecipe` for a large elementwise result of small tensors."""
+    """Function mode that returns a :class:`TensorRecipe` for a large elementwise result of small tensors.
+
+    ``twins``: host copies of short tensors, from which conditions are answered without a wait for the device.
+    """
+
+    def __init__(self, twins: HostTwins | None = None) -> None:
+        super().__init__()
+        self._twins = twins
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _CONSTANTS and (made := _constant(func, args, kwargs or {})) is not None:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func in _CONSTANTS and (made := _constant(func, args, kwargs)) is not None:
             return made
-        if func in _BY_ELEMENT and (made := recipe_of(func, args, kwargs or {})) is not None:
+        if func in _BY_ELEMENT and (made := recipe_of(func, args, kwargs)) is not None:
             return made
-        return func(*args, **(kwargs or {}))
+        if self._twins is None or not (func in _FOLLOWED or func in _STARTS or func in _ANSWERS):
+            return func(*args, **kwargs)
+        if func in _ANSWERS and (twin := self._twins.of(args[0])) is not None:
+            return func(twin)
+        made = func(*args, **kwargs)
+        self._twins.follow(func, args, kwargs, made)
+        return made
+
+
+_STARTS, _ANSWERS = (torch.arange,), (Tensor.__bool__, Tensor.item, Tensor.__int__)
 
 
 @contextmanager
-def masks_by_recipe(batch: Iterable[Tensor]) -> Iterator[None]:
-    """Opens a forward in which masks become recipes, if the batch is long and no other function mode is active."""
-    given = [tensor for tensor in batch if tensor.ndim > 1]
+def masks_by_recipe(batch: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Opens a forward in which masks become recipes and the host knows masks and position ids, if no other function
+    mode is active and the batch is long or on a device.
+
+    ``batch``: each tensor on the device, and the tensor that it was copied from.
+    """
+    pairs = [pair for pair in batch if pair[0].ndim > 1]
+    given = [tensor for tensor, _ in pairs]
     plain = all(type(tensor) is Tensor and not tensor.is_meta for tensor in given)
-    if plain and any(tensor.shape[1] >= _LONG for tensor in given) and not is_watched():
-        with RecipeMode():
+    waits = any(not is_host(tensor.device) for tensor in given)
+    if plain and (waits or any(tensor.shape[1] >= _LONG for tensor in given)) and not is_watched():
+        twins = HostTwins()
+        for pair in pairs:
+            twins.know(*pair)
+        with RecipeMode(twins if waits else None):
             yield
     else:
         yield

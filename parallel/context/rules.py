@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.parallel.context.recipe import TensorRecipe
 from engine.parallel.tensor.collectives import LOSS, sum_parts
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_runs import Runs
+from engine.parallel.tensor.global_tensor.index_runs import Runs, indices_of
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError
 from engine.parallel.tensor.global_tensor.operands import fit
 from engine.parallel.tensor.global_tensor.redistribute import gather_global
@@ -83,6 +84,11 @@ def mask_rows(context: "GlobalTensorContext", mask: Tensor, positions: Index) ->
     wanted: list[Index | None] = [None] * mask.ndim
     if mask.shape[-2] != 1:
         wanted[-2] = positions
+    if type(mask) is TensorRecipe and mask.shape[-2] != 1:  # joined slices would be computed
+        rows: Tensor = mask.index_select(
+            -2, torch.as_tensor(indices_of(positions.runs[context.axis.index]), device=mask.device)
+        )
+        return rows
     if type(mask) is GlobalTensor and mask.sets[-1] is not None:
         mask = gather_global(mask)
     return fit(context, mask, tuple(wanted))

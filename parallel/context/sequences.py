@@ -3,7 +3,7 @@
 A batch tensor is sharded at the first table or product that reads it, so masks, labels and position ids stay plain.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 from engine.errors import EngineError
 from engine.kernels.ops.embedding import look_up_rows
 from engine.kernels.ops.linear import linear as fused_linear
+from engine.parallel.context.balance import by_work
 from engine.parallel.context.choose import ASSUMED, AttentionRates, Method
 from engine.parallel.context.cuts import contiguous, zigzag
 from engine.parallel.context.methods import AttendingContext, context_attention
@@ -28,11 +29,12 @@ from engine.parallel.context.recurrence.placed_rules import (
 from engine.parallel.context.recurrence.relay import Relay
 from engine.parallel.context.recurrence.scans import LAYER_RULES
 from engine.parallel.context.repeated_heads import noted_expand, noted_repeat, noted_reshape
+from engine.parallel.context.rows.functions import FUNCTION
 from engine.parallel.context.rules import context_cross_entropy
 from engine.parallel.model.operand_casts import QuietMode
 from engine.parallel.tensor.global_tensor.context import PlainGradient, Rules
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
-from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.parallel.tensor.global_tensor.index_sets import Index, Indices
 from engine.parallel.tensor.global_tensor.operands import cut_operand_as
 from engine.parallel.tensor.global_tensor.rules.table import TENSOR_RULES
 from engine.parallel.tensor.layers.position_layer import layer_input
@@ -74,6 +76,36 @@ class ContextOfSequences(AttendingContext):
         self.relay, self.placed = Relay(axis), PLACED_RULES
         self.written = WrittenTensors()
         self._age = 0
+        self._unpacked: dict[Hashable, Any] | None = None
+        """Cache of batches without packed documents, while that of a batch with documents is in use."""
+        self.shared: Mapping[int, Index] = {}
+        """Positions of each rank in packed documents of this forward, by length."""
+
+    def begin(self, work: Mapping[int, Indices]) -> None:
+        """Begins a forward, in which sequences are sharded at their first use, as in a trace.
+
+        ``work``: pairs of the query at each position, by length, where documents are packed; the positions are then
+        shared by work. What was cached for the documents of the last batch is dropped.
+        """
+        if work or self._unpacked is not None:
+            kept = self._found if self._unpacked is None else self._unpacked
+            proven = {key: value for key, value in self._found.items() if _begins_with(key, FUNCTION)}
+            self._found, self._unpacked = {**kept, **proven}, kept if work else None
+        for key in [key for key in self._found if _begins_with(key, POSITIONS)]:
+            del self._found[key]
+        ranks, unit = self.axis.size, self.unit
+        self.shared = {
+            length: by_work(pairs, ranks, unit)
+            for length, pairs in work.items()
+            if length >= 2 * ranks * unit and length % unit == 0
+        }
+
+    def positions_of(self, length: int) -> Index:
+        """Returns the positions of each rank for a sequence of the batch."""
+        made = self.shared.get(length)
+        if made is None:  # the same object in all forwards
+            made = self.find(("shard", length), lambda: self.shard(length, self.axis.size, self.unit))
+        return self.find((POSITIONS, length), lambda: made)
 
     def next_age(self) -> int:
         """Returns the number of the next slice that one rank has."""
@@ -84,6 +116,10 @@ class ContextOfSequences(AttendingContext):
         """Drops what belongs to one forward."""
         super().clear()
         self.relay.clear()
+
+
+def _begins_with(key: Hashable, word: str) -> bool:
+    return isinstance(key, tuple) and key[0] == word
 
 
 class SequenceEntry(QuietMode):
@@ -130,11 +166,14 @@ class SequenceEntry(QuietMode):
             self._memory[memory.data_ptr()] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
 
     def _positions(self, ids: Any) -> GlobalTensor | None:
-        """Returns this rank's part of positions [S] or [.., S] that a table reads, if a sequence has their length."""
+        """Returns this rank's part of positions [S] or [B, S] that a table reads, if a sequence has their length.
+
+        Distances [S, S] of queries and keys are read in full.
+        """
         if type(ids) is not Tensor or not 0 < ids.ndim < 3 or ids.is_floating_point():
             return None
         index: Index | None = self._context.found((POSITIONS, ids.shape[-1]))
-        if index is None:
+        if index is None or (ids.ndim == 2 and self._context.found((POSITIONS, ids.shape[0])) is not None):
             return None
         sets = (*(None,) * (ids.ndim - 1), index)
         return GlobalTensor(cut_operand_as(self._context, ids, sets), tuple(ids.shape), sets, self._context)
@@ -159,7 +198,7 @@ class SequenceEntry(QuietMode):
                 f"{given} does not divide among {unit} tensor ranks, as sequence_parallel requires; pad it to a "
                 f"multiple of {unit}, or set parallel.sequence_parallel to false."
             )
-        index = self._context.find((POSITIONS, length), lambda: self._context.shard(length, ranks, unit))
+        index = self._context.positions_of(length)
         sets = tuple(index if place == dim else None for place in range(tensor.ndim))
         self.found += 1
         local = cut_operand_as(self._context, tensor, sets)

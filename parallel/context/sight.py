@@ -90,17 +90,18 @@ def unseeing_queries(rows: Tensor) -> Tensor | None:
     return None if rows.dtype is torch.bool else (rows <= hidden_below(rows.dtype)).all(-1, keepdim=True)
 
 
-_ROWS = 1024
-"""Number of rows of a mask that are read at a time."""
+_ELEMENTS, _ROWS = 1 << 24, 64
+"""Elements of a mask that are read at a time, and the minimum number of rows."""
 
 
 def _seen(mask: Tensor, queries: Runs) -> Tensor:
     """Returns True for each key that some query sees; a query without any key weighs finite masked scores equally."""
     found = torch.zeros(mask.shape[-1], dtype=torch.bool, device=mask.device)
     rows = queries.tolist() if mask.shape[-2] != 1 else [(0, 1)] if len(queries) else []
+    count = max(_ROWS, _ELEMENTS // max(1, mask.shape[:-2].numel() * mask.shape[-1]))
     for first, last in rows:
-        for start in range(first, last, _ROWS):
-            part = mask[..., start : min(start + _ROWS, last), :]
+        for start in range(first, last, count):
+            part = mask[..., start : min(start + count, last), :]
             unseeing = unseeing_queries(part)
             if unseeing is not None:
                 part = (part > hidden_below(part.dtype)) | (unseeing & part.isfinite())

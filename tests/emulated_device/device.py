@@ -16,6 +16,7 @@ from types import FrameType, ModuleType
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils import backend_registration
 
 from tests.emulated_device.build import library
@@ -26,9 +27,12 @@ COUNT = 8
 Policy = Literal["at once", "late", "early", "random"]
 POLICIES: tuple[Policy, ...] = ("at once", "late", "early", "random")
 KINDS = (
-    "item", "copy to host", "copy to device", "content", "event", "stream", "device", "staged copy",
+    "item", "copy to host", "copy to device", "content", "event", "stream", "device", "staged copy", "number",
 )  # fmt: skip
-"""Why the host waits, in the order of ``source/waits.h``; for the last a driver may wait, and may not."""
+"""Why the host waits, in the order of ``source/waits.h``; for the staged copy a driver may wait, and may not.
+
+"number": ``tensor[..] = 1.0``, which torch fills on this device and copies from the host on CUDA.
+"""
 
 
 @cache
@@ -108,6 +112,15 @@ def host_waits(device: int | None = None) -> Iterator[HostWaits]:
         _listeners().remove(found)
 
 
+_SET_ITEM = Tensor.__setitem__
+
+
+def _set_item(into: Tensor, index: Any, value: Any) -> None:
+    if into.device.type == NAME and not isinstance(value, Tensor):
+        vars(load())["note"](KINDS.index("number"))
+    _SET_ITEM(into, index, value)
+
+
 @cache
 def _listeners() -> list[HostWaits]:
     """Those who count, in several threads; told by one function, which lives as long as the device."""
@@ -121,8 +134,9 @@ def _listeners() -> list[HostWaits]:
                 found.places[f"{place}: {KINDS[kind]}"] += 1
 
     told = ctypes.CFUNCTYPE(None, ctypes.c_int)(note)
-    vars(made)["told"] = told  # ctypes frees a function that nobody holds
+    vars(made).update(told=told, note=note)  # ctypes frees a function that nobody holds
     made.emulated_listen(told)
+    Tensor.__setitem__ = _set_item  # type: ignore[assignment,method-assign]
     return listening
 
 

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import engine
 from engine.models.decoder import loss_sum
@@ -15,6 +16,7 @@ from tests import models
 from tests.emulated_device.device import host_waits, policy
 from tests.emulated_device.test_training import TRIALS
 from tests.emulated_device.training import ROWS, Trial, on_devices
+from tests.parallel.context.test_context_training import batches_of, llama
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
@@ -82,3 +84,26 @@ def test_the_host_waits_once_a_step(run_ranks: RunRanks, name: str, on_device: b
     replica = trial.ranks > trial.parallel.get("data", 1)
     expected = Counter(ON_DEVICE if on_device else ON_HOST) + Counter(BATCH_CHECK if replica else {})
     assert later == [dict(expected)] * 3, "batches in pageable memory wait for nothing either"
+
+
+def measured_transformers(form: str) -> dict[str, int]:
+    """Body of a process: the waits of the second step of one rank."""
+    trial, batches = Trial(changes={"kernels": "auto", "train_batch_size": 4}), batches_of(form)
+
+    def body(trial: Trial, world: World) -> dict[str, int]:
+        with engine.initialize(llama(), trial.config, None, batches[0], world=world) as eng:
+            eng.train_batch(batches[0])
+            with host_waits(world.rank) as waits:
+                eng.train_batch(batches[1])
+        return dict(waits.places)
+
+    with policy("late"), sdpa_kernel(SDPBackend.MATH):
+        found: dict[str, int] = on_devices(trial, body=body)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["plain", "left", "right"])
+def test_the_host_waits_for_no_mask_of_transformers(run_ranks: RunRanks, form: str) -> None:
+    """transformers asks in each forward if positions hold several documents, or if a mask hides anything."""
+    assert run_ranks(measured_transformers, 1, form) == [dict(ON_HOST)]

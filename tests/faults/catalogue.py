@@ -12,6 +12,7 @@ from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.context import CONTEXT
 from tests.faults.context_attention import CONTEXT_ATTENTION
+from tests.faults.context_balance import CONTEXT_BALANCE
 from tests.faults.context_bytes import CONTEXT_BYTES
 from tests.faults.context_plan import CONTEXT_PLAN
 from tests.faults.context_recurrence import CONTEXT_RECURRENCE
@@ -63,10 +64,12 @@ from tests.faults.shared_experts import SHARED_EXPERTS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
+from tests.faults.sweep import SWEEP
 from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
 from tests.faults.uneven_work import UNEVEN_WORK
+from tests.faults.weights_out import WEIGHTS_OUT
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
@@ -84,9 +87,19 @@ AREAS = {
         *AWAITED_EXPERTS,
         *GROUPED_EXPERTS,
     ),
-    "context": (*CONTEXT, *CONTEXT_ATTENTION, *CONTEXT_ROWS, *CONTEXT_PLAN, *CONTEXT_RECURRENCE, *CONTEXT_BYTES),
+    "context": (
+        *CONTEXT,
+        *CONTEXT_ATTENTION,
+        *CONTEXT_BALANCE,
+        *CONTEXT_ROWS,
+        *CONTEXT_PLAN,
+        *CONTEXT_RECURRENCE,
+        *CONTEXT_BYTES,
+    ),
     "training service": SERVICE,
+    "weights out": WEIGHTS_OUT,
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
+    "sweeps": SWEEP,
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS, *RECOMPUTED_UNITS),
     "zero": (*ZERO, *UNEVEN_CALLS, *UNEVEN_WORK, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),

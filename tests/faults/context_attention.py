@@ -103,8 +103,8 @@ CONTEXT_ATTENTION = (
         name="keys-stored-until-backward",
         about="Every layer stores the keys of all ranks between forward and backward.",
         file=_ATTENTION,
-        old="        ctx.save_for_backward(q, pairs, rows, out, lse)\n",
-        new="        ctx.save_for_backward(q, pairs, rows, out, lse, parcel)\n",
+        old="if ctx.recipe is not None else rows, out, lse)\n",
+        new="if ctx.recipe is not None else rows, out, lse, parcel)\n",
         tests=(f"{_TESTS}::test_nothing_of_the_full_length_is_stored_for_backward[gather]",),
     ),
     Fault(

@@ -26,8 +26,8 @@ CONTEXT_BYTES = (
         name="whole-table-of-positions",
         about="A table of learned positions returns the rows of all ranks on each of them.",
         file=_SEQUENCES,
-        old="        if index is None:\n            return None\n        sets = (*(None,)",
-        new="        if index is None or ids.ndim:\n            return None\n        sets = (*(None,)",
+        old="        if index is None or (ids.ndim == 2 and",
+        new="        if index is None or ids.ndim or (ids.ndim == 2 and",
         tests=("tests/parallel/context/test_position_tables.py::test_a_table_of_positions_returns_the_rows_of_a_rank",),
     ),
     Fault(

@@ -54,8 +54,8 @@ CONTEXT_ROWS = (
         name="recipes-lose-the-last-key",
         about="Queries do not see the last of the keys that their mask allows.",
         file=_RECIPE,
-        old="slice(int(found[0]), int(found[-1]) + 1)",
-        new="slice(int(found[0]), max(int(found[-1]), 1))",
+        old="len(seen) - seen.flip(0).argmax()",
+        new="len(seen) - 1 - seen.flip(0).argmax()",
         tests=("tests/parallel/context/test_recipe.py::test_packed_and_padded_batches_train_as_one_process",),
     ),
     Fault(

@@ -65,4 +65,30 @@ FIRST_GPU = (
             "tests/emulated_device/test_gloo.py::test_ranks_of_a_gloo_group_train_on_devices_to_the_bits_of_the_cpu",
         ),
     ),
+    Fault(
+        name="control-sums-set-by-the-host",
+        about="Numbers of the control sums are copied to the device one by one, for which CUDA's host waits.",
+        file="engine/step/state.py",
+        old="                packed[place].fill_(value)",
+        new="                packed[place] = value",
+        tests=("tests/emulated_device/test_host_waits.py::test_the_host_waits_once_a_step",),
+    ),
+    Fault(
+        name="host-copies-of-written-tensors",
+        about="The host answers for a tensor with the elements from before it was written.",
+        file="parallel/context/recipe.py",
+        old="tensor._version == version else None",
+        new="True else None",
+        tests=(
+            "tests/parallel/context/test_recipe.py::test_the_host_answers_nothing_about_a_tensor_that_code_has_written",
+        ),
+    ),
+    Fault(
+        name="relu-input-not-kept",
+        about="The input of relu, whose sign its gradient needs, is not kept.",
+        file="kernels/gpu/matmul.py",
+        old='    if KEEPS and ACTIVATION == "relu":\n',
+        new="    if KEEPS and not KEEPS:\n",
+        tests=("tests/kernels/ops/test_linear.py::test_relu_has_the_sign_of_the_sum_before_it_is_rounded",),
+    ),
 )

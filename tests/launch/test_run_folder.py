@@ -1,7 +1,6 @@
 """The folder of a run: who may go on in it, what is cut from its log, what --fresh keeps."""
 
 import json
-import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ def options(folder: Path, fresh: bool = False, steps: int = 9) -> Namespace:
 
 def begin(folder: Path, config: dict[str, Any], fresh: bool = False) -> None:
     """A start that ends at once."""
-    os.close(open_run(options(folder, fresh), config, TEXT, SHAPE))
+    open_run(options(folder, fresh), config, TEXT, SHAPE).close()
 
 
 def test_a_run_goes_on_and_records_its_last_start(tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, fresh: bool)
     with pytest.raises(EngineError, match=f"another process trains in {out}"):
         begin(out, settings(out), fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    os.close(held)
+    held.close()
     begin(out, settings(out), fresh)
 
 

@@ -27,7 +27,8 @@ def block_codecs(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _flat(dtype: torch.dtype, device: torch.device, elements: int) -> Inputs:
-    return (random(device, dtype).normal(elements, scale=1e-2),)
+    """Values of whole blocks, at least ``elements``."""
+    return (random(device, dtype).normal(-(-elements // BLOCK) * BLOCK, scale=1e-2),)
 
 
 def _there_and_back(bits: int, kernels: Kernels) -> Operator:

@@ -78,6 +78,9 @@ class StoreConnection:
         transport: replaces the network.
     """
 
+    noun = "store"
+    remedy = "start it with `trine outer`, or check address and network."
+
     def __init__(self, url: str, token: str = "", transport: httpx.BaseTransport | None = None) -> None:
         self.url = url
         self.traffic = BodyTraffic()
@@ -120,7 +123,9 @@ class StoreConnection:
         began, pause, own = monotonic(), _FIRST_PAUSE, object()
         while True:
             if self._closed.is_set():
-                raise GridError(f"the connection to the store {self.url} has been closed; start the engine again.")
+                raise GridError(
+                    f"the connection to the {self.noun} {self.url} has been closed; start the engine again."
+                )
             try:
                 result = request()
             except (_TroubleError, httpx.TransportError, RuntimeError) as error:
@@ -129,7 +134,7 @@ class StoreConnection:
                 now = monotonic()
                 waited, self._silent_since = now - began, self._silent_since or began
                 self.outage = self._in_trouble[own] = self._sentence(error, now - self._silent_since)
-                if waited + pause > patience or monotonic() > self._until:
+                if waited + pause > patience or now + pause > self._until:
                     raise GridError(self._in_trouble.pop(own)) from error
                 self._closed.wait(uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -148,12 +153,9 @@ class StoreConnection:
 
     def _sentence(self, error: Exception, seconds: float) -> str:
         if isinstance(error, _DescribedTroubleError):
-            return f"the store {self.url} cannot serve for {seconds:,.0f} s: {error}"
+            return f"the {self.noun} {self.url} cannot serve for {seconds:,.0f} s: {error}"
         why = str(error) if isinstance(error, _TroubleError) else f"{type(error).__name__}: {first_line(error)}"
-        return (
-            f"the store {self.url} does not answer for {seconds:,.0f} s ({why}); start it with `trine outer`, or check "
-            "address and network."
-        )
+        return f"the {self.noun} {self.url} does not answer for {seconds:,.0f} s ({why}); {self.remedy}"
 
     def _reply(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         response = self._client.request(method, path, **request)
@@ -170,10 +172,12 @@ class StoreConnection:
             raise _TroubleError(f"status {status}")
         if status < _REFUSED:
             target = response.headers.get("location", "another address")
-            raise StoreRefusedError(f"the store {self.url} redirects to {target}; give that address.", status)
+            raise StoreRefusedError(f"the {self.noun} {self.url} redirects to {target}; give that address.", status)
         if _field(response, "again") is True:
             raise DamagedBodyError(_reason(response))
-        raise StoreRefusedError(_reason(response) or f"the store {self.url} replies with status {status}.", status)
+        raise StoreRefusedError(
+            _reason(response) or f"the {self.noun} {self.url} replies with status {status}.", status
+        )
 
     # ---------------------------------------------------------------- bodies
 
@@ -235,20 +239,30 @@ class StoreConnection:
 
     def _range(self, where: Mapping[str, int], start: int) -> tuple["_Source", bytearray]:
         """Reads a range, or its beginning if the connection breaks within it."""
-        part = bytearray()
         ranged = {"range": f"bytes={start}-"}
-        with self._client.stream("GET", PULL, params=dict(where), headers=ranged) as response:
+        response, part = self._streamed("GET", PULL, params=dict(where), headers=ranged)
+        return _source(response), part
+
+    def read(self, path: str, call: object) -> bytearray:
+        """Sends one message and returns the bytes of its reply, or their beginning if the connection breaks within it;
+        errors as in ``ask``.
+        """
+        content = dump_json(call)
+        return self.repeat(lambda: self._streamed("POST", path, content=content)[1])
+
+    def _streamed(self, method: str, path: str, **request: Any) -> tuple[httpx.Response, bytearray]:
+        part = bytearray()
+        with self._client.stream(method, path, **request) as response:
             if response.status_code != _OK:
                 response.read()
                 self._check_status(response)
-            source = _source(response)
             try:
                 for data in response.iter_raw():
                     part += data
             except httpx.TransportError:
                 if not part:
                     raise
-        return source, part
+        return response, part
 
 
 class _Source(NamedTuple):

@@ -19,14 +19,22 @@ def read_token(outer: OuterConfig) -> str:
     Raises:
         ConfigError: the token file cannot be read.
     """
-    if outer.token_file is None:
-        return os.environ.get(TOKEN, "")
+    return read_secret(outer.token_file, TOKEN, "outer.token_file")
+
+
+def read_secret(file: str | None, variable: str, key: str) -> str:
+    """Returns the text of ``file``, or of an environment variable without one; ``key``: the file's key, for errors.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if file is None:
+        return os.environ.get(variable, "")
     try:
-        return Path(outer.token_file).read_text().strip()
+        return Path(file).read_text().strip()
     except OSError as error:
         raise ConfigError(
-            f"outer.token_file: {outer.token_file} cannot be read ({error.strerror}); give a file that contains the "
-            "token."
+            f"{key}: {file} cannot be read ({error.strerror}); give a file that contains the token."
         ) from error
 
 

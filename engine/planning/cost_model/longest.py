@@ -217,7 +217,7 @@ def _memory(
 
 def _leaves_logits(layout: TrainingLayout) -> bool:
     """Returns True if the loss computes logits in chunks, so that they never exist in full."""
-    return layout.cp == 1 and (layout.stage < 3 or layout.dp == 1)
+    return layout.stage < 3 or layout.dp * layout.cp == 1
 
 
 def _backward_bytes(work: Workload, layout: TrainingLayout) -> float:

@@ -32,6 +32,8 @@ class ContextPlan:
     """Modules that run on full sequences."""
     in_blocks: bool = False
     """True if each rank has neighbouring positions, because the model passes a state along them."""
+    by_work: bool = False
+    """True if packed documents may be shared by work, because no rows at the borders of positions are sent."""
 
 
 def follow_sequences(model: nn.Module, plan: ContextPlan, patches: ForwardPatches) -> None:

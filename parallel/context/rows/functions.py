@@ -20,6 +20,9 @@ from engine.parallel.context.rows.rowwise_proof import ProvenForm, apart, prove_
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
 
+FUNCTION = "function"
+"""First entry of the key of a trial in the cache of a context."""
+
 
 def is_custom(found: Any) -> TypeGuard[type[Function]]:
     """Returns True for an autograd function of other code than torch and the engine."""
@@ -49,7 +52,7 @@ def _call(function: type[Function], args: tuple[Any, ...]) -> LocalCall:
     first = next((one for one in args if type(one) is GlobalTensor and any(one.sets)), None)
     if first is None or first.views.axis.name != "cp" or type(first.local) is GlobalTensor:  # over tensor ranks
         raise NoRuleError("no argument is sharded along positions.")
-    key = ("function", function, tuple(_seen(one) if isinstance(one, Tensor) else repr(one) for one in args))
+    key = (FUNCTION, function, tuple(_seen(one) if isinstance(one, Tensor) else repr(one) for one in args))
     size = SequenceSize(1 if first.sets[0] is not None else first.shape[0], first.shape[first.sets[0] is None])
     form = first.views.find(key, lambda: (_proven(function, args, size),))[0]
     call = None if form is None else LocalCall.of(form, first.views, args, {})

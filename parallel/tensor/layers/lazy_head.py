@@ -24,6 +24,7 @@ from engine.parallel.model.placeholders import is_plain
 from engine.parallel.tensor.deferred_linear import FusedForward, is_conv1d
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.layers.linear import has_plain_forward
+from engine.parallel.tensor.layers.position_layer import run_on_positions
 from engine.parallel.tensor.layers.vocab_parallel import HeadLayer
 from engine.parallel.tensor.logits.lazy_logits import product_of
 from engine.parallel.tensor.logits.logit_shard import LateProduct, LogitShard, Vocabulary
@@ -46,7 +47,14 @@ class LazyLMHead(nn.Module):
     tensor_late: _Late
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Saves x for the loss and returns lazy logits; a sharded head first applies f to x, as for its product."""
+        """Saves x for the loss and returns lazy logits; a sharded head first applies f to x, as for its product.
+
+        Of a sequence that context ranks share, x and the logits have this rank's positions.
+        """
+        logits: Tensor = run_on_positions(self._late, x_D)
+        return logits
+
+    def _late(self, x_D: Tensor) -> Tensor:
         late, own = self.tensor_late, self._parameters
         weight, bias = own.get("weight"), own.get("bias")
         planned = "multiply" in vars(self)  # a pipeline with a split backward has replaced the product

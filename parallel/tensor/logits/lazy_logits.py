@@ -19,7 +19,7 @@ from torch.nn import functional
 from engine.errors import EngineError
 from engine.parallel.tensor.logits.logit_shard import LateProduct, LogitShard
 from engine.parallel.tensor.logits.losses import logsumexp, sharded_cross_entropy
-from engine.parallel.tensor.logits.rules import CONVERSIONS, LOGIT_RULES, SHAPES, VIEWS, LogitRule
+from engine.parallel.tensor.logits.rules import CONVERSIONS, LOGIT_RULES, SHAPES, VIEWS, LogitRule, is_view
 
 
 def _widened(func: Callable[..., Any], x: LogitShard, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ LATE_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
     | dict.fromkeys(CONVERSIONS, _widened)
     | dict.fromkeys(VIEWS, _viewed)
     | dict.fromkeys(_functions("detach"), _detached)
-    | {Tensor.contiguous: _contiguous, functional.cross_entropy: sharded_cross_entropy}
+    | {Tensor.contiguous: _contiguous, Tensor._is_view: is_view, functional.cross_entropy: sharded_cross_entropy}
     | dict.fromkeys((*_functions("logsumexp"), torch.special.logsumexp), logsumexp)
 )
 

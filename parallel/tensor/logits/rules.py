@@ -148,6 +148,11 @@ def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any
     return x.now(local, x.dim - lost)
 
 
+def is_view(func: Callable[..., Any], x: LogitShard) -> bool:
+    """Returns True if the memory of ``x`` is that of another tensor, such as the source of a slice."""
+    return x.local._is_view()
+
+
 def _functions(*names: str) -> list[Callable[..., Any]]:
     """Returns the functions of torch and methods of tensors with these names, as far as they exist."""
     found = [getattr(owner, name, None) for owner in (torch, Tensor) for name in names]
@@ -181,7 +186,7 @@ LOGIT_RULES: Mapping[Callable[..., Any], LogitRule] = MappingProxyType(
     | dict.fromkeys(map(getter, ("T", "mT")), _rearranged)
     | dict.fromkeys(_functions("split", "chunk"), _split)
     | dict.fromkeys(_functions("narrow", "select", "index_select"), _along)
-    | {Tensor.__getitem__: _index}
+    | {Tensor.__getitem__: _index, Tensor._is_view: is_view}
     | {functional.cross_entropy: sharded_cross_entropy, functional.nll_loss: nll_loss}
     | dict.fromkeys((*_functions("logsumexp"), torch.special.logsumexp), logsumexp)
     | dict.fromkeys((*_functions("log_softmax"), functional.log_softmax, torch.special.log_softmax), log_softmax)

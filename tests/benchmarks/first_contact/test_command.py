@@ -4,6 +4,8 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from benchmarks.first_contact.parts import (
 )
 from benchmarks.first_contact.processes import MARK
 from benchmarks.first_contact.stored import store
-from benchmarks.harness.device_profile import busy
+from benchmarks.harness.device_profile import busy, figures
 from benchmarks.harness.figures import ROOT
 
 CHILD = f"""
@@ -88,12 +90,16 @@ def test_findings_of_two_runs_are_one_figure(tmp_path: Path) -> None:
     correct, fast = Findings(tmp_path / "a", "cuda"), Findings(tmp_path / "b", "cuda")
     correct.add("parity", "fp32", True, 1.0, loss="1e-8")
     correct.add("parity", "bf16", False, 1.0, error="wrong")
+    fast.add("facts", "versions", True, 1.0, python="3.12.3", packages={"torch": "2.11.0", "numpy": "2.5.2"}, cpus=16)
     fast.add("facts", "device", True, 1.0, gpu="NVIDIA H100")
     fast.add("step engine 1b", "engine 1b: steps", True, 9.0, gpu="NVIDIA H100", step_ms=520.0, MFU=0.51)
     store([tmp_path / "a", tmp_path / "b"], tmp_path)
     text = page.read_text()
     assert "| part | decides | NVIDIA H100 |" in text
     assert "1 ok, 1 failed, 0 not run; failed: bf16" in text and "step_ms 520.0; MFU 0.51" in text
+    assert ", one NVIDIA H100, 16 cores.*" in text, "the origin names the machine of the run"
+    versions = json.loads((tmp_path / "docs" / "figures" / "first-contact.json").read_text())["versions"]
+    assert versions == {"python": "3.12.3", "torch": "2.11.0"}
 
 
 def test_findings_without_a_gpu_are_no_figure(tmp_path: Path) -> None:
@@ -104,6 +110,32 @@ def test_findings_without_a_gpu_are_no_figure(tmp_path: Path) -> None:
 
 def test_the_share_of_a_busy_device_counts_overlapping_kernels_once() -> None:
     assert busy([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.5, 5.75)]) == 4.0
+
+
+def event(name: str, start: float, end: float, device: str = "DeviceType.CUDA", annotation: bool = False) -> Any:
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, device_type=device, time_range=span, is_user_annotation=annotation)
+
+
+def test_a_profile_counts_no_annotation_and_names_idle_spans() -> None:
+    events = [
+        event("0F0", 0.0, 900.0, "DeviceType.CPU", annotation=True),
+        event("0F0", 0.0, 1000.0),
+        event("step", 0.0, 2000.0, annotation=True),
+        event("cudaLaunchKernel", 0.0, 5.0, "DeviceType.CPU"),
+        event("product", 0.0, 100.0),
+        event("copy", 50.0, 90.0),  # on another stream
+        event("norm", 101.0, 300.0),
+        event("product", 700.0, 1000.0),
+        event("adamw", 1010.0, 1100.0),
+    ]
+    found = figures(events, 2e-3)
+    assert (found["busy_share"], found["launches"], found["calls"]) == (0.345, 5, {"cudaLaunchKernel": 1})
+    assert found["top_ms"] == {"product": 0.4, "norm": 0.2, "adamw": 0.09, "copy": 0.04}
+    lengths = {"< 3 us": (1, 0.001), "< 20 us": (1, 0.01), "< 200 us": (0, 0), "longer": (1, 0.4)}
+    assert found["idle_count_ms"] == lengths
+    assert found["gaps"][0] == {"ms": 0.4, "at_ms": 0.3, "after": "norm", "before": "product", "within": "0F0"}
+    assert found["gaps"][1]["within"] == "step" and len(found["gaps"]) == 3
 
 
 def test_a_run_without_a_gpu_finds_something_and_says_that_it_means_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ ROWS = read_rows()
 @pytest.mark.parametrize("gpu", ["h100", "a100", "h200"])
 def test_errors_stay_within_their_bounds(gpu: str) -> None:
     errors = {row.name: row.predict()[0] / row.published - 1 for row in ROWS if row.gpu == gpu}
-    assert mean(map(abs, errors.values())) <= (0.10 if gpu != "h200" else 0.20)  # h200 has the factors of h100
+    assert mean(map(abs, errors.values())) <= 0.10
     assert not {name: error for name, error in errors.items() if abs(error) > 0.20}
 
 

@@ -13,10 +13,10 @@ from engine.config import load_config
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.serving.commands import CreateModel
 from engine.serving.executor import Executor
+from engine.serving.front import LedgerSource
 from engine.serving.ledger import Ledger
 from engine.serving.loop import CommandLoop
 from engine.serving.queue import FairQueue
-from engine.serving.front import LedgerSource
 from engine.serving.session import LedgerLimits
 from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.serving.wire.application import ServiceApplication
@@ -28,7 +28,10 @@ from tests.engine.serving.test_training import CONFIG
 
 @contextmanager
 def tensor_server(
-    build: Callable[[], nn.Module], folder: Path, functions: Mapping[str, Any] | None = None, shape: Any = None,
+    build: Callable[[], nn.Module],
+    folder: Path,
+    functions: Mapping[str, Any] | None = None,
+    shape: Any = None,
     token: str = "",
 ) -> Iterator[str]:
     """Serve a model that all clients share; yield the address."""

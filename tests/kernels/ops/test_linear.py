@@ -57,6 +57,28 @@ def test_error_is_at_most_twice_eager_torchs(dtype: torch.dtype, activation: Act
     check_error(*pair(LinearForm(activation), mode, ("bias",)), [x, weight, bias])
 
 
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_relu_has_the_sign_of_the_sum_before_it_is_rounded(forward: bool, residual: bool) -> None:
+    """The product 257 is 256 in bf16, so with a bias of -256 the input of relu is 1, or 0 if both are rounded."""
+    x, weight = torch.ones(1, 8), torch.tensor([128.0, 128.0, 1.0, *[0.0] * 5]).repeat(8, 1)
+    given = [t.bfloat16().requires_grad_() for t in (x, weight, torch.full((8,), -256.0))]
+    rows = (("linear", forward), ("linear_backward", forward), ("activation", True))
+    kernels = Kernels("auto", tuple(TunedChoice(name, "cpu", "*", 1, triton) for name, triton in rows))
+    added = torch.zeros(1, 8, dtype=torch.bfloat16) if residual else None
+    y = linear(given[0], given[1], given[2], LinearForm("relu"), kernels, added)
+    slopes = torch.autograd.grad(y.sum(), given)
+    assert y.eq(1).all() and slopes[1].eq(1).all() and slopes[2].eq(1).all(), (y, slopes)
+
+
+def test_products_of_full_fp32_are_summed_in_two_levels() -> None:
+    """Summed block by block, each half would be lost in 2^24."""
+    x = torch.zeros(1, 256)
+    x[0, 0], x[0, 16::16] = 2.0**24, 0.5
+    y = linear(x, torch.ones(8, 256), None, LinearForm(), TRITON)
+    assert y.eq(2.0**24 + 4).all(), y
+
+
 @pytest.mark.parametrize("mode", ["reference", "triton"])
 @pytest.mark.parametrize("names", [(), ("residual",), ("bias", "residual")], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])

@@ -150,7 +150,7 @@ def test_settings_stand_in_words() -> None:
 
 def test_rates_of_another_gpu_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--layers", "2", "--width", "64", "--heads", "2", "--context", "32", "--vocabulary", "64")
-    for gpu, said in (("h200", True), ("h100", False)):
+    for gpu, said in (("b200", True), ("h200", False), ("h100", False)):
         assert main(["plan", *sizes, "--world", "1", "--batch", "1", "--gpu", gpu, "--estimate"]) == 0
         assert ("are from h100, not measured on this kind of GPU" in capsys.readouterr().out) is said
 

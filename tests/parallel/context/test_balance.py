@@ -2,9 +2,11 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
+import torch
 
-from engine.parallel.context.balance import causal_balance
+from engine.parallel.context.balance import LEAST_CHUNK, by_work, causal_balance, work_balance, work_of_documents
 from engine.parallel.context.cuts import zigzag
 
 
@@ -29,3 +31,70 @@ def test_the_rank_with_the_most_work_is_near_the_mean() -> None:
 def test_equal_chunks_are_balanced_exactly_and_a_million_tokens_are_counted() -> None:
     assert causal_balance(4096, 8).most_over_mean == 1.0
     assert sum(causal_balance(1_000_000, 16).pairs) == 1_000_000 * 1_000_001 // 2
+
+
+DRAWS = {
+    "uniform": lambda draw, length: draw.integers(1, length // 4),
+    "exponential": lambda draw, length: draw.exponential(length / 16) + 1,
+    "heavy tail": lambda draw, length: draw.lognormal(np.log(length / 20), 1.2) + 1,
+    "long": lambda draw, length: draw.integers(1, length),
+}
+"""Random lengths of documents in a row."""
+
+
+def documents(draws: str, length: int, seed: int) -> list[int]:
+    """Lengths of documents that fill a row."""
+    draw, found = np.random.default_rng(seed), list[int]()
+    while sum(found) < length:
+        found.append(min(int(DRAWS[draws](draw, length)), length - sum(found)))
+    return found
+
+
+def places_of(lengths: list[int]) -> torch.Tensor:
+    """Position ids of packed documents, [S]."""
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize(("ranks", "unit"), [(2, 1), (3, 1), (4, 2), (8, 1)])
+def test_documents_of_random_lengths_are_shared_by_work(draws: str, ranks: int, unit: int) -> None:
+    worst = 0.0
+    for seed in range(10):
+        length = 8 * LEAST_CHUNK * ranks + 2 * seed
+        ids = torch.stack([places_of(documents(draws, length, seed + row)) for row in range(1 + seed % 2)])
+        (work,) = work_of_documents([("position_ids", ids)]).values()
+        index, plain = by_work(work, ranks, unit), zigzag(length, ranks, unit)
+        assert index.once and index.counts == plain.counts
+        assert all(not (runs % unit).any() for runs in index.runs)
+        balance = work_balance(work, index)
+        assert sum(balance.pairs) == int((ids + 1).sum())
+        assert balance.most_over_mean <= 1.10
+        worst = max(worst, work_balance(work, plain).most_over_mean)
+    assert worst > 1.10, "zig-zag chunks would do"
+
+
+def test_one_document_stays_in_zig_zag_chunks() -> None:
+    assert by_work(np.arange(1, 4097), 4) == zigzag(4096, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "begins"),
+    [
+        ("position_ids", [0, 1, 2, 0, 0, 1], [3, 4]),
+        ("position_ids", [4, 5, 6, 7, 0, 1], [4]),
+        ("seq_idx", [0, 0, 1, 1, 1, 2], [2, 5]),
+        ("document_ids", [7, 7, 7, 8, 9, 9], [3, 4]),
+        ("position_ids", [0, 1, 2, 3, 4, 5], None),
+        ("position_ids", [0, 0, 0, 0, 0, 0], None),
+        ("position_ids", [1, 1, 1, 1, 1, 1], None),
+        ("segment_ids", [1, 1, 2, 2, 0, 1], None),
+        ("input_ids", [0, 1, 2, 0, 0, 1], None),
+    ],
+)
+def test_position_ids_and_numbers_show_documents(name: str, row: list[int], begins: list[int] | None) -> None:
+    found = work_of_documents([("labels", torch.tensor([row])), (name, torch.tensor([row]))])
+    if begins is None:
+        assert not found
+    else:
+        starts = [max([0, *(begin for begin in begins if begin <= place)]) for place in range(6)]
+        assert found[6].tolist() == [place - start + 1 for place, start in enumerate(starts)]

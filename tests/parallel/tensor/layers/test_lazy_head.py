@@ -39,6 +39,7 @@ Use = Callable[[Tensor, Tensor], Tensor]
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     repair()
     monkeypatch.setattr(chunks, "LEAST_CHUNK", 4)
+    monkeypatch.setattr(chunks, "FAST_CHUNK", 4)
 
 
 class Lonely(TensorAxis):

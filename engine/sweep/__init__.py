@@ -1,0 +1,1 @@
+"""Sweep of settings: Optuna chooses the values of each trial, and prunes trials while their engines train."""

@@ -1,0 +1,163 @@
+"""Sweep over trials of one process after another: rank 0 asks Optuna, and all ranks run the trial that it sends.
+
+for trial in engine.Sweep("sweep.json"):
+    with trial.initialize(model(), "config.json") as eng:
+        eng.load_checkpoint(missing_ok=True)
+        while eng.step_count < 100 and not trial.should_prune():
+            eng.train_batch(next(batches))
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, EngineError, GridError, first_line
+from engine.parallel.comm.rendezvous import KeyStore, Rendezvous
+from engine.parallel.comm.world import meeting_point, open_store, prefixed, read_world, timeout_seconds
+from engine.sweep.settings import SweepSource, read_sweep
+from engine.sweep.study import Assignment, SweepStudy, TrialRow, make_component
+from engine.sweep.trial import SweepTrial
+
+
+class Sweep:
+    """Trials of a model's settings, chosen and pruned by Optuna; iteration yields one :class:`SweepTrial` each.
+
+    Processes and jobs with the same journal share the trials. A trial that a killed process has left is taken up.
+
+    Args:
+        settings: path of ``sweep.json``, or a dict with its keys.
+        promote: number of pruned trials, the best first, that go on from their checkpoints and are not pruned again.
+
+    Raises:
+        ConfigError: the settings have mistakes, Optuna is not installed, or the journal belongs to another sweep.
+    """
+
+    def __init__(self, settings: SweepSource, promote: int = 0) -> None:
+        self.settings = read_sweep(settings)
+        make_component("pruners", self.settings.pruner)
+        make_component("samplers", self.settings.sampler)
+        if promote < 0:
+            raise ConfigError(f"promote {promote} is not a number of trials; give a whole number of at least 0.")
+        self.trial: SweepTrial | None = None
+        """Trial that runs; None before ``ask`` and after ``tell``."""
+        self._world = read_world()
+        self._line = _RankLine(self._world.rank, self._world.size, self._meet)
+        self._study: SweepStudy | None = None
+        self._promote = promote
+
+    def ask(self, leaves: bool = False) -> SweepTrial | None:
+        """Returns the next trial, equal on all ranks, or None at the end of the sweep. Collective.
+
+        Rank 0 sends it through the store of the job, so that no process group is needed. An earlier trial must have
+        been told.
+
+        Args:
+            leaves: the trial ends by ``TrialEnd``, which leaves a script.
+
+        Raises:
+            ConfigError: the journal cannot be used; raised on all ranks.
+        """
+        if self.trial is not None:
+            raise EngineError(f"ask() inside trial {self.trial.number}; call tell() first, or iterate over the sweep.")
+        found = self._line.from_first(self._next)
+        if found is None:
+            return None
+        assignment = Assignment(**{**found, "folder": Path(found["folder"])})
+        report = self._study.report if self._study is not None else None
+        self.trial = SweepTrial(self.settings, assignment, report, leaves)
+        return self.trial
+
+    def tell(self, failed: bool = False) -> TrialRow | None:
+        """Ends the trial as pruned, complete or failed; returns its row on rank 0, None on other ranks.
+
+        Raises:
+            ConfigError: the trial is complete and has reported nothing; on all ranks.
+        """
+        if self.trial is None:
+            raise EngineError("tell() before ask(): there is no trial; call ask() first.")
+        trial, self.trial = self.trial, None
+        pruned, silent = trial.should_prune() or trial.diverged, not trial.reported
+        state = "pruned" if pruned and not failed else "fail" if failed or silent else "complete"
+        row = self._study.finish(trial.updates, state) if self._study is not None else None
+        if silent and not failed and not pruned:
+            raise ConfigError(
+                f"metric {self.settings.metric}: trial {trial.number} has ended after {trial.updates} updates without "
+                f"a report, and report_every is {self.settings.report_every}; lower it, or train longer."
+            )
+        return row
+
+    def __iter__(self) -> Iterator[SweepTrial]:
+        """Yields each trial, and tells it when the body of the loop ends. Collective."""
+        while (trial := self.ask()) is not None:
+            yield trial
+            self.tell()
+
+    def rows(self) -> list[TrialRow]:
+        """Returns the rows of all trials in the journal on rank 0; an empty list on other ranks."""
+        return self._study.rows() if self._study is not None else []
+
+    def best(self) -> TrialRow | None:
+        """Returns the complete trial with the best value on rank 0; None on other ranks, and if there is none."""
+        return self._study.best() if self._study is not None else None
+
+    def _next(self) -> dict[str, Any] | None:
+        """Returns the next trial as JSON; the first call opens the journal. Runs on rank 0."""
+        if self._study is None:
+            self._study = SweepStudy(self.settings)
+            self._study.promote(self._promote)
+        found = self._study.next()
+        return None if found is None else {**asdict(found), "folder": str(found.folder)}
+
+    def _meet(self) -> KeyStore:
+        """Opens the store of the job, where all ranks compare their settings."""
+        world, store = self._world, open_store(self._world)
+        meeting = Rendezvous(store, world.rank, world.size, meeting_point(world), timeout_seconds())
+        given = {each.name: repr(getattr(self.settings, each.name)) for each in fields(self.settings)}
+        if (difference := meeting.meet(given | {"promote": str(self._promote)})) is not None:
+            raise ConfigError(f"ranks were given different sweeps: {difference}; start all with the same file.")
+        return prefixed(store, f"{meeting.name}/sweep")
+
+
+class _RankLine:
+    """Line from rank 0 to all ranks, through the store of the job."""
+
+    def __init__(self, rank: int, size: int, meet: Callable[[], KeyStore]) -> None:
+        self._rank, self._size, self._meet = rank, size, meet
+        self._store: KeyStore | None = None
+        self._sent = 0
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """Returns on every rank the JSON value that ``make()`` returns on rank 0. Collective.
+
+        Raises:
+            ConfigError: ``make`` has raised one; the same sentence on every rank.
+            GridError: rank 0 does not answer in time.
+        """
+        if self._size == 1:
+            return make()
+        if self._store is None:
+            self._store = self._meet()
+        key = str(self._sent)
+        self._sent += 1
+        if self._rank == 0:
+            try:
+                value = make()
+            except ConfigError as error:
+                self._store.set(key, json.dumps({"problem": str(error)}))
+                raise
+            self._store.set(key, json.dumps({"value": value}))
+            return value
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_seconds()))
+        except RuntimeError as error:
+            raise GridError(
+                f"rank {self._rank} got no trial of the sweep from rank 0 ({first_line(error)}); look for the first "
+                "error of the job."
+            ) from error
+        found = json.loads(self._store.get(key))
+        if "problem" in found:
+            raise ConfigError(found["problem"])
+        return found["value"]

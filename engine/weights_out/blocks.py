@@ -1,0 +1,91 @@
+"""Whole tensors of one version, a bucket at a time, for consumers that know Hugging Face names only."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.format.host_image import in_batches, torch_dtype
+from engine.checkpoint.load import AT_ONCE
+from engine.weights_out.reader import Known, Shadows, WeightReader
+from engine.weights_out.version import Geometry, PublishedTensor, WeightVersion
+
+Memory = Callable[[], Mapping[str, Tensor]]
+"""Function that returns the memory of tensors by key."""
+
+
+class WeightConsumer(Protocol):
+    """Interface of a consumer."""
+
+    @property
+    def last(self) -> int:
+        """Number of the last version that it has; 0 before the first one."""
+
+    def take(self, blocks: "WeightBlocks") -> None:
+        """Takes a version over, or raises and keeps the last one."""
+
+
+class WeightBlocks:
+    """Whole tensors of one version.
+
+    Args:
+        reader: connections to the owner ranks.
+        until: time (``monotonic``) after which the version counts as lost.
+        bucket: bytes of a bucket; a larger tensor is a bucket of its own.
+    """
+
+    def __init__(self, reader: WeightReader, version: WeightVersion, until: float, bucket: int = AT_ONCE) -> None:
+        self.version, self._reader, self._until, self._bucket = version, reader, until, bucket
+        self.geometry: Geometry = reader.geometry(version.run, until)
+
+    def metadata(self) -> Mapping[str, PublishedTensor]:
+        """Returns dtype and full shape of all tensors of the model, also of those that are not published."""
+        return self.geometry.tensors
+
+    def held_names(self) -> tuple[str, ...]:
+        """Returns the keys that are published."""
+        return tuple(self.geometry.served)
+
+    def groups(self) -> list[list[str]]:
+        """Returns the keys of each bucket."""
+        served = self.geometry.served
+        return list(in_batches(served, lambda key: served[key].kind.bytes, self._bucket))
+
+    def iter_groups(self) -> Iterator[dict[str, Tensor]]:
+        """Yields the tensors of one bucket after the other, all blocks with the right hashes.
+
+        Raises:
+            EngineError: the version is lost.
+        """
+        for keys in self.groups():
+            made = {key: torch.empty(t.shape, dtype=torch_dtype(t.kind)) for key, t in self._of(keys)}
+            self.fetch(self.bucket(keys, lambda made=made: made))  # type: ignore[misc]
+            yield made
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields all tensors by key; errors as in ``iter_groups``."""
+        for group in self.iter_groups():
+            yield from group.items()
+
+    def bucket(self, keys: Sequence[str], memory: Memory, old: bool = False) -> Shadows:
+        """Returns the destination of a bucket; ``old``: its memory begins with values of an earlier version."""
+        opened, wanted = cache(memory), [self.geometry.whole(key) for key in keys]
+        return Shadows(
+            wanted,
+            values=lambda index: opened()[keys[index]] if old else None,
+            make=lambda index: opened()[keys[index]],
+        )
+
+    def fetch(self, into: Shadows, known: Known | None = None) -> Known:
+        """Reads the blocks that ``into`` lacks; returns the hashes of all blocks. See ``WeightReader.fetch``."""
+        return self._reader.fetch(self.version, into, known, self._until)
+
+    @property
+    def lacked(self) -> int:
+        """Bytes of blocks that were read so far, of all versions."""
+        return self._reader.traffic.lacked
+
+    def _of(self, keys: Sequence[str]) -> Iterator[tuple[str, PublishedTensor]]:
+        return ((key, self.geometry.tensors[key]) for key in keys)

@@ -1,0 +1,127 @@
+"""Plan of a transfer: each flow contains the elements that one owner serves of one piece that a receiver wants.
+
+Owner and receiver derive the same flows from the geometry, in the order of the wanted pieces. The elements of a flow
+are in the order of the full tensor, and its bytes are divided into blocks of 256 KiB, each with a hash.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.checkpoint.format.checked_blocks import BLOCK, Hashes, block_count
+from engine.checkpoint.format.pieces import Numbers, Part, Piece, Runs, runs
+from engine.outer.messages import NamedPiece
+from engine.weights_out.version import PublishedTensor
+
+Elements = NDArray[Any]
+"""Elements of a flat tensor as integers of the same width."""
+Side = Literal["source", "target"]
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def elements_of(tensor: Tensor) -> Elements:
+    """Returns the elements of a contiguous tensor on the host as integers [elements], without a copy."""
+    found: Elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
+    return found
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Elements that one owner serves of one wanted piece."""
+
+    wanted: int
+    """Index of the wanted piece."""
+    key: str
+    width: int
+    """Bytes of an element."""
+    runs: Runs
+    """Ranges of elements: position in the owner's piece, position in the wanted piece, length."""
+
+    @cached_property
+    def _ends(self) -> Numbers:
+        return np.cumsum(self.runs.length)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the flow."""
+        return int(self._ends[-1]) * self.width
+
+    @property
+    def blocks(self) -> int:
+        """Number of its blocks."""
+        return block_count(self.size)
+
+    def block_bytes(self, block: int) -> int:
+        """Returns the bytes of a block; only the last one is shorter than 256 KiB."""
+        return min(BLOCK, self.size - block * BLOCK)
+
+    def places(self, block: int, side: Side) -> slice | Numbers:
+        """Returns the positions of a block's elements in the owner's or in the wanted piece."""
+        ends, starts = self._ends, self.runs.source if side == "source" else self.runs.target
+        first = block * (BLOCK // self.width)
+        stop = first + self.block_bytes(block) // self.width
+        a, b = (int(found) for found in np.searchsorted(ends, (first, stop - 1), "right"))
+        counts = self.runs.length[a : b + 1].copy()
+        skipped = first - int(ends[a] - counts[0])
+        offsets = starts[a : b + 1].copy()
+        offsets[0] += skipped
+        counts[0] -= skipped
+        counts[-1] -= ends[b] - stop
+        if a == b:
+            return slice(int(offsets[0]), int(offsets[0]) + stop - first)
+        return np.repeat(offsets - (np.cumsum(counts) - counts), counts) + np.arange(stop - first)
+
+    def hash(self, values: Elements, block: int, side: Side) -> int:
+        """Returns the hash of a block, read from the owner's or from the wanted piece [elements]."""
+        return digest_of(values[self.places(block, side)].data)
+
+    def hashes(self, values: Elements, side: Side) -> Hashes:
+        """Returns the hashes of all blocks, uint64 [blocks]."""
+        return np.fromiter((self.hash(values, i, side) for i in range(self.blocks)), np.uint64, self.blocks)
+
+
+def digest_of(data: memoryview) -> int:
+    """Returns the xxh3-64 hash of contiguous bytes."""
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
+def find_flows(
+    owned: Mapping[str, Piece], wanted: Sequence[NamedPiece], tensors: Mapping[str, PublishedTensor]
+) -> list[Flow]:
+    """Returns the flows from an owner to the wanted pieces, in their order; none is empty."""
+    found = []
+    for index, each in enumerate(wanted):
+        if each.name in owned and len((shared := runs(owned[each.name], each.piece)).length):
+            found.append(Flow(index, each.name, tensors[each.name].kind.width, shared))
+    return found
+
+
+def share_of(shape: tuple[int, ...], index: int, parts: int, dim: int = 0) -> Piece:
+    """Returns part ``index`` of ``parts`` of a tensor, cut into even rows along ``dim``; scalars are not cut."""
+    if parts == 1 or not shape:
+        return Part(shape).whole()
+    bounds = shape[dim] * index // parts, shape[dim] * (index + 1) // parts
+    return Part(shape, dim, (bounds,) if bounds[0] < bounds[1] else ()).whole()
+
+
+def batches(flows: Sequence[Flow], lacked: Sequence[Numbers], limit: int) -> Iterator[list[tuple[int, int]]]:
+    """Yields (flow, block) of all lacking blocks, in lists of at most ``limit`` bytes."""
+    batch: list[tuple[int, int]] = []
+    size = 0
+    for number, blocks in enumerate(lacked):
+        for block in blocks.tolist():
+            length = flows[number].block_bytes(block)
+            if batch and size + length > limit:
+                yield batch
+                batch, size = [], 0
+            batch.append((number, block))
+            size += length
+    if batch:
+        yield batch

@@ -1,0 +1,270 @@
+"""Publisher: versions of an engine's weights, from the images of all ranks.
+
+publish    rank 0 decides on the number      two small all-reduces over the world, label "start"
+           each rank copies its elements into its image
+           rank 0 announces the version; receivers read it while training goes on
+"""
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import chain
+from threading import Thread
+from time import monotonic, sleep
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.contents.local_tensors import ModelTensor, local_region, stored_part
+from engine.checkpoint.format.host_image import torch_dtype
+from engine.checkpoint.format.pieces import Part, Piece
+from engine.checkpoint.huggingface import with_dtype
+from engine.checkpoint.run_state import RunState
+from engine.config.outer_section import WeightsOutConfig
+from engine.errors import ConfigError, LaunchError, first_line
+from engine.kernels.codecs.weight_format import dequantize
+from engine.outer.http.open_link import read_secret
+from engine.parallel.comm.agreement import all_or_none, from_first
+from engine.web.hosted import HostedApplication, run_in_thread
+from engine.web.sockets import address_of, is_loopback, listen
+from engine.weights_out.blocks import WeightBlocks, WeightConsumer
+from engine.weights_out.image import WeightImage
+from engine.weights_out.reader import WeightReader
+from engine.weights_out.sender import NoticeBoard, WeightServer
+from engine.weights_out.version import TOKEN_VARIABLE, Geometry, OwnerRank, PublishedTensor, WeightVersion
+from engine.zero.optim.master_weights import full_weights
+
+logger = logging.getLogger("trine")
+_URL_BYTES = 256
+_POLL_SECONDS = 0.01
+Together = Callable[[str], AbstractContextManager[None]]
+"""Function that returns a context whose error all ranks raise: ``all_or_none`` with the sentence of the others."""
+
+
+class PendingVersion:
+    """Handle of a published version; receivers read it, and ``folder`` is written, while training goes on."""
+
+    def __init__(self, number: int, url: str, together: Together, consume: Callable[[], None] | None) -> None:
+        self.number, self.url = number, url
+        """Number of the version, and address of rank 0 for receivers."""
+        self._together = together
+        self._problem: Exception | None = None
+        self._thread = Thread(target=self._run, args=(consume,), name="weights-out") if consume is not None else None
+        if self._thread is not None:
+            self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """True once the consumers of this rank have the version; only rank 0 has any."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits until the consumers of rank 0, such as the folder, have the version; receivers are not among them.
+        Collective: 8 bytes over the world, label "start".
+
+        Raises:
+            EngineError: a consumer has not got the version.
+        """
+        with self._together(f"could not pass version {self.number} on"):
+            if self._thread is not None:
+                self._thread.join()
+            if self._problem is not None:
+                raise self._problem
+
+    def _run(self, consume: Callable[[], None]) -> None:
+        try:
+            consume()
+        except Exception as error:
+            self._problem = error
+            logger.warning("weights_out: version %d: %s", self.number, error)
+
+
+class WeightPublisher:
+    """Publisher of one engine's weights; each rank has one, and all call the same methods in the same order.
+
+    Args:
+        run: state of this rank.
+        settings: section "weights_out".
+        consumers: consumers of whole tensors; only on rank 0.
+
+    Raises:
+        ConfigError: an address that other hosts reach has no token.
+        EngineError: another rank cannot serve.
+    """
+
+    def __init__(self, run: RunState, settings: WeightsOutConfig, consumers: Sequence[WeightConsumer] = ()) -> None:
+        self._run, self._settings, self._rank = run, settings, run.comm.grid.rank
+        self._served = ExitStack()
+        with all_or_none(run.comm, run.device):
+            self._token = read_secret(settings.token_file, TOKEN_VARIABLE, "weights_out.token_file")
+            if not self._token and not is_loopback(settings.host):
+                raise ConfigError(
+                    f"weights_out.host: {settings.host} serves other hosts, and without a token only its own may read "
+                    f"weights; set {TOKEN_VARIABLE} or weights_out.token_file, or leave weights_out.host out."
+                )
+            port = settings.port + self._rank if settings.port else 0
+            try:
+                listening = self._served.enter_context(listen(settings.host, port, "weights_out"))
+            except LaunchError as error:
+                cause = first_line(error.__cause__ or error)
+                raise ConfigError(
+                    f"weights_out: port {port} of {settings.host} cannot be served ({cause}); give an address of this "
+                    "host and a free port, or leave weights_out.port out."
+                ) from error
+        self._geometry = make_geometry(run, settings, address_of(listening))
+        self._reader = WeightReader(self.url, self._token, settings.deadline)
+        pieces = owned_pieces(run, settings, self._rank)
+        self._own = [(tensor, pieces[tensor.key]) for tensor in run.tensors if tensor.key in pieces]
+        self._image = WeightImage(pieces, self._geometry.tensors)
+        self._board = NoticeBoard(self._geometry) if self._rank == 0 else None
+        server = WeightServer(self._image, self._geometry.run, self._token, self._board)
+        self._served.enter_context(run_in_thread(HostedApplication(server, listening, lambda: None), "weights-out"))
+        self._consumers = consumers
+        self._number = max((each.last for each in consumers), default=0)
+        self._base: int | None = None
+        self._pending: PendingVersion | None = None
+
+    @property
+    def url(self) -> str:
+        """Address of rank 0, for receivers."""
+        return self._geometry.owners[0].url
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of this rank's image."""
+        return self._image.size
+
+    def close(self) -> None:
+        """Ends the server of this rank; receivers keep the last version that they have taken over."""
+        self._served.close()
+        self._reader.close()
+
+    def after_step(self, made: bool) -> None:
+        """Publishes if a version is due and nobody reads the last one. Collective."""
+        every, done = self._settings.every, self._run.trainer_state.update.made
+        if made and every and done % every == 0:
+            self.publish(waits=False)
+
+    @torch.no_grad()
+    def publish(self, waits: bool = True) -> PendingVersion | None:
+        """Copies this rank's elements and offers them as the next version. Collective.
+
+        ``waits``: waits for readers of the last version, until its deadline, and then drops it. False: returns None
+        while there are any.
+        """
+        told = from_first(lambda: self._begin(waits), self._run.comm, self._run.device)
+        if not told:
+            return None
+        number, base = json.loads(told)
+        with self._run.runtime.saving(), self._image.filling(number):
+            for key, values, held in self._values():
+                self._image.put(key, values, held)
+        version = WeightVersion(self._geometry.run, number, base, self._run.trainer_state.update.made)
+        self._number, self._base = number, number
+        if self._board is not None:
+            self._board.announce(version)
+        consume = partial(self._consume, version) if self._consumers else None
+        self._pending = PendingVersion(
+            number, self.url, partial(all_or_none, self._run.comm, self._run.device), consume
+        )
+        return self._pending
+
+    def _begin(self, waits: bool) -> bytes:
+        """Returns the numbers of the next and of the last version as JSON, on rank 0; nothing while one is read."""
+        assert self._board is not None, "rank 0 has the board"
+        until = monotonic() + self._settings.deadline
+        while (self._pending is not None and not self._pending.done) or not self._board.begin():
+            if not waits:
+                return b""
+            if monotonic() >= until:
+                self._board.withdraw()
+                break
+            sleep(_POLL_SECONDS)
+        return json.dumps([self._number + 1, self._base]).encode()
+
+    def _consume(self, version: WeightVersion) -> None:
+        """Passes a version to all consumers."""
+        until = monotonic() + self._settings.deadline
+        with self._reader.leased(None, until):
+            for consumer in self._consumers:
+                consumer.take(WeightBlocks(self._reader, version, until))
+
+    def _values(self) -> Iterator[tuple[str, Tensor, Piece]]:
+        """Yields the tensors that this rank copies into its image: key, values, and the elements among them.
+
+        Frozen weights are yielded once. All-gathers buckets of quantized ones over dp, label "full state".
+        """
+        weights, run = {held.tensor: held for held in self._run.local_tensors.weights()}, self._run
+        for tensor, piece in self._own:
+            if tensor.row is None:
+                yield tensor.key, run.buffers[tensor.name].reshape(-1), piece
+            elif tensor.row.trainable or (tensor.row.quantized is None and self._image.lacks(tensor.key)):
+                held = weights[tensor.name]
+                yield tensor.key, held.values, held.own
+        if self._settings.frozen and self._base is None:
+            yield from self._decoded({tensor.name: tensor for tensor, _ in self._own})
+
+    def _decoded(self, own: Mapping[str, ModelTensor]) -> Iterator[tuple[str, Tensor, Piece]]:
+        """Yields quantized weights, decoded one tensor at a time."""
+        run, holder = self._run, self._run.comm.grid.holder()
+        rows = {row.name: row for row in run.runtime.plan.table if row.quantized is not None}
+        live = dict(run.model.named_parameters())
+        coded = [flat for flat in run.runtime.frozen if any(slot.name in rows for slot in flat.bucket.slots)]
+        placed = {slot.name for flat in coded for slot in flat.bucket.slots}
+        outside = ((name, live[name].detach()) for name in rows if name not in placed)
+        for name, codes in chain(full_weights(coded, run.comm), outside):
+            tensor, form = own.get(f"param/{name}"), rows[name].quantized_shape(holder) if name in rows else None
+            if tensor is not None and form is not None:
+                values = dequantize(codes, form, torch_dtype(tensor.kind))
+                yield tensor.key, values.reshape(-1), local_region(rows[name], holder).whole()
+
+
+def owned_pieces(run: RunState, settings: WeightsOutConfig, rank: int) -> dict[str, Piece]:
+    """Returns the elements that a rank serves, by key: those that it saves in checkpoints."""
+    ownership, found = run.ownership, dict[str, Piece]()
+    grid, coord = ownership.grid, ownership.grid.coord(rank)
+    for tensor in run.tensors:
+        piece, row = None, tensor.row
+        if row is None:
+            piece = Part(tensor.kind.shape).whole() if tensor.owner == rank else None
+        elif row.quantized is None:
+            piece = ownership.stored(row, coord) if row.trainable or settings.frozen else None
+        elif settings.frozen and coord.pp == row.owners[0] and ownership.stores(row, coord):
+            # codes are sharded by their bytes, so values are divided anew
+            line = (grid.expert_spread if row.experts else grid.spread).sharding
+            part, index, count = stored_part(row, grid.holder(coord)), grid.index(line, rank), grid.size(line)
+            if part is not None:
+                piece = Piece(part, part.elements * index // count, part.elements * (index + 1) // count)
+        if piece is not None:
+            found[tensor.key] = piece
+    return found
+
+
+def make_geometry(run: RunState, settings: WeightsOutConfig, url: str) -> Geometry:
+    """Returns the geometry, equal on all ranks. All-gathers the addresses over the world, label "start"."""
+    comm = run.comm
+    urls = torch.zeros(comm.grid.world_size, _URL_BYTES, dtype=torch.uint8)
+    urls[comm.grid.rank, : len(url)] = torch.tensor(list(url.encode()), dtype=torch.uint8)
+    urls = urls.to(run.device)
+    comm.all_gather(urls.view(-1), urls[comm.grid.rank].clone(), "world", "start").wait()
+    name = from_first(lambda: secrets.token_hex(8).encode(), comm, run.device).decode()
+    addresses = [bytes(line.tolist()).rstrip(b"\0").decode() for line in urls.cpu()]
+    return Geometry(
+        run=name,
+        architecture=type(run.model).__name__,
+        files={file: data.decode() for file, data in with_dtype(run.model_files, run.dtype()).items()},
+        tensors={
+            tensor.key: PublishedTensor(
+                dtype=tensor.kind.dtype,
+                shape=tensor.kind.shape,
+                served=tensor.row is None or tensor.row.trainable or settings.frozen,
+                aliases=tuple(run.keys[tensor.name][1:]),
+            )
+            for tensor in run.tensors
+        },
+        owners=tuple(OwnerRank(each, owned_pieces(run, settings, rank)) for rank, each in enumerate(addresses)),
+        deadline=settings.deadline,
+    )

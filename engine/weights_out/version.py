@@ -1,0 +1,128 @@
+"""Messages of published weights: geometry of the model, numbers of versions, requests for hashes and blocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.checkpoint.format.pieces import Part, Piece
+from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.outer.messages import NamedPiece
+
+GEOMETRY, NEWEST, OPEN, CLOSE = "/v1/weights/geometry", "/v1/weights/newest", "/v1/weights/open", "/v1/weights/close"
+HASHES, BLOCKS = "/v1/weights/hashes", "/v1/weights/blocks"
+GONE, NOT_YET = 410, 503
+"""Status of a reply about a version that has ended, and about one that is not complete on a rank."""
+TOKEN_VARIABLE = "TRINE_WEIGHTS_TOKEN"
+"""Environment variable with the token that a trainer and its receivers share."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTensor:
+    """Description of one tensor of the model, under its key in ``model.state_dict()``."""
+
+    dtype: str
+    """Dtype as safetensors names it, such as "BF16"."""
+    shape: tuple[int, ...]
+    served: bool
+    """False for a frozen tensor that is not published; receivers hold it."""
+    aliases: tuple[str, ...]
+    """Further keys of the same tensor (tied weights)."""
+
+    @property
+    def kind(self) -> TensorKind:
+        """Dtype and full shape."""
+        return TensorKind(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRank:
+    """Address of a rank, and the elements that it serves; no element has two owners."""
+
+    url: str
+    pieces: Mapping[str, Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Constant part of all versions of one run: tensors, and the ranks that serve them."""
+
+    run: str
+    """Random name of the run; a trainer that starts again has another one."""
+    architecture: str
+    """Class of the model, such as "Qwen3ForCausalLM"."""
+    files: Mapping[str, str]
+    """Text of "config.json" and other files of a Hugging Face model, by name."""
+    tensors: Mapping[str, PublishedTensor]
+    owners: tuple[OwnerRank, ...]
+    deadline: float
+    """Seconds after which the trainer drops a version that a receiver still reads."""
+
+    @property
+    def served(self) -> dict[str, PublishedTensor]:
+        """Tensors that are published, by key."""
+        return {key: tensor for key, tensor in self.tensors.items() if tensor.served}
+
+    def whole(self, key: str) -> NamedPiece:
+        """Returns all elements of a tensor."""
+        return NamedPiece(key, Part(self.tensors[key].shape).whole())
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """Version of the weights; its manifest are the hashes that owner ranks return for the pieces of a receiver."""
+
+    run: str
+    number: int
+    base: int | None
+    """Number of the version before it; None for the first one of a run."""
+    step: int
+    """Weight updates that it contains."""
+
+    @property
+    def name(self) -> str:
+        """Name that no other version has."""
+        return f"{self.run}-{self.number:06d}"
+
+
+@dataclass(frozen=True, slots=True)
+class NewestReply:
+    """Newest version; None before the first one."""
+
+    version: WeightVersion | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCall:
+    """Begin or end of reading a version; the trainer retains it for ``seconds`` unless the reader ends earlier."""
+
+    run: str
+    number: int
+    reader: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HashesCall:
+    """Request for the block hashes of the elements that one owner has of the wanted pieces."""
+
+    run: str
+    """Run of the version: a trainer that has started again must not complete a version of the one before it."""
+    number: int
+    wanted: tuple[NamedPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HashesReply:
+    """Hashes of each flow, xxh3-64 of every 256 KiB, 16 hexadecimal digits a block, little-endian."""
+
+    layout: str
+    """Name of the wanted pieces in ``BlocksCall``."""
+    hashes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCall:
+    """Request for blocks: (flow, first block, block after the last) each; the reply has their bytes, in order."""
+
+    number: int
+    layout: str
+    blocks: tuple[tuple[int, int, int], ...]

@@ -1,0 +1,65 @@
+"""Faults of late logits over context ranks, and of documents that context ranks share by work."""
+
+from tests.faults.fault import Fault
+
+_WORK = "tests/parallel/context/test_shared_by_work.py"
+_LATE = "tests/parallel/context/test_late_logits.py"
+
+CONTEXT_BALANCE = (
+    Fault(
+        name="late-logits-off-for-context-ranks",
+        about="Context ranks store all logits of their positions, which limits the length of a sequence.",
+        file="engine/build/assemble.py",
+        old='plan.is_last(f"{head}.weight")]',
+        new='plan.is_last(f"{head}.weight") and comm.grid.cp == 1]',
+        tests=(f"{_LATE}::test_no_rank_stores_the_logits_of_its_positions[2]",),
+    ),
+    Fault(
+        name="shifted-logits-computed-in-full",
+        about="A slice of late logits along positions computes all of them before the loss.",
+        file="parallel/tensor/logits/lazy_logits.py",
+        old="Tensor._is_view: is_view, ",
+        new="",
+        tests=(f"{_LATE}::test_logits_in_chunks_train_as_one_process[shifted-a rank without labels-cp2]",),
+    ),
+    Fault(
+        name="documents-in-zig-zag-chunks",
+        about="Packed documents are shared by position, so that one context rank computes most of the pairs.",
+        file="engine/program/context_program.py",
+        old="        by_work = self.by_work and not self._sequences.axis.dry",
+        new="        by_work = False",
+        tests=(f"{_WORK}::test_ranks_compute_the_pairs_that_were_planned[4-gather]",),
+    ),
+    Fault(
+        name="documents-shared-by-chunks-of-equal-number",
+        about="Chunks of documents are dealt in turn, whatever their work.",
+        file="parallel/context/balance.py",
+        old="key=lambda rank: (loads[rank], rank))",
+        new="key=lambda rank: (counts[rank], rank))",
+        tests=("tests/parallel/context/test_balance.py::test_documents_of_random_lengths_are_shared_by_work",),
+    ),
+    Fault(
+        name="documents-as-the-last-batch",
+        about="Positions of packed documents are shared as those of an earlier batch without documents.",
+        file="parallel/context/sequences.py",
+        old="        for key in [key for key in self._found if _begins_with(key, POSITIONS)]:",
+        new="        for key in [key for key in self._found if _begins_with(key, POSITIONS) and not work]:",
+        tests=("tests/parallel/context/test_sequences.py::test_caches_of_documents_end_with_their_batch",),
+    ),
+    Fault(
+        name="rows-of-masks-across-chunks",
+        about="A block of a mask's rows has queries of two chunks, and computes the keys between their documents.",
+        file="parallel/context/attention.py",
+        old="        runs = (self.queries[:, 1] - self.queries[:, 0]).tolist()",
+        new="        runs = [int((self.queries[:, 1] - self.queries[:, 0]).sum())]",
+        tests=(f"{_WORK}::test_ranks_compute_the_pairs_that_were_planned[4-gather]",),
+    ),
+    Fault(
+        name="distances-sharded-as-positions",
+        about="A table of distances between queries and keys is sharded along keys.",
+        file="parallel/context/sequences.py",
+        old="(ids.ndim == 2 and self._context.found((POSITIONS, ids.shape[0])) is not None)",
+        new="not index.size",
+        tests=("tests/parallel/context/test_sequences.py::test_a_table_of_distances_is_read_in_full",),
+    ),
+)
