@@ -57,8 +57,9 @@ _LOSSES = 1024
 class EnginePool(Protocol):
     """Engines of tenants by id; all calls are collective."""
 
-    base: Engine
-    """Engine of the base model."""
+    @property
+    def base(self) -> Engine:
+        """Engine of the base model."""
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
         """Creates a tenant."""
