@@ -68,6 +68,10 @@ class RemoteModel:
 
         return await asyncio.to_thread(run)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteModel":
+        """Returns itself: copies of a module share the connection to its server."""
+        return self
+
     def step(self, **adam: float) -> int:
         """Updates the server's weights with the accumulated gradient; returns their new version.
 

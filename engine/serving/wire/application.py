@@ -14,10 +14,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.serving.bookkeeping.entry import FutureEntry, RequestRefusedError
+from engine.serving.bookkeeping.journal import JournalRecord
+from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.commands import Result
-from engine.serving.entry import FutureEntry, RequestRefusedError
-from engine.serving.journal import JournalRecord
-from engine.serving.ledger import Ledger
 from engine.serving.wire.directory import Directory
 from engine.serving.wire.listings import ListingRoutes
 from engine.serving.wire.requests import RequestReader
@@ -44,9 +44,13 @@ class ServiceApplication:
         model: facts that requests are checked against.
         token: secret that requests carry as X-API-Key, or as bearer; empty: none.
         body_bytes: maximum bytes of a body.
+        creates_shared: True if the first tensors for the shared model create it.
     """
 
-    def __init__(self, ledger: Ledger, model: ServedModel, token: str = "", body_bytes: int = 64_000_000) -> None:
+    def __init__(
+        self, ledger: Ledger, model: ServedModel, token: str = "", body_bytes: int = 64_000_000,
+        creates_shared: bool = False,
+    ) -> None:  # fmt: skip
         self.ledger, self.model = ledger, model
         self.statistics, self.directory = ServiceStatistics(), Directory(ledger)
         self._token, self._body_bytes = token.encode(), body_bytes
@@ -54,7 +58,7 @@ class ServiceApplication:
         reader = RequestReader(model, self.directory)
         self._futures = FutureRoutes(ledger, self.directory, reader, self._body)
         listings = ListingRoutes(model, ledger, self.directory, self._body)
-        tensors = TensorRoutes(ledger, self._body)
+        tensors = TensorRoutes(ledger, self._body, creates_shared)
         posts = {**self._futures.posts(), **listings.posts()}
         checkpoint = f"{PREFIX}training_runs/{{run}}/checkpoints/{{checkpoint:path}}"
         refused = cast(Any, self._refused)

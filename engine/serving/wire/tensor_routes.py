@@ -24,21 +24,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from engine.serving.bookkeeping.entry import FutureEntry, RequestRefusedError
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.session import HOUSE, SHARED
 from engine.serving.commands import (
     AdamParameters,
     Array,
     BackwardTensors,
     CallFunction,
     Command,
-    Done,
+    CreateModel,
     Failure,
     ForwardTensors,
     OptimStep,
+    PlainOutput,
     Result,
     TensorOutput,
 )
-from engine.serving.entry import FutureEntry, RequestRefusedError
-from engine.serving.ledger import Ledger
 from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
 REPLY_SECONDS = 20.0
@@ -57,10 +59,11 @@ class TensorRoutes:
     Args:
         ledger: ledger of the service.
         read_body: reads the body of a request, and refuses one that is too long.
+        creates: True if the first request for ``shared`` creates it, as a full-parameter tenant.
     """
 
-    def __init__(self, ledger: Ledger, read_body: Callable[[Request], Awaitable[bytes]]) -> None:
-        self._ledger, self._body = ledger, read_body
+    def __init__(self, ledger: Ledger, read_body: Callable[[Request], Awaitable[bytes]], creates: bool) -> None:
+        self._ledger, self._body, self._creates = ledger, read_body, creates
         self._gets = count()
 
     def routes(self) -> list[Route]:
@@ -91,9 +94,16 @@ class TensorRoutes:
             number = f"get{next(self._gets)}"
         elif not number.isdecimal() or len(number) > 18:
             raise RequestRefusedError(f"the header {NUMBER} is {number[:40]!r}; number requests of a session from 1.")
-        if session not in self._ledger.sessions:
-            self._ledger.open_session(session)
-        entry = FutureEntry(f"{session}:tensors:{number}", session, command, route=path)
+        if session == HOUSE:
+            raise RequestRefusedError(f"the header {SESSION} is {HOUSE!r}, which is the service's own; choose another.")
+        await self._open(session)
+        model = getattr(command, "model", None)
+        if model == SHARED and self._creates and SHARED not in self._ledger.lines:
+            await self._open(HOUSE)
+            created = FutureEntry(f"{HOUSE}:create", HOUSE, CreateModel(SHARED, "", None), SHARED, 0, route=path)
+            await asyncio.wrap_future(self._ledger.submit(created).stored)
+        line = model if model in self._ledger.lines else None
+        entry = FutureEntry(f"{session}:tensors:{number}", session, command, line, route=path)
         entry = self._ledger.submit(entry)
         await asyncio.wrap_future(entry.stored)
         loop, done = asyncio.get_running_loop(), asyncio.Event()
@@ -112,6 +122,12 @@ class TensorRoutes:
             raise RequestRefusedError(f"the result of {entry.key} was fetched before and has been removed.", 410)
         self._ledger.mark_fetched(entry)
         return result
+
+    async def _open(self, session: str) -> None:
+        """Opens a session at its first request."""
+        if session not in self._ledger.sessions and session not in self._ledger.ended:
+            self._ledger.open_session(session)
+            await asyncio.wrap_future(self._ledger.append(self._ledger.note("session", session, {})))
 
     # ------------------------------------------------------------------ requests
 
@@ -156,7 +172,7 @@ def _reply(result: Result | None) -> Response:
     if isinstance(result, TensorOutput):
         body = save({name: np.ascontiguousarray(value) for name, value in result.tensors.items()})
         return Response(body, _DONE, {VERSION: str(result.version)}, TENSORS)
-    assert isinstance(result, Done), "commands of this door have these results"
+    assert isinstance(result, PlainOutput), "commands of this door have these results"
     return JSONResponse(dict(result.values))
 
 

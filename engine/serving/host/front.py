@@ -7,13 +7,13 @@ from pathlib import Path
 
 from engine.config.serve_section import ServeConfig
 from engine.errors import ConfigError, LaunchError
-from engine.serving.commands import Command, Done, Result, Stop
-from engine.serving.entry import FutureEntry
-from engine.serving.journal import read_journal
-from engine.serving.ledger import Ledger
-from engine.serving.queue import FairQueue
-from engine.serving.restart import Restart, open_ledger
-from engine.serving.session import LedgerLimits
+from engine.serving.bookkeeping.entry import FutureEntry
+from engine.serving.bookkeeping.journal import read_journal
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.restart import Restart, open_ledger
+from engine.serving.bookkeeping.session import LedgerLimits
+from engine.serving.commands import Command, PlainOutput, Result, Stop
 from engine.serving.wire.served_model import ServedModel
 from engine.web.sockets import address_of, is_loopback, listen
 
@@ -23,7 +23,7 @@ SERVER = "the service"
 """Name of the server in errors."""
 
 
-def read_token(serve: ServeConfig) -> str:
+def service_token(serve: ServeConfig) -> str:
     """Returns the token of a service; empty without one.
 
     Raises:
@@ -81,11 +81,14 @@ def limits_of(serve: ServeConfig) -> LedgerLimits:
 
 
 @contextmanager
-def open_front(serve: ServeConfig, model: ServedModel, ready: Callable[[str], None]) -> Iterator[LedgerSource]:
+def open_front(
+    serve: ServeConfig, model: ServedModel, ready: Callable[[str], None], journals: bool = True
+) -> Iterator[LedgerSource]:
     """Opens the journal, serves HTTP in a thread, and yields the source of the command loop.
 
     Args:
         ready: receives a line about address and token once the socket listens.
+        journals: False for an engine of the caller, whose state a journal could not restore.
 
     Raises:
         LaunchError: the address cannot be served, or starlette, uvicorn or protobuf are not installed.
@@ -99,13 +102,20 @@ def open_front(serve: ServeConfig, model: ServedModel, ready: Callable[[str], No
             f"a service needs starlette, uvicorn and protobuf, but {error.name} is not installed; run: pip install "
             "'trine[serve]'."
         ) from error
-    token, folder = read_token(serve), Path(serve.folder)
+    token, folder = service_token(serve), Path(serve.folder)
     with ExitStack() as opened:
         listening = opened.enter_context(listen(serve.host, serve.port, SERVER))
-        ledger, restart = open_ledger(FairQueue(), folder / JOURNAL, limits_of(serve))
-        assert ledger.journal is not None
-        opened.callback(ledger.journal.close)
-        application = ServiceApplication(ledger, model, token, int(serve.queue.body_bytes))
+        stored: Iterator[FutureEntry] = iter(())
+        if journals:
+            ledger, restart = open_ledger(FairQueue(), folder / JOURNAL, limits_of(serve))
+            assert ledger.journal is not None
+            opened.callback(ledger.journal.close)
+            stored = restart.entries()
+        else:
+            ledger = Ledger(FairQueue(), None, limits_of(serve))
+        application = ServiceApplication(
+            ledger, model, token, int(serve.queue.body_bytes), journals and serve.tenants.full > 0
+        )
         options = {} if serve.tls_certificate is None else {
             "ssl_certfile": serve.tls_certificate, "ssl_keyfile": serve.tls_key
         }  # fmt: skip
@@ -114,7 +124,7 @@ def open_front(serve: ServeConfig, model: ServedModel, ready: Callable[[str], No
         address = address_of(listening, "https" if options else "http")
         about = f"token in {serve.token_env}" if token else "without a token: this host only"
         ready(f"service at {address}: {' '.join(model.names)}, folder {folder}, {about}")
-        source = LedgerSource(ledger, restart.entries())
+        source = LedgerSource(ledger, stored)
         opened.callback(source.stop)
         yield source
 
@@ -128,5 +138,5 @@ def check_journal(folder: Path) -> Mapping[str, int]:
     """
     ledger = Ledger(FairQueue(), None, LedgerLimits())
     for entry in (restart := Restart(ledger, read_journal(folder / JOURNAL))).entries():
-        ledger.finish(entry, Done())
+        ledger.finish(entry, PlainOutput())
     return restart.counts

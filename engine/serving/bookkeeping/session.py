@@ -3,8 +3,12 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from engine.serving.entry import EntryState, FutureEntry
+from engine.serving.bookkeeping.entry import EntryState, FutureEntry
 
+HOUSE = "house"
+"""Name of the session of models that all clients share."""
+SHARED = "shared"
+"""Id of the model that all clients of the second door share."""
 WAITS = (EntryState.STORING, EntryState.HELD, EntryState.QUEUED)
 """States of commands that have not begun."""
 
@@ -32,6 +36,7 @@ class ClientSession:
     """Session of a client: what it has asked, until it ends."""
 
     name: str
+    """:data:`HOUSE` is the session of models that all clients share; it never ends."""
     seen: float
     """Time of its last request."""
     entries: dict[str, FutureEntry] = field(default_factory=dict)
