@@ -123,6 +123,9 @@ class Lossy(httpx.BaseTransport):
             return self._real.handle_request(again)
         return response
 
+    def close(self) -> None:
+        self._real.close()
+
 
 def test_lost_replies_and_doubled_requests_change_nothing_twice(tmp_path: Path) -> None:
     results: list[tuple[Tensor, Tensor | None, int]] = []
