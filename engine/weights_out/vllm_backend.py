@@ -51,7 +51,7 @@ class BackendUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class VllmModel:
     """Model in vLLM, as transformers describes it."""
 
     architecture: str
@@ -108,7 +108,7 @@ class StagedVersion:
         self._number: int | None = None
         self._arrived: set[str] = set()
 
-    def open(self, init: BackendInit, model: Callable[[], ServedModel]) -> None:
+    def open(self, init: BackendInit, model: Callable[[], VllmModel]) -> None:
         """Connects to a training, unless it is the one that is followed.
 
         Raises:
@@ -169,7 +169,7 @@ class StagedVersion:
         self.drop()
 
 
-def served_model(config: Any, dtype: torch.dtype) -> ServedModel:
+def vllm_model(config: Any, dtype: torch.dtype) -> VllmModel:
     """Returns the description of a model with a configuration of transformers; allocates nothing."""
     import transformers
 
@@ -178,7 +178,7 @@ def served_model(config: Any, dtype: torch.dtype) -> ServedModel:
     if (built := getattr(transformers, architecture, None)) is not None:
         with torch.device("meta"):
             shapes = {key: tuple(target.values.shape) for key, target in targets_of(built(config)).items()}
-    return ServedModel(architecture, dtype, shapes)
+    return VllmModel(architecture, dtype, shapes)
 
 
 def register() -> None:
@@ -203,7 +203,7 @@ def _backend_class() -> type[Any]:
             self._staged = StagedVersion()
 
         def init_transfer_engine(self, init_info: BackendInit) -> None:
-            self._staged.open(init_info, lambda: served_model(self.model_config.hf_config, self.model_config.dtype))
+            self._staged.open(init_info, lambda: vllm_model(self.model_config.hf_config, self.model_config.dtype))
 
         def start_weight_update(self) -> None:
             self._staged.drop()

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.config.outer_section import WeightsOutConfig
 from engine.errors import EngineError
 from engine.weights_out.consumers.vllm import VllmServer
-from engine.weights_out.vllm_backend import BackendInit, BackendUpdate, ServedModel, StagedVersion
+from engine.weights_out.vllm_backend import BackendInit, BackendUpdate, VllmModel, StagedVersion
 from tests.engine.weights_out.trainer import SHAPES, Trainer
 
 
@@ -22,7 +22,7 @@ class FakeVllm:
     """Server that loads versions as vLLM does: any exception of an update ends it, one of "finish" does not."""
 
     trainer: Trainer
-    model: ServedModel = field(default_factory=lambda: ServedModel("Model", torch.float32, dict(SHAPES)))
+    model: VllmModel = field(default_factory=lambda: VllmModel("Model", torch.float32, dict(SHAPES)))
     weights: Mapping[str, Tensor] | None = None
     """Live weights."""
     version: str = "default"
@@ -34,7 +34,7 @@ class FakeVllm:
     """Failure of a request before the server has it."""
     loses: Callable[[str], bool] = lambda path: False
     """True: the server performs a request, and its reply is lost."""
-    spoils: Callable[[dict[str, Tensor]], None] = lambda weights: None
+    spoils: Callable[[dict[str, Tensor]], object] = lambda weights: None
     """Change of the weights on their way to the model."""
     staged: StagedVersion = field(init=False)
 
