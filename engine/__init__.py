@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from engine.reporting.step_report import StepReport
-    from engine.serving.service import serve
+    from engine.serving.host.service import serve
     from engine.sweep.sweep import Sweep
     from engine.sweep.trial import SweepTrial, TrialEnd
     from engine.web.remote_model import remote
@@ -69,7 +69,7 @@ _HOMES = MappingProxyType(
         "initialize": "engine.api",
         "load_config": "engine.config",
         "remote": "engine.web.remote_model",
-        "serve": "engine.serving.service",
+        "serve": "engine.serving.host.service",
     }
 )
 

@@ -101,8 +101,7 @@ def initialize(
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replacing_sections(resolved, optimizer, lr_scheduler, (*notes, *rows.notes))
         forward = ForwardInputs.of(made, loss_fn is not None, inputs, {KEY} if resolved.router_replay else ())
-        request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward,
-                          lender=world.lender)  # fmt: skip
+        request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
         resolved = freeze_untrained(take_model(made, request.patches), resolved, optimizer, request.patches)
         return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources, words)
@@ -137,7 +136,8 @@ def _initialize(
     config = config if is_host(world.device) else config.for_accelerators()
     files, given = model_files(model), describe_input(model, config, world.device)
     prepare(model, config, request)
-    request = replace(request, changes=change_forwards(model, config, world.device, request.patches))
+    changes = change_forwards(model, config, world.device, request.patches)
+    request = replace(request, changes=changes, lender=world.lender)
     waits = needs_example(config) and request.example_batch is None
     known = None
     # a plan that needs no other rank is made before the rendezvous, so that its errors do not leave ranks waiting

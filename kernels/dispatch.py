@@ -244,7 +244,9 @@ class Kernels:
         if self.mode == "reference" or self.card == "" or not runs_triton(device):
             return False
         row, times = None, ""
-        if self.mode == "auto":
+        if operator in _PRODUCTS and dtype == torch.float32 and _sums_in_full(device):
+            chosen, why = False, _FULL
+        elif self.mode == "auto":
             row = find_choice(self._winners, operator, self.card or device_name(device), name, width)
             chosen, why = (False, _UNKNOWN) if row is None else (row.triton, _MEASURED if row.speedup else _ESTIMATED)
             times = f", measured {row.speedup:.2f}x torch" if row is not None and row.speedup else ""
@@ -255,11 +257,21 @@ class Kernels:
         return chosen
 
 
+def _sums_in_full(device: torch.device) -> bool:
+    """Returns True if fp32 products on a GPU are computed in full fp32, which the library does.
+
+    Without tensor cores a kernel gains nothing, and its one long sum over K errs up to 2.8 times as much as cuBLAS,
+    which adds several partial sums. With partial sums the kernel spills registers.
+    """
+    return compiles_triton(device) and torch.get_float32_matmul_precision() == "highest"
+
+
 REFERENCE = Kernels("reference")
 """Kernel selection that always uses PyTorch."""
 _NAMES = ("torch", "triton")
 _CONFIGURED, _MEASURED, _UNKNOWN = "as configured: {}", "measured on this GPU: {}", "not in the table: {}"
 _ESTIMATED = "not measured on this GPU, so by the default table: {}; `python -m benchmarks kernels` measures"
+_FULL = "in full fp32: {}"
 _PRODUCTS = ("linear", "linear_backward")
 
 

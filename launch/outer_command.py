@@ -79,7 +79,7 @@ def _serve(options: Namespace) -> None:
         place = f"store {number} of {count}" if count > 1 else "store"
         address = address_of(listening)
         line = f"{place} at {address}: {outer.rule}, period {outer.steps}, folder {folder}"
-        service.serve(store, token, listening, lambda: print(line, flush=True))
+        service.serve_store(store, token, listening, lambda: print(line, flush=True))
     print(f"{place} at {address} has ended", flush=True)
 
 

@@ -5,6 +5,7 @@ trine serve --replay FOLDER                          read the journal in a servi
 """
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,26 +40,26 @@ def run_serve(options: Namespace) -> None:
         return
     if options.config is None or options.model is None:
         raise ConfigError("trine serve needs a configuration and --model FOLDER; or --replay FOLDER alone.")
-    from engine.serving.service import serve_folder
+    from engine.serving.host.service import serve_folder
 
     config = load_config(_sized(load_raw(options.config, options.rest)))
-    serve_folder(replace(config, serve=settings_of(config.serve, options)), options.model)
+    serve_folder(replace(config, serve=serve_settings(config.serve, options)), options.model)
 
 
-def _sized(raw: dict[str, Any]) -> dict[str, Any]:
+def _sized(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration with one datum a microbatch; clients choose the number of data of an update."""
     sizes = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
-    return {name: value for name, value in (raw | sizes).items() if value is not None}
+    return {name: value for name, value in {**raw, **sizes}.items() if value is not None}
 
 
-def settings_of(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
+def serve_settings(serve: ServeConfig | None, options: Namespace) -> ServeConfig:
     """Returns the section of a configuration with what the command line gives."""
     given = {"host": options.host, "port": options.port, "token_env": options.token_env}
     return replace(serve or ServeConfig(), **{name: value for name, value in given.items() if value is not None})
 
 
 def _replay(folder: Path) -> None:
-    from engine.serving.front import check_journal
+    from engine.serving.host.front import check_journal
 
     found = check_journal(folder)
     there = ", ".join(f"{found[name]} {name}" for name in ("sessions", "models", "snapshots"))

@@ -19,8 +19,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint", "web",
         "outer", "weights_out", "reporting", "watchdog", "build", "dry_run", "data", "models", "generation",
-        "engine_parts", "loop", "named_state", "engine", "api", "verify", "serving", "sweep", "hosting", "deepspeed", "huggingface",
-        "lightning",
+        "engine_parts", "loop", "named_state", "engine", "api", "verify", "serving", "sweep", "hosting",
+        "deepspeed", "huggingface", "lightning",
     ),
     "engine.checkpoint": (
         "format", "memory_folder", "memory_checkpoints", "contents", "full_state", "huggingface", "load", "foreign",
@@ -125,6 +125,7 @@ BROAD_HANDLERS = {
     ("engine/outer/exchange.py", "run"): "whoever reads the future",
     ("engine/outer/exchange.py", "close"): "nobody: the store may end before its sites",
     ("engine/web/hosted.py", "run"): "whoever has opened the service, when it ends",
+    ("engine/serving/executor.py", "run"): "the client whose command it is, and the log",
     ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",

@@ -262,28 +262,22 @@ def _reserve(
     dtype = getattr(torch, bucket.dtype)
     wide = torch.promote_types(dtype, torch.float32) if trainable and who.master else dtype
     shard, whole = bucket.shard(who.index_of(bucket.spread)), slice(0, bucket.elements)
-    owned = shard if who.sharded else whole
+    owned, hosted = shard if who.sharded else whole, who.hosted_parameters
     held = shard if who.sharded_gradients and not bucket.partial else whole
-    sharded = who.sharded_parameters and (bucket.spread.ranks > 1 or who.ranks == 1 or who.hosted_parameters)
+    on_host = partial(_on_host, owned, who, device)
+    sharded = who.sharded_parameters and (bucket.spread.ranks > 1 or who.ranks == 1 or hosted)
 
     def zeros(part: slice, dtype: torch.dtype) -> Tensor:
-        if who.mapped is not None and is_host(device):
-            return who.mapped(part.stop - part.start, dtype)
-        return torch.zeros(part.stop - part.start, dtype=dtype, device=device)
+        make = who.mapped if who.mapped is not None and is_host(device) else partial(_zeros, device)
+        return make(part.stop - part.start, dtype)
 
-    lent = who.lent.get(tuple(slot.name for slot in bucket.slots))
-    if sharded:
+    kept = who.lent.get(tuple(slot.name for slot in bucket.slots))
+    if not sharded:
+        params = zeros(whole, dtype) if kept is None else kept
+        kept = params[owned] if kept is None else kept
+    else:
         params = torch.empty(bucket.elements, dtype=dtype, device=device)
-    else:
-        params = lent if lent is not None else zeros(whole, dtype)
-    if lent is not None:
-        kept = lent
-    elif not sharded:
-        kept = params[owned]
-    elif who.hosted_parameters:
-        kept = _on_host(owned, dtype, who, device, "offload_param")
-    else:
-        kept = zeros(owned, dtype)
+    kept = kept if kept is not None else on_host(dtype, "offload_param") if hosted else zeros(owned, dtype)
     # .data: gathers write into the bucket, which autograd must not count as a change of the parameter
     views = tuple(slot_view(params, slot).data for slot in bucket.slots)
     if sharded:
@@ -291,9 +285,9 @@ def _reserve(
     grads = zeros(held if trainable else slice(0, 0), wide)
     master = host_sums = None
     if trainable and bucket.index in who.hosted:
-        host_sums = _on_host(owned, wide, who, device, "offload_optimizer")
+        host_sums = on_host(wide, "offload_optimizer")
         if wide != dtype or not who.hosted_parameters or who.delayed:  # else the host updates the weights directly
-            master = _on_host(owned, wide, who, device, "offload_optimizer")
+            master = on_host(wide, "offload_optimizer")
     elif wide != dtype:
         master = zeros(owned, wide)
     return FlatBucket(
@@ -314,7 +308,11 @@ def _reserve(
     )
 
 
-def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.device, section: str) -> Tensor:
+def _zeros(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def _on_host(owned: slice, who: Ownership, device: torch.device, dtype: torch.dtype, section: str) -> Tensor:
     """Allocates zeros [owned] in host memory, for a copy of memory of ``device``, as a section of ``zero_optimization``
     asks."""
     count = owned.stop - owned.start

@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.serving.commands import Command, CreateModel, Done, ForwardBackward, OptimStep, Result, TrainedOutput
-from engine.serving.ledger import Ledger
-from engine.serving.queue import FairQueue
-from engine.serving.restart import open_ledger
-from engine.serving.session import LedgerLimits
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.restart import open_ledger
+from engine.serving.bookkeeping.session import LedgerLimits
+from engine.serving.commands import Command, CreateModel, ForwardBackward, OptimStep, PlainOutput, Result, TrainedOutput
 from engine.serving.wire.application import ServiceApplication
 from engine.serving.wire.served_model import ServedModel
 from engine.web.hosted import HostedApplication, run_until_signal
@@ -49,8 +49,8 @@ class Counters:
             case OptimStep(model=model):
                 state = self._models[model]
                 self._models[model] = [updated(*state), 0]
-                return Done({"state": float(self._models[model][0])})
-        return Done()
+                return PlainOutput({"state": float(self._models[model][0])})
+        return PlainOutput()
 
 
 def updated(value: int, gradient: int) -> int:

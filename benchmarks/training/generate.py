@@ -2,8 +2,8 @@
 
     python -m benchmarks generate [--rounds 15]
 
-Both generate 64 tokens for 4 prompts of 32 with a cache, greedily, and give the same tokens. Exit code 1 when a ratio of
-medians exceeds the limit.
+Both generate 64 tokens for 4 prompts of 32 with a cache, greedily, and give the same tokens. Exit code 1 when a ratio
+of medians exceeds the limit.
 """
 
 import argparse
@@ -47,10 +47,8 @@ def measure(rounds: int, width: int = 256) -> Mapping[str, float]:
         "do_sample": False,
         "pad_token_id": 0,
     }
-    theirs, config = (
-        llama(width).eval(),
-        {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-    )
+    theirs = llama(width).eval()
+    config = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     with engine.initialize(lambda: llama(width), config) as eng:
         sampling = SamplingOptions(max_new_tokens=TOKENS, temperature=0, stop=())
         ways: dict[str, Way] = {

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from engine.planning.plan import Plan
 from engine.precision.dtypes import place_rest
 from engine.zero.flat_buckets import FlatBucket, Ownership, fill, reserve
 from engine.zero.gather.encoded_gather import with_codecs
+from engine.zero.layout import Slot
 from engine.zero.offload.block_file import MomentBuffers
 from engine.zero.offload.scratch_folder import MappedMemory, ScratchFolder
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
@@ -84,50 +85,28 @@ def place_model(
 
     Frozen parameters that the request's lender has are its tensors; they must be on the meta device before.
     """
-    holder, config, parameters = comm.grid.holder(), plan.config, dict(model.named_parameters())
-    patches = request.patches
+    holder, config, patches = comm.grid.holder(), plan.config, request.patches
+    parameters = dict(model.named_parameters())
     sizes = WholeSizeAnswers(model, plan.tensor)  # notes full sizes, so before layers are sharded
     rows = {row.name: row for row in plan.table.held_by(holder)}
-    lent = borrow(request.lender, plan, holder)
+    lent = borrow(request.lender, plan, holder) if request.lender is not None else {}
     shards = request.lender.shards if request.lender is not None else {}
     buckets = reserve(plan.layouts[holder], parameters, replace(_ownership(plan, comm.grid), lent=shards), device)
     codes, experts = _codes(rows.values(), holder), {row.name: row for row in plan.table if row.experts}
-    places = {
-        slot.name: (flat, slot, view)
-        for flat in buckets
-        for slot, view in zip(flat.bucket.slots, flat.views, strict=True)
-    }
-
-    def keep(name: str, full: Tensor) -> Tensor:
-        part = _quantized(full, rows[name], plan, holder) if name in codes else rows[name].local(full, holder)
-        if name not in places:
-            return part
-        flat, slot, view = places[name]
-        flat.place(slot, part)
-        return view
-
-    def empty(name: str) -> Tensor:
-        if name in places:
-            return places[name][2]
-        if name in lent:
-            return lent[name]
-        if name in codes:
-            return torch.zeros(codes[name].bytes, dtype=torch.uint8, device=device)
-        return torch.zeros(rows[name].local_shape(holder), dtype=rows[name].dtype, device=device)
-
+    parts = _Parts(plan, holder, device, rows, codes, lent, _places(buckets))
     if _forget_backward(parameters.values()) and comm.grid.rank == 0:
         logger.warning("the gradients that an earlier backward has left on the model are dropped")
     meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
     drawn = meta if config.checkpoint.init_from is None else set()  # a checkpoint replaces drawn values
-    materialize(model, drawn - lent.keys() - set().union(*shards), config.seed, device, keep)
-    replace_meta(model, {name: empty(name) for name in meta})
+    materialize(model, drawn - lent.keys() - set().union(*shards), config.seed, device, parts.keep)
+    replace_meta(model, {name: parts.empty(name) for name in meta})
     for name in codes.keys() - meta:
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     for name in experts.keys() - meta - codes.keys():  # of other stages too: a trace reads their shapes
         parameters[name].data = experts[name].local(parameters[name].data, holder)
     _shard(model, plan, axis, patches, already_cut=meta | codes.keys() | experts.keys())
-    place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
+    place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), parts.places)
     replace_absent(model, rows.keys(), device)
     sizes.install(model, patches, passed=codes)
     for flat in buckets:  # after sharding, which changes the parameters' data
@@ -137,30 +116,78 @@ def place_model(
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 
-def borrow(lender: Lender | None, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
+_Place = tuple[FlatBucket, Slot, Tensor]
+"""Bucket, slot and view of a parameter."""
+
+
+def _places(buckets: Iterable[FlatBucket]) -> Mapping[str, _Place]:
+    return {
+        slot.name: (flat, slot, view)
+        for flat in buckets
+        for slot, view in zip(flat.bucket.slots, flat.views, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Parts of parameters on this rank, and their places."""
+
+    plan: Plan
+    holder: ShardHolder
+    device: torch.device
+    rows: Mapping[str, ShardRow]
+    codes: Mapping[str, QuantizedShape]
+    lent: Mapping[str, Tensor]
+    places: Mapping[str, _Place]
+
+    def keep(self, name: str, full: Tensor) -> Tensor:
+        """Returns this rank's part of a full parameter, in its bucket if it has one."""
+        row = self.rows[name]
+        part = _quantized(full, row, self.plan, self.holder) if name in self.codes else row.local(full, self.holder)
+        if name not in self.places:
+            return part
+        flat, slot, view = self.places[name]
+        flat.place(slot, part)
+        return view
+
+    def empty(self, name: str) -> Tensor:
+        """Returns the memory of a parameter: its bucket's, the lender's, or new zeros."""
+        if name in self.places:
+            return self.places[name][2]
+        if name in self.lent:
+            return self.lent[name]
+        if name in self.codes:
+            return torch.zeros(self.codes[name].bytes, dtype=torch.uint8, device=self.device)
+        row = self.rows[name]
+        return torch.zeros(row.local_shape(self.holder), dtype=row.dtype, device=self.device)
+
+
+def borrow(lender: Lender, plan: Plan, holder: ShardHolder) -> Mapping[str, Tensor]:
     """Returns the lender's tensors of frozen parameters outside of buckets, by name.
 
     Raises:
-        PlanError: this plan would place such a parameter otherwise than the lender has.
+        PlanError: the lender lacks a frozen parameter on this rank, or has placed it otherwise.
     """
-    if lender is None:
-        return {}
-    bucketed = {slot.name for bucket in plan.layouts[holder].frozen for slot in bucket.slots}
     found: dict[str, Tensor] = {}
+    frozen = [tuple(slot.name for slot in bucket.slots) for bucket in plan.layouts[holder].frozen]
+    lacking = [names[0] for names in frozen if names not in lender.shards]
+    bucketed = set().union(*frozen)
     for row in plan.table.held_by(holder):
-        if row.trainable or row.name in bucketed or (given := lender.tensors.get(row.name)) is None:
+        if row.trainable or row.name in bucketed:
             continue
-        codes = row.quantized_shape(holder)
+        codes, given = row.quantized_shape(holder), lender.tensors.get(row.name)
         shape, dtype = row.local_shape(holder), _frozen_dtype(row, plan)
         if codes is not None:
             shape, dtype = (codes.bytes,), torch.uint8
-        if (tuple(given.shape), given.dtype) != (shape, dtype):
-            raise PlanError(
-                f"the base stores {row.name!r} as {tuple(given.shape)} {given.dtype} on this rank, but the plan of the "
-                f"tenant needs {shape} {dtype}; adapt other layers, or set parallel.tensor_plan of the base so that "
-                "both plans are equal."
-            )
-        found[row.name] = given
+        if given is None or (tuple(given.shape), given.dtype) != (shape, dtype):
+            lacking.append(row.name)
+        else:
+            found[row.name] = given
+    if lacking:
+        raise PlanError(
+            f"this plan places {lacking[0]!r} and {len(lacking) - 1} other frozen parameters otherwise than the engine "
+            "that lends them; adapt other layers, or write parallel.tensor_plan and parallel.split for both."
+        )
     return found
 
 

@@ -95,7 +95,6 @@ __all__ = [
     "load_config",
 ]
 
-
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -148,9 +147,7 @@ class Config:
     optimizer: OptimizerConfig | None = setting(
         OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, several=MatchedOptimizerConfig, null=True)
     )
-    """Optimizer; null uses the one passed to engine.initialize. In a list, each optimizer updates the parameters of its
-    ``match``, and the last one all others.
-    """
+    """Optimizer; null: that of engine.initialize. In a list, each updates those of its ``match``, the last others."""
     scheduler: SchedulerConfig | None = setting(None, Typed(cls=SchedulerConfig, kinds=SCHEDULERS, null=True))
     """Learning rate schedule; null keeps the rate constant."""
     ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))

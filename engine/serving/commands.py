@@ -4,7 +4,7 @@ HTTP thread of rank 0    parses a request into a command, and encodes a result f
 journal                  stores the encoded command before its future is answered
 command loop             sends the encoded command to all ranks, which run it in one order
 
-``encode`` and ``decode`` write a JSON header and raw little-endian arrays, never pickle.
+``encode_message`` and ``decode_message`` write a JSON header and raw little-endian arrays, never pickle.
 """
 
 import json
@@ -150,7 +150,7 @@ class DefineLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleTokens:
     """Samples from a tenant's weights, from saved weights or from the base model."""
 
     source: str
@@ -203,7 +203,7 @@ class Stop:
 
 Command = (
     CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | DropWeights | UnloadModel | DefineLoss
-    | Sample | ForwardTensors | BackwardTensors | DropTicket | CallFunction | Stop
+    | SampleTokens | ForwardTensors | BackwardTensors | DropTicket | CallFunction | Stop
 )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampledOutput:
-    """Result of :class:`Sample`."""
+    """Result of :class:`SampleTokens`."""
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: Array | None = None
@@ -253,7 +253,7 @@ class TensorOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class PlainOutput:
     """Result of other commands: values by name."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -268,28 +268,29 @@ class Failure:
     """"user" or "server"."""
 
 
-Result = TrainedOutput | SampledOutput | TensorOutput | Done | Failure
+Result = TrainedOutput | SampledOutput | TensorOutput | PlainOutput | Failure
 
 _TYPES: Final[Mapping[str, type]] = {
     one.__name__: one
     for one in (
         Datum, LossCall, Adapter, AdamParameters, SamplingParameters, CreateModel, ForwardBackward, OptimStep,
-        SaveWeights, LoadWeights, DropWeights, UnloadModel, DefineLoss, Sample, ForwardTensors, BackwardTensors,
-        DropTicket, CallFunction, Stop, TrainedOutput, SampledSequence, SampledOutput, TensorOutput, Done, Failure,
+        SaveWeights, LoadWeights, DropWeights, UnloadModel, DefineLoss, SampleTokens, ForwardTensors, BackwardTensors,
+        DropTicket, CallFunction, Stop, TrainedOutput, SampledSequence, SampledOutput, TensorOutput, PlainOutput,
+        Failure,
     )
 }  # fmt: skip
 _PRIMITIVE = (str, int, float, bool, type(None))
 
 
-def encode(value: Command | Result) -> bytes:
+def encode_message(value: Command | Result) -> bytes:
     """Encodes a command or result: 8 bytes with the header's length, the JSON header, then the arrays' bytes."""
     arrays: list[Array] = []
     header = json.dumps(_pack(value, arrays), separators=(",", ":"), allow_nan=True).encode()
     return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays)])
 
 
-def decode(data: bytes) -> Any:
-    """Decodes what ``encode`` has returned.
+def decode_message(data: bytes) -> Any:
+    """Decodes what ``encode_message`` has returned.
 
     Raises:
         ValueError: the bytes are no encoded command or result.

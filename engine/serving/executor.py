@@ -25,7 +25,6 @@ from engine.serving.commands import (
     Command,
     CreateModel,
     DefineLoss,
-    Done,
     DropTicket,
     DropWeights,
     Failure,
@@ -33,8 +32,9 @@ from engine.serving.commands import (
     ForwardTensors,
     LoadWeights,
     OptimStep,
+    PlainOutput,
     Result,
-    Sample,
+    SampleTokens,
     SaveWeights,
     UnloadModel,
 )
@@ -42,7 +42,7 @@ from engine.serving.loss_graph import LossGraph
 from engine.serving.losses import ServedError
 from engine.serving.sampling import sample
 from engine.serving.tensor_calls import Function, TensorCalls
-from engine.serving.training import Trainer
+from engine.serving.training import TenantTrainer
 
 logger = logging.getLogger("trine")
 
@@ -57,8 +57,9 @@ _LOSSES = 1024
 class EnginePool(Protocol):
     """Engines of tenants by id; all calls are collective."""
 
-    base: Engine
-    """Engine of the base model."""
+    @property
+    def base(self) -> Engine:
+        """Engine of the base model."""
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
         """Creates a tenant."""
@@ -73,7 +74,7 @@ class EnginePool(Protocol):
         """Closes all tenants."""
 
 
-class Executor:
+class CommandExecutor:
     """Tenants of the service on this rank.
 
     Args:
@@ -84,7 +85,7 @@ class Executor:
 
     def __init__(self, pool: EnginePool, folder: Path, functions: Mapping[str, Function] | None = None) -> None:
         self._pool, self._folder = pool, folder
-        self._trainers: dict[str, Trainer] = {}
+        self._trainers: dict[str, TenantTrainer] = {}
         self._adapters: dict[str, Adapter | None] = {}
         self._graphs: dict[str, LossGraph] = {}
         self._samplers: dict[str, None] = {}
@@ -100,7 +101,7 @@ class Executor:
             DropWeights: self._drop_weights,
             UnloadModel: self._unload,
             DefineLoss: self._define,
-            Sample: self._sample,
+            SampleTokens: self._sample,
             ForwardTensors: lambda command: self._tensors.forward(self._trainer(command.model), command),
             BackwardTensors: lambda command: self._tensors.backward(self._trainer(command.model), command),
             DropTicket: lambda command: self._tensors.drop(command),
@@ -114,7 +115,7 @@ class Executor:
 
     def adopt(self, model: str, engine: Engine) -> None:
         """Adds an engine of the caller as a model."""
-        self._trainers[model], self._adapters[model] = Trainer(engine, self._graphs), None
+        self._trainers[model], self._adapters[model] = TenantTrainer(engine, self._graphs), None
 
     def run(self, command: Command) -> Result:
         """Runs a command; returns its result, or a failure."""
@@ -140,32 +141,32 @@ class Executor:
 
     # ------------------------------------------------------------------ tenants
 
-    def _trainer(self, model: str) -> Trainer:
+    def _trainer(self, model: str) -> TenantTrainer:
         if model in self._spoilt:
             raise ServedError(f"model {model} failed on some ranks only; load saved weights into it.")
         return self._resident(model)
 
-    def _resident(self, model: str) -> Trainer:
+    def _resident(self, model: str) -> TenantTrainer:
         if model not in self._trainers:
             raise ServedError(f"there is no model {model}; create it, or load saved weights as a new model.")
         self._pool.get(model)
         return self._trainers[model]
 
-    def _create(self, command: CreateModel) -> Done:
+    def _create(self, command: CreateModel) -> PlainOutput:
         engine = self._made(command.model, command.adapter)
-        self._trainers[command.model] = Trainer(engine, self._graphs)
+        self._trainers[command.model] = TenantTrainer(engine, self._graphs)
         self._adapters[command.model] = command.adapter
-        return Done({"model": command.model})
+        return PlainOutput({"model": command.model})
 
-    def _unload(self, command: UnloadModel) -> Done:
+    def _unload(self, command: UnloadModel) -> PlainOutput:
         self._resident(command.model)
         self._tensors.forget(command.model)
         self._pool.drop(command.model)
         del self._trainers[command.model], self._adapters[command.model]
         self._spoilt.discard(command.model)
-        return Done({"model": command.model})
+        return PlainOutput({"model": command.model})
 
-    def _save(self, command: SaveWeights) -> Done:
+    def _save(self, command: SaveWeights) -> PlainOutput:
         trainer = self._trainer(command.model)
         engine, adapter = trainer.engine, self._adapters[command.model]
         about = {"adapter": asdict(adapter) if adapter is not None else None, "version": trainer.version}
@@ -175,9 +176,9 @@ class Executor:
         size = trainer.save(folder)
         if engine.grid.rank == 0:  # the last file: without it, nothing was saved
             (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
-        return Done({"name": command.name, "bytes": size, "version": trainer.version})
+        return PlainOutput({"name": command.name, "bytes": size, "version": trainer.version})
 
-    def _load(self, command: LoadWeights) -> Done:
+    def _load(self, command: LoadWeights) -> PlainOutput:
         trainer, adapter = self._resident(command.model), self._adapters[command.model]
         saved, folder = self._saved(command.name)
         if saved != adapter:
@@ -193,12 +194,12 @@ class Executor:
             trainer.version = version
         trainer.load(folder, command.optimizer)
         self._spoilt.discard(command.model)
-        return Done({"name": command.name, "version": trainer.version})
+        return PlainOutput({"name": command.name, "version": trainer.version})
 
-    def _drop_weights(self, command: DropWeights) -> Done:
+    def _drop_weights(self, command: DropWeights) -> PlainOutput:
         if self.grid.rank == 0:
             shutil.rmtree(self._folder / command.name, ignore_errors=True)
-        return Done()
+        return PlainOutput()
 
     def _editions(self, name: str) -> list[Path]:
         """Returns the folders saved under a name, the newest last."""
@@ -220,13 +221,13 @@ class Executor:
 
     # ------------------------------------------------------------------ losses and samples
 
-    def _define(self, command: DefineLoss) -> Done:
+    def _define(self, command: DefineLoss) -> PlainOutput:
         if len(self._graphs) >= _LOSSES:
             raise ServedError(f"{_LOSSES} custom losses exist, which is the limit; start another server.")
         self._graphs[command.loss] = LossGraph(command.graph, command.inputs)
-        return Done({"loss": command.loss})
+        return PlainOutput({"loss": command.loss})
 
-    def _sample(self, command: Sample) -> Result:
+    def _sample(self, command: SampleTokens) -> Result:
         if not command.source:
             return sample(self._pool.base, command)
         if command.source in self._trainers:
@@ -242,7 +243,7 @@ class Executor:
         else:
             if len(self._samplers) >= SAMPLERS:
                 self._drop_sampler()
-            Trainer(self._made(model, adapter), {}).load(folder, optimizer=False)
+            TenantTrainer(self._made(model, adapter), {}).load(folder, optimizer=False)
         self._samplers[model] = None
         return self._pool.get(model)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine.errors import EngineError
 from engine.parallel.comm.host_group import HostGroup, announce, collect
-from engine.serving.commands import Command, Failure, Result, Stop, decode, encode
+from engine.serving.commands import Command, Failure, Result, Stop, decode_message, encode_message
 
 BEAT_SECONDS = 1.0
 """Seconds between beats of an idle service."""
@@ -75,8 +75,8 @@ class CommandLoop:
     def _next(self) -> tuple[str, Command | None]:
         """Returns the next command, equal on all ranks, with its key on rank 0; None after a beat."""
         taken = self._source.take(BEAT_SECONDS) if self._source is not None else None
-        data = announce(self._host, encode(taken[1]) if taken is not None else BEAT)
-        command: Command | None = decode(data) if data else None
+        data = announce(self._host, encode_message(taken[1]) if taken is not None else BEAT)
+        command: Command | None = decode_message(data) if data else None
         return taken[0] if taken is not None else "", command
 
     def _agreed(self, command: Command, result: Result) -> Result:

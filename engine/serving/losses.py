@@ -93,7 +93,7 @@ _OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 
-def find_loss(name: str) -> Loss:
+def served_loss(name: str) -> Loss:
     """Returns the built-in loss ``name``.
 
     Raises:

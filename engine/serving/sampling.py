@@ -6,14 +6,14 @@ from torch import Tensor
 
 from engine.engine import Engine
 from engine.generation.sampling import Completion, GenerationRequest, SamplingOptions
-from engine.serving.commands import Array, Sample, SampledOutput, SampledSequence, SamplingParameters
+from engine.serving.commands import Array, SampledOutput, SampledSequence, SampleTokens, SamplingParameters
 from engine.serving.losses import ServedError
 
 ABSENT = (0, -99999.0)
 """Token and log-probability of an empty place among the likeliest tokens."""
 
 
-def sample(engine: Engine, command: Sample) -> SampledOutput:
+def sample(engine: Engine, command: SampleTokens) -> SampledOutput:
     """Draws the sequences of a request. Collective; every data rank draws all of them.
 
     Communicates the tokens over the replica, as ``Engine.generate_requests`` does.

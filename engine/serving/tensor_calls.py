@@ -23,14 +23,14 @@ from engine.serving.commands import (
     Array,
     BackwardTensors,
     CallFunction,
-    Done,
     DropTicket,
     ForwardTensors,
     OptimStep,
+    PlainOutput,
     TensorOutput,
 )
 from engine.serving.losses import ServedError
-from engine.serving.training import Trainer
+from engine.serving.training import TenantTrainer
 
 Function = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Function that clients call by name."""
@@ -58,7 +58,7 @@ class TensorCalls:
         self._functions = functions
         self._retained: dict[str, _Retained] = {}
 
-    def forward(self, trainer: Trainer, command: ForwardTensors) -> TensorOutput:
+    def forward(self, trainer: TenantTrainer, command: ForwardTensors) -> TensorOutput:
         """Runs the model's forward; positional arguments are named "0", "1" etc. Collective over the grid.
 
         Raises:
@@ -82,7 +82,7 @@ class TensorCalls:
         joined = {name: rows.joined(value.detach(), engine) for name, value in outputs.items()}
         return TensorOutput({name: _array(value) for name, value in joined.items()}, trainer.version)
 
-    def backward(self, trainer: Trainer, command: BackwardTensors) -> TensorOutput:
+    def backward(self, trainer: TenantTrainer, command: BackwardTensors) -> TensorOutput:
         """Continues the backward of a retained forward, and drops it. Collective over the grid.
 
         Raises:
@@ -108,9 +108,9 @@ class TensorCalls:
             trainer.optim_step(OptimStep(command.model, command.step))
         return TensorOutput({name: _array(value) for name, value in gradients.items()}, trainer.version)
 
-    def drop(self, command: DropTicket) -> Done:
+    def drop(self, command: DropTicket) -> PlainOutput:
         """Drops a retained forward, if it is there."""
-        return Done({"dropped": self._retained.pop(command.ticket, None) is not None})
+        return PlainOutput({"dropped": self._retained.pop(command.ticket, None) is not None})
 
     def forget(self, model: str) -> None:
         """Drops all retained forwards of a model."""

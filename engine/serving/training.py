@@ -28,14 +28,14 @@ from engine.serving.commands import (
     AdamParameters,
     Array,
     Datum,
-    Done,
     ForwardBackward,
     LossCall,
     OptimStep,
+    PlainOutput,
     TrainedOutput,
 )
 from engine.serving.loss_graph import LossGraph
-from engine.serving.losses import TARGETS, ServedError, check_inputs, find_loss
+from engine.serving.losses import TARGETS, ServedError, check_inputs, served_loss
 
 LENGTH = 32
 """Token rows are padded to a multiple of this, so that a pipeline traces few shapes."""
@@ -113,7 +113,7 @@ class _Retained:
     """Log-probabilities of this rank's data, with their graphs."""
 
 
-class Trainer:
+class TenantTrainer:
     """Training of one tenant: its engine, its place in an update, and a retained forward."""
 
     def __init__(self, engine: Engine, graphs: Mapping[str, LossGraph]) -> None:
@@ -162,7 +162,7 @@ class Trainer:
             self._seen += len(data)
         return self._output(data, results, sums)
 
-    def optim_step(self, command: OptimStep) -> Done:
+    def optim_step(self, command: OptimStep) -> PlainOutput:
         """Updates the weights with the accumulated gradient by AdamW. Collective over the grid."""
         engine = self.engine
         self._retained = None
@@ -174,7 +174,7 @@ class Trainer:
         report = engine.step(max_norm=command.adam.max_norm)
         self.version, self._seen = self.version + 1, 0
         norm = report.grad_norm if report is not None else math.nan
-        return Done({"grad_norm": norm, "version": self.version})
+        return PlainOutput({"grad_norm": norm, "version": self.version})
 
     def accumulate(self, loss: Tensor) -> None:
         """Adds the gradient of a 0-dim loss of this rank to the next update. Collective over the grid."""
@@ -212,7 +212,7 @@ class Trainer:
         if loss.name == CUSTOM:
             self._graph(loss)
         else:
-            find_loss(loss.name)
+            served_loss(loss.name)
             check_inputs(loss.name, datum.inputs, datum.targets, loss.options)
 
     def _graph(self, loss: LossCall) -> LossGraph:
@@ -240,7 +240,7 @@ class Trainer:
         if loss.name == CUSTOM:
             value, metrics = self._graph(loss).run(logprobs, datum.inputs)
         else:
-            value, metrics = find_loss(loss.name)(logprobs, datum.inputs, loss.options), {}
+            value, metrics = served_loss(loss.name)(logprobs, datum.inputs, loss.options), {}
         sums.add(value, metrics)
         return value
 

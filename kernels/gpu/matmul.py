@@ -81,41 +81,15 @@ def tile_place(tile, rows, columns, GROUP: tl.constexpr):
     return first + inside % height, inside // height
 
 
-BLOCKS = tl.constexpr(8)
-"""Blocks of K in a partial sum of fp32 products, whose error in one long sum would be three times cuBLAS's."""
-
-
 @triton.jit
 def tile_product(
     a, b, row, column, M, N, K,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the fp32 tile [BM, BN] of op(a) op(b) that starts at element (``row``, ``column``).
-
-    Products of full fp32 are summed in two levels.
-    """
-    if PRECISION == "ieee" and not DESCRIBED and a.dtype.element_ty == tl.float32:
-        sums = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, K, BK * BLOCKS):
-            sums += tile_sum(
-                a, b, row, column, k, tl.minimum(k + BK * BLOCKS, K), M, N, K,
-                A_TRANSPOSED, B_TRANSPOSED, PRECISION, BM, BN, BK, DESCRIBED,
-            )  # fmt: skip
-    else:
-        sums = tile_sum(a, b, row, column, 0, K, M, N, K, A_TRANSPOSED, B_TRANSPOSED, PRECISION, BM, BN, BK, DESCRIBED)
-    return sums
-
-
-@triton.jit
-def tile_sum(
-    a, b, row, column, start, end, M, N, K,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """Computes the part of a tile's sum from ``start`` to ``end`` along K."""
+    """Computes the fp32 tile [BM, BN] of op(a) op(b) that starts at element (``row``, ``column``)."""
     sums = tl.zeros((BM, BN), tl.float32)
-    for k in range(start, end, BK):
+    for k in range(0, K, BK):
         if A_TRANSPOSED:
             left = load_tile(a, k, row, K, M, BK, BM, True, DESCRIBED)
         else:

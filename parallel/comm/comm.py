@@ -170,10 +170,7 @@ class Comm:
         """True if groups, and frozen parameters of the model, belong to another engine."""
 
     def lend(self) -> "Comm":
-        """Returns communication for another engine of the same ranks, over the same groups, with a tally of its own.
-
-        Its ``close`` leaves the groups open. All ranks call their engines in the same order.
-        """
+        """Returns communication over the same groups for another engine of these ranks; ``close`` leaves them open."""
         lent = Comm(self.grid, self._backend)
         lent.reports, lent.joint, lent.failures, lent.recorder = self.reports, self.joint, self.failures, self.recorder
         lent._symmetric, lent.borrows = self._symmetric, True

@@ -65,6 +65,7 @@ from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.sweep import SWEEP
+from tests.faults.tenants import TENANTS
 from tests.faults.tensor import TENSOR
 from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
@@ -96,7 +97,7 @@ AREAS = {
         *CONTEXT_RECURRENCE,
         *CONTEXT_BYTES,
     ),
-    "training service": SERVICE,
+    "training service": (*SERVICE, *TENANTS),
     "weights out": WEIGHTS_OUT,
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
     "sweeps": SWEEP,

@@ -61,7 +61,7 @@ class StoreService(HostedApplication):
             raise self._application.failure
 
 
-def serve(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
+def serve_store(store: Store, token: str, listening: socket.socket, ready: Callable[[], None]) -> None:
     """Serves a store until SIGTERM or SIGINT."""
     run_until_signal(StoreService(store, token, listening), ready)
 

@@ -10,8 +10,8 @@ Names of the base's parameters in the adapted model differ by PEFT's prefix and 
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,8 +20,6 @@ from engine.errors import ConfigError, PlanError
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_linear
-from engine.parallel.tensor.plan.styles import Style
-from engine.serving.commands import Adapter
 
 ALPHA = 32
 """Scale of every adapter: its product is multiplied by ALPHA / rank, as in the service whose clients we serve."""
@@ -29,6 +27,30 @@ _PREFIX = "base_model.model."
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _ROUTERS = ("gate", "router")
 """Names of linear layers that choose experts; ``gate_proj`` is none."""
+
+
+class LowRank(Protocol):
+    """Interface of a tenant's adapter: rank and seed of its pairs, and the roles of the layers that it adapts."""
+
+    @property
+    def rank(self) -> int:
+        """Columns of A and rows of B."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of A."""
+
+    @property
+    def attention(self) -> bool:
+        """True: layers of attention are adapted."""
+
+    @property
+    def perceptron(self) -> bool:
+        """True: other layers of blocks are adapted."""
+
+    @property
+    def unembedding(self) -> bool:
+        """True: the output head is adapted."""
 
 
 def base_name(name: str) -> str:
@@ -41,25 +63,7 @@ def adapted_name(name: str) -> str:
     return _PREFIX + name
 
 
-def adapted_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
-    """Returns the tensor plan of an adapted ``model`` by the styles of the base, so that pairs add no communication.
-
-    column, vocabulary    A whole, B as the layer
-    row                   A as the layer, B whole: the sum of the layer contains the pair's
-    """
-    wrapped = {base_name(name): name for name, _ in model.named_modules() if name.endswith(".base_layer")}
-    parameters = {base_name(name): name for name, _ in model.named_parameters() if ".lora_" not in name}
-    plan: dict[str, str] = {}
-    for name, style in styles.items():
-        layer = wrapped.get(name)
-        plan[layer or parameters.get(name) or adapted_name(name)] = style.text
-        if layer is not None and style.text != "replicate":
-            half = "lora_A" if style.text.startswith("row") else "lora_B"
-            plan[f"{layer.removesuffix('base_layer')}{half}.default"] = style.text
-    return plan
-
-
-def find_targets(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
+def find_targets(model: nn.Module, adapter: LowRank) -> tuple[str, ...]:
     """Returns the names of the layers that ``adapter`` adapts.
 
     Raises:
@@ -100,7 +104,7 @@ def _in_attention(model: nn.Module, name: str) -> bool:
     )
 
 
-def adapted(model: nn.Module, adapter: Adapter) -> nn.Module:
+def adapted(model: nn.Module, adapter: LowRank) -> nn.Module:
     """Wraps a frozen base, which may be on the meta device, with PEFT; returns the model with its trained pairs.
 
     A [rank, inputs] is drawn on the host by a generator keyed by seed and layer, so it is equal on any grid; B is zero.

@@ -16,10 +16,11 @@ from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.parallel.comm.world import Lender, World, read_world
 from engine.program.batch import Batch
-from engine.serving.commands import Adapter
-from engine.serving.tenants.adapters import adapted
+from engine.serving.tenants.adapters import LowRank, adapted
 from engine.serving.tenants.skeleton import lender_of, tenant_config, without_memory
-from engine.serving.training import LENGTH
+
+_TOKENS = 32
+"""Tokens of the example with which plans are made; other lengths are traced when they come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class TenantPool:
     Args:
         build_base: builds the base model, equal on all ranks.
         config: grid, ZeRO, precision and optimizer of the base and of every tenant; AdamW by default.
-        example_batch: a microbatch as tenants are called with; None: token ids, as :class:`Trainer` passes them.
+        example_batch: a microbatch as tenants are called with; None: one row of token ids.
         world: identity of this rank, for ranks that are threads; None: read from the launcher.
     """
 
@@ -74,7 +75,7 @@ class TenantPool:
     ) -> None:
         self._build, self._limits = build_base, limits or TenantLimits()
         self._world = world or read_world()
-        tokens = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
+        tokens = {"input_ids": torch.zeros(1, _TOKENS, dtype=torch.int64)}
         self._example = tokens if example_batch is None else example_batch
         config = config.resolve(self._world.size)
         self._config = replace(
@@ -96,7 +97,7 @@ class TenantPool:
         """Engine of the frozen base model."""
         return self._base
 
-    def create(self, model_id: str, adapter: Adapter | None) -> Engine:
+    def create(self, model_id: str, adapter: LowRank | None) -> Engine:
         """Creates a tenant and makes it resident; returns its engine.
 
         ``adapter`` None: a full-parameter tenant, with the values of the base at the start.
@@ -151,7 +152,7 @@ class TenantPool:
             seconds={name: tenant.seconds for name, tenant in self._tenants.items()},
         )
 
-    def _refuse_full(self, adapter: Adapter | None) -> None:
+    def _refuse_full(self, adapter: LowRank | None) -> None:
         limits, full = self._limits, sum(tenant.full for tenant in self._tenants.values())
         if adapter is None and full >= limits.full:
             raise ConfigError(
@@ -165,7 +166,7 @@ class TenantPool:
         if adapter is not None and not 1 <= adapter.rank <= limits.rank:
             raise ConfigError(f"the adapter has rank {adapter.rank}; give a rank from 1 to {limits.rank}.")
 
-    def _adapted(self, adapter: Adapter) -> Engine:
+    def _adapted(self, adapter: LowRank) -> Engine:
         model = adapted(without_memory(self._skeleton), adapter)
         config = tenant_config(self._config, self._base, self._skeleton, model)
         config = replace(config, checkpoint=CheckpointConfig(frozen=False))

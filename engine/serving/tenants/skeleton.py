@@ -16,7 +16,8 @@ from engine.config import Config
 from engine.engine import Engine
 from engine.parallel.comm.world import Lender
 from engine.parallel.tensor.plan.sharding_rules import match_styles
-from engine.serving.tenants.adapters import adapted_name, adapted_styles, base_name
+from engine.parallel.tensor.plan.styles import Style
+from engine.serving.tenants.adapters import adapted_name, base_name
 
 
 def without_memory(model: nn.Module) -> nn.Module:
@@ -39,6 +40,24 @@ def lender_of(base: Engine, model: nn.Module) -> Lender:
     }
     shards = {tuple(names[slot.name] for slot in flat.bucket.slots): flat.kept for flat in runtime.inventory.frozen}
     return Lender(runtime.comm, tensors, shards)
+
+
+def adapted_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
+    """Returns the tensor plan of an adapted ``model`` by the styles of the base, so that pairs add no communication.
+
+    column, vocabulary    A whole, B as the layer
+    row                   A as the layer, B whole: the sum of the layer contains the pair's
+    """
+    wrapped = {base_name(name): name for name, _ in model.named_modules() if name.endswith(".base_layer")}
+    parameters = {base_name(name): name for name, _ in model.named_parameters() if ".lora_" not in name}
+    plan: dict[str, str] = {}
+    for name, style in styles.items():
+        layer = wrapped.get(name)
+        plan[layer or parameters.get(name) or adapted_name(name)] = style.text
+        if layer is not None and style.text != "replicate":
+            half = "lora_A" if style.text.startswith("row") else "lora_B"
+            plan[f"{layer.removesuffix('base_layer')}{half}.default"] = style.text
+    return plan
 
 
 def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:

@@ -14,10 +14,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.serving.bookkeeping.entry import FutureEntry, RequestRefusedError
+from engine.serving.bookkeeping.journal import JournalRecord
+from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.commands import Result
-from engine.serving.entry import FutureEntry, RequestRefusedError
-from engine.serving.journal import JournalRecord
-from engine.serving.ledger import Ledger
 from engine.serving.wire.directory import Directory
 from engine.serving.wire.listings import ListingRoutes
 from engine.serving.wire.requests import RequestReader

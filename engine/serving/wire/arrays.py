@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from engine.serving.bookkeeping.entry import RequestRefusedError
 from engine.serving.commands import Array
-from engine.serving.entry import RequestRefusedError
 from engine.serving.wire.messages import message_class
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4

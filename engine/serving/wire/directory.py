@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from engine.serving.bookkeeping.entry import FutureEntry, RequestRefusedError
+from engine.serving.bookkeeping.journal import JournalRecord
+from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.commands import DropWeights, Failure, Result, SaveWeights
-from engine.serving.entry import FutureEntry, RequestRefusedError
-from engine.serving.journal import JournalRecord
-from engine.serving.ledger import Ledger
 
 SESSION, RUN, SAMPLER, WEIGHTS = "session", "run", "sampler", "weights"
 KIND = ("base_model", "is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from engine.serving.entry import RequestRefusedError
+from engine.serving.bookkeeping.entry import RequestRefusedError
 from engine.web.json_text import parse_json
 
 _LARGEST = 1 << 62
@@ -54,7 +54,7 @@ class BodyFields:
         """Returns a text of at most ``most`` characters."""
         rule = f"give a text of at most {most} characters"
         value = self._get(name, default, rule)
-        if value is not default and (not isinstance(value, str) or len(value) > most):
+        if value is not default and (not isinstance(value, str) or len(value) > most or not _is_text(value)):
             raise self.refuse(name, rule)
         return value
 
@@ -101,3 +101,8 @@ class BodyFields:
         if not isinstance(value, list) or len(value) > most:
             raise self.refuse(name, rule)
         return value
+
+
+def _is_text(value: str) -> bool:
+    """Returns False for half of a surrogate pair, which JSON can name and UTF-8 cannot."""
+    return not any("\ud800" <= one <= "\udfff" for one in value)

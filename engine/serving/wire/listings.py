@@ -6,8 +6,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.serving.entry import RequestRefusedError
-from engine.serving.ledger import Ledger
+from engine.serving.bookkeeping.entry import RequestRefusedError
+from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.wire.directory import KIND, RUN, Directory
 from engine.serving.wire.fields import BodyFields
 from engine.serving.wire.routes import CLIENT_CONFIG, Handler, ReadBody, json_reply

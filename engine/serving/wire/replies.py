@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.serving.commands import Array, Done, Failure, Result, SampledOutput, TensorOutput, TrainedOutput
-from engine.serving.entry import FutureEntry
+from engine.serving.bookkeeping.entry import FutureEntry
+from engine.serving.commands import Array, Failure, PlainOutput, Result, SampledOutput, TensorOutput, TrainedOutput
 from engine.serving.wire.arrays import batched_tensor, top_tokens
 from engine.serving.wire.messages import message_class
 from engine.web.json_text import dump_json
@@ -25,13 +25,13 @@ def reply_of(entry: FutureEntry) -> tuple[bytes, str]:
             return sampled_bytes(result, entry.about.get("last")), PROTOBUF
         case Failure():
             return dump_json({"error": result.error, "category": result.category}), JSON
-        case Done():
+        case PlainOutput():
             return dump_json(_values(entry, result)), JSON
     values = {} if not isinstance(result, TensorOutput) else {"version": result.version}
     return dump_json(values), JSON
 
 
-def _values(entry: FutureEntry, result: Done) -> Mapping[str, Any]:
+def _values(entry: FutureEntry, result: PlainOutput) -> Mapping[str, Any]:
     about = entry.about
     match entry.route:
         case "optim_step":

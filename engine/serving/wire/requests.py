@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.serving.bookkeeping.entry import FutureEntry, RequestRefusedError
 from engine.serving.commands import (
     AdamParameters,
     Adapter,
@@ -24,12 +25,11 @@ from engine.serving.commands import (
     LoadWeights,
     LossCall,
     OptimStep,
-    Sample,
+    SampleTokens,
     SamplingParameters,
     SaveWeights,
     UnloadModel,
 )
-from engine.serving.entry import FutureEntry, RequestRefusedError
 from engine.serving.wire.arrays import array_from
 from engine.serving.wire.directory import KIND, Directory, check_name, now
 from engine.serving.wire.fields import BodyFields
@@ -289,7 +289,7 @@ class RequestReader:
         last = body.integer("prompt_logprobs_last_n", None, low=1, high=max(1, len(prompt) - 1))
         source = self._directory.weights(path)["name"] if path else ""
         entry = FutureEntry(
-            key, sampler.split(":")[0], Sample(source, prompt, parameters), route="asample", about={"last": last}
+            key, sampler.split(":")[0], SampleTokens(source, prompt, parameters), route="asample", about={"last": last}
         )
         return ParsedRequest((entry,), {"sample_sequence_ids": [f"{key}:{one}" for one in range(parameters.samples)]})
 

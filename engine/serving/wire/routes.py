@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.serving.entry import EntryState, FutureEntry, RequestRefusedError
-from engine.serving.ledger import Ledger
+from engine.serving.bookkeeping.entry import EntryState, FutureEntry, RequestRefusedError
+from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.wire.directory import SAMPLER, Directory, now
 from engine.serving.wire.fields import BodyFields
 from engine.serving.wire.replies import JSON, reply_of

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
+from engine.serving.bookkeeping.entry import FutureEntry
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.line import ModelLine
 from engine.serving.commands import Failure, ForwardBackward, Result, TrainedOutput
-from engine.serving.entry import FutureEntry
-from engine.serving.ledger import Ledger
-from engine.serving.line import ModelLine
 from engine.serving.wire.served_model import ServedModel
 
 _POINTS, _MODELS = 200, 64

@@ -24,6 +24,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from engine.serving.bookkeeping.entry import FutureEntry, RequestRefusedError
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.session import HOUSE, SHARED
 from engine.serving.commands import (
     AdamParameters,
     Array,
@@ -31,16 +34,13 @@ from engine.serving.commands import (
     CallFunction,
     Command,
     CreateModel,
-    Done,
     Failure,
     ForwardTensors,
     OptimStep,
+    PlainOutput,
     Result,
     TensorOutput,
 )
-from engine.serving.entry import FutureEntry, RequestRefusedError
-from engine.serving.ledger import Ledger
-from engine.serving.session import HOUSE, SHARED
 from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
 REPLY_SECONDS = 20.0
@@ -172,7 +172,7 @@ def _reply(result: Result | None) -> Response:
     if isinstance(result, TensorOutput):
         body = save({name: np.ascontiguousarray(value) for name, value in result.tensors.items()})
         return Response(body, _DONE, {VERSION: str(result.version)}, TENSORS)
-    assert isinstance(result, Done), "commands of this door have these results"
+    assert isinstance(result, PlainOutput), "commands of this door have these results"
     return JSONResponse(dict(result.values))
 
 

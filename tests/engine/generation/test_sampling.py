@@ -70,9 +70,8 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
     numbers = [uniform(3, 0, 0, place) for place in range(5)]
     together = draw_tokens(logits, RowOptions.of(options, CPU), numbers).tolist()
-    alone = [
-        draw_tokens(logits[r : r + 1], RowOptions.of(options[r : r + 1], CPU), numbers[r : r + 1]) for r in range(5)
-    ]
+    apart = [slice(row, row + 1) for row in range(5)]
+    alone = [draw_tokens(logits[row], RowOptions.of(options[row], CPU), numbers[row]) for row in apart]
     assert together == [int(token) for token in alone]
 
 

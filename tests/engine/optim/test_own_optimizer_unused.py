@@ -27,9 +27,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 """Those whose state has numbers that count updates."""
 GRIDS = [
     ({"data": 2}, 0, 2),
-    ({"data": 2}, 1, 2),
-    ({"data": 2}, 3, 2),
+    wide({"data": 2}, 1, 2),
     wide({"data": 2}, 2, 2),
+    ({"data": 2}, 3, 2),
     ({"tensor": 2}, 0, 2),
     ({"pipeline": 2}, 0, 2),
     wide({"data": 2, "tensor": 2, "pipeline": 2}, 1, 8),

@@ -4,6 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.serving.bookkeeping.entry import FutureEntry
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.restart import open_ledger
+from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.commands import (
     AdamParameters,
     Command,
@@ -12,14 +17,9 @@ from engine.serving.commands import (
     ForwardBackward,
     LossCall,
     OptimStep,
-    Sample,
+    SampleTokens,
     SamplingParameters,
 )
-from engine.serving.entry import FutureEntry
-from engine.serving.ledger import Ledger
-from engine.serving.queue import FairQueue
-from engine.serving.restart import open_ledger
-from engine.serving.session import LedgerLimits
 from tests.engine.serving.executors import Runs
 
 SESSION = "s1"
@@ -50,7 +50,7 @@ def created(model: str = MODEL) -> FutureEntry:
 
 def sample(number: int, session: str = SESSION, tokens: int = 4) -> FutureEntry:
     """Returns the entry of a sample of the base model."""
-    command = Sample("", np.arange(3), SamplingParameters(max_tokens=tokens))
+    command = SampleTokens("", np.arange(3), SamplingParameters(max_tokens=tokens))
     return FutureEntry(f"{session}:sample:0:{number}", session, command, route="asample")
 
 

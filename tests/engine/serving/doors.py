@@ -11,13 +11,13 @@ from torch import nn
 
 from engine.config import load_config
 from engine.parallel.comm.host_group import TorchHostGroup
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.commands import CreateModel
-from engine.serving.executor import Executor
-from engine.serving.front import LedgerSource
-from engine.serving.ledger import Ledger
+from engine.serving.executor import CommandExecutor
+from engine.serving.host.front import LedgerSource
 from engine.serving.loop import CommandLoop
-from engine.serving.queue import FairQueue
-from engine.serving.session import LedgerLimits
 from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.serving.wire.application import ServiceApplication
 from engine.serving.wire.served_model import ServedModel
@@ -37,7 +37,7 @@ def tensor_server(
     """Serve a model that all clients share; yield the address."""
     torch.manual_seed(0)
     pool = TenantPool(build, load_config(dict(CONFIG)), TenantLimits(full=1), shape)
-    executor = Executor(pool, folder, functions)
+    executor = CommandExecutor(pool, folder, functions)
     executor.run(CreateModel("shared", "", None))
     ledger = Ledger(FairQueue(), None, LedgerLimits())
     source = LedgerSource(ledger, iter(()))

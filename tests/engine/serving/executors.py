@@ -9,28 +9,28 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.queue import FairQueue
 from engine.serving.commands import (
     Adapter,
     Command,
     CreateModel,
     Datum,
     DefineLoss,
-    Done,
     DropWeights,
     Failure,
     ForwardBackward,
     LoadWeights,
     OptimStep,
+    PlainOutput,
     Result,
-    Sample,
     SampledOutput,
     SampledSequence,
+    SampleTokens,
     SaveWeights,
     TrainedOutput,
     UnloadModel,
 )
-from engine.serving.ledger import Ledger
-from engine.serving.queue import FairQueue
 
 VOCABULARY, CONTEXT = 256, 256
 
@@ -69,7 +69,7 @@ class CountingExecutor:
             case OptimStep(model=model):
                 state = self.models[model]
                 self.models[model] = [(state[0] * 131 + state[1]) % (1 << 40), 0]
-                return Done({"version": float(self.models[model][0])})
+                return PlainOutput({"version": float(self.models[model][0])})
             case SaveWeights(model=model, name=name):
                 self.saved[name] = self.models[model][0]
             case LoadWeights(model=model, name=name):
@@ -80,11 +80,11 @@ class CountingExecutor:
                 self.saved.pop(name, None)
             case UnloadModel(model=model):
                 del self.models[model]
-            case Sample(prompt=prompt, parameters=parameters):
+            case SampleTokens(prompt=prompt, parameters=parameters):
                 tokens = (prompt.sum() + np.arange(parameters.max_tokens)).astype(np.int32) % VOCABULARY
                 drawn = SampledSequence(tokens, np.zeros(len(tokens), np.float32), False)
                 return SampledOutput((drawn,) * parameters.samples)
-        return Done()
+        return PlainOutput()
 
 
 def loop(queue: FairQueue, ledger: Ledger, executor: Runs) -> None:
@@ -133,7 +133,8 @@ class PlainExecutor:
             vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
         )  # fmt: skip
-        self.model: Any = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+        made: Any = Qwen3ForCausalLM(config)
+        self.model = made.eval().requires_grad_(False)
         self.tenants: dict[str, _PlainTenant] = {}
         self.saved: dict[str, Any] = {}
         self.losses: dict[str, Callable[..., torch.Tensor]] = {}
@@ -147,7 +148,7 @@ class PlainExecutor:
             tenant = self._active
             if tenant is None or tenant.adapter is None or f"{name}.A" not in tenant.weights:
                 return output
-            low = args[0] @ tenant.weights[f"{name}.A"].T
+            low: torch.Tensor = args[0] @ tenant.weights[f"{name}.A"].T
             return output + (low @ tenant.weights[f"{name}.B"].T) * (32 / tenant.adapter.rank)
 
         return hook
@@ -185,9 +186,9 @@ class PlainExecutor:
                 del self.tenants[command.model]
             case DefineLoss():
                 self.losses[command.loss] = lambda p: (p**2).mean()  # the only loss of the tests
-            case Sample():
+            case SampleTokens():
                 return self._sample(command)
-        return Done()
+        return PlainOutput()
 
     def _created(self, adapter: Adapter | None) -> _PlainTenant:
         if adapter is None:
@@ -251,10 +252,10 @@ class PlainExecutor:
                 root = (v / (1 - adam.beta2**tenant.steps)).sqrt_().add_(adam.eps)
                 weight.addcdiv_(m, root, value=-adam.lr / (1 - adam.beta1**tenant.steps))
                 weight.grad = None
-        return Done({"steps": float(tenant.steps), "odd": float("nan")})
+        return PlainOutput({"steps": float(tenant.steps), "odd": float("nan")})
 
     @torch.no_grad()
-    def _sample(self, command: Sample) -> Result:
+    def _sample(self, command: SampleTokens) -> Result:
         tenant, given = None, command.parameters
         if command.source:
             adapter, state, _, _ = self.saved[command.source]

@@ -18,7 +18,6 @@ from engine.serving.commands import (
     CallFunction,
     Command,
     CreateModel,
-    Done,
     DropTicket,
     Failure,
     ForwardBackward,
@@ -26,16 +25,17 @@ from engine.serving.commands import (
     LoadWeights,
     LossCall,
     OptimStep,
+    PlainOutput,
     Result,
-    Sample,
     SampledOutput,
+    SampleTokens,
     SamplingParameters,
     SaveWeights,
     TensorOutput,
     TrainedOutput,
     UnloadModel,
 )
-from engine.serving.executor import Executor
+from engine.serving.executor import CommandExecutor
 from engine.serving.tenants.pool import TenantLimits, TenantPool
 from tests import models
 from tests.engine.serving.test_training import CONFIG, make_data
@@ -59,7 +59,7 @@ def ran(folder: Path, grid: str, commands: list[Command], functions: Mapping[str
     def body(world: World) -> list[Result]:
         limits, example = TenantLimits(full=2), {"input_ids": torch.zeros(1, 32, dtype=torch.int64)}
         pool = TenantPool(models.llama, load_config(config), limits, example, world)
-        executor = Executor(pool, folder, functions)
+        executor = CommandExecutor(pool, folder, functions)
         try:
             return [executor.run(command) for command in commands]
         finally:
@@ -86,8 +86,8 @@ SCRIPT: list[Command] = [
     SaveWeights("a", "run/first", True),
     *train("a", 3),
     *train("full", 4),
-    Sample("", np.arange(1, 6), SamplingParameters(max_tokens=4, temperature=0.0, prompt_logprobs=True)),
-    Sample("run/first", np.arange(1, 6), SamplingParameters(2, 4, top_k=5, seed=3, top_prompt_logprobs=2)),
+    SampleTokens("", np.arange(1, 6), SamplingParameters(max_tokens=4, temperature=0.0, prompt_logprobs=True)),
+    SampleTokens("run/first", np.arange(1, 6), SamplingParameters(2, 4, top_k=5, seed=3, top_prompt_logprobs=2)),
     LoadWeights("a", "run/first", True),
     *train("a", 3),
     LoadWeights("b", "run/first", True),
@@ -96,7 +96,7 @@ SCRIPT: list[Command] = [
 ]
 
 
-IN_MEMORY = [
+IN_MEMORY: list[Command] = [
     command
     for command in SCRIPT
     if not isinstance(command, SaveWeights | LoadWeights) and getattr(command, "source", "") != "run/first"
@@ -175,6 +175,6 @@ def test_a_client_continues_its_backward(tmp_path: Path) -> None:
             "a gradient was sent for output 'nothing'",
             "there is no function 'treble'",
         ]
-        assert results[9] == Done({"dropped": True})
+        assert results[9] == PlainOutput({"dropped": True})
         doubled = results[10]
         assert isinstance(doubled, TensorOutput) and np.array_equal(doubled.tensors["y"], 2 * tensors(3))

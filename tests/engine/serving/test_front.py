@@ -12,7 +12,7 @@ from engine.config.serve_section import ServeConfig
 from engine.errors import ConfigError, LaunchError
 from engine.launch.cli import main
 from engine.serving.commands import Stop
-from engine.serving.front import LedgerSource, open_front, read_token
+from engine.serving.host.front import LedgerSource, open_front, service_token
 from tests.engine.serving.executors import CountingExecutor
 from tests.engine.serving.wire.tinker_calls import BASE, MODEL, forward_backward, optim_step
 
@@ -84,11 +84,11 @@ def test_a_service_stops_and_starts_with_the_same_bits(
 def test_other_hosts_need_a_token(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINE_TOKEN", raising=False)
     with pytest.raises(LaunchError, match="without a token serves its own only"):
-        read_token(ServeConfig(host=host))
-    assert read_token(ServeConfig()) == ""
+        service_token(ServeConfig(host=host))
+    assert service_token(ServeConfig()) == ""
     monkeypatch.setenv("TRINE_TOKEN", "a b")
     with pytest.raises(ConfigError, match="one word"):
-        read_token(ServeConfig(host=host))
+        service_token(ServeConfig(host=host))
 
 
 def test_the_command_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

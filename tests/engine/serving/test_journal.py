@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError
+from engine.serving.bookkeeping.entry import RequestRefusedError
+from engine.serving.bookkeeping.journal import CommandJournal, JournalRecord, journal_numbers, read_journal
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.commands import TrainedOutput
-from engine.serving.entry import RequestRefusedError
-from engine.serving.journal import CommandJournal, JournalRecord, journal_numbers, read_journal
-from engine.serving.ledger import Ledger
-from engine.serving.session import LedgerLimits
 from tests.engine.serving.commands_of_tests import (
     MODEL,
     SESSION,
@@ -87,19 +87,16 @@ def test_a_journal_has_one_process(tmp_path: Path) -> None:
 
 
 def test_requests_that_arrive_together_share_one_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, syncs = CommandJournal(tmp_path), list[int]()
+    journal, syncs, late, stored = CommandJournal(tmp_path), list[int](), records(40)[1:], list[Any]()
     real = os.fsync
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda file: (
-            syncs.append(file),
-            [stored.append(journal.append(one)) for one in late],
-            late.clear(),
-            real(file),
-        ),
-    )
-    late, stored = records(40)[1:], list[Any]()
+
+    def fsync(file: int) -> None:
+        syncs.append(file)
+        stored.extend(journal.append(one) for one in late)
+        late.clear()
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     journal.append(records(1)[0]).result(20)
     for one in stored:
         one.result(20)
@@ -234,7 +231,7 @@ def all_results(folder: Path, disk: DeadDisk) -> Client:
 
 def test_a_crash_at_any_call_loses_nothing_that_was_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = DeadDisk(monkeypatch)
-    monkeypatch.setattr("engine.serving.journal.DEAD_BYTES", 600)
+    monkeypatch.setattr("engine.serving.bookkeeping.journal.DEAD_BYTES", 600)
     monkeypatch.setattr(CommandJournal.__init__, "__defaults__", (600,))
     whole = all_results(tmp_path / "whole", disk)
     whole.crash()

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.serving.bookkeeping.entry import EntryState, FutureEntry, RequestRefusedError
+from engine.serving.bookkeeping.ledger import RETAINED, Ledger
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.commands import Failure, OptimStep, SaveWeights, UnloadModel
-from engine.serving.entry import EntryState, FutureEntry, RequestRefusedError
-from engine.serving.ledger import RETAINED, Ledger
-from engine.serving.queue import FairQueue
-from engine.serving.session import LedgerLimits
 from tests.engine.serving.commands_of_tests import (
     MODEL,
     SESSION,
@@ -261,7 +261,7 @@ def test_a_start_forgets_what_was_unloaded_cancelled_and_fetched(tmp_path: Path)
     ledger.journal.close()
     again = CountingExecutor()
     ledger = open_at(tmp_path, again, limits)
-    assert again.log == ["Sample"]
+    assert again.log == ["SampleTokens"]
     with pytest.raises(RequestRefusedError) as error:
         ledger.find(f"{SESSION}:sample:0:1")
     assert error.value.status == 410 and ledger.find(f"{SESSION}:sample:0:3").has_failed

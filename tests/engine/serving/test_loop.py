@@ -12,18 +12,18 @@ from engine.serving.commands import (
     AdamParameters,
     Command,
     Datum,
-    Done,
     Failure,
     ForwardBackward,
     LossCall,
     OptimStep,
+    PlainOutput,
     Result,
-    Sample,
+    SampleTokens,
     SamplingParameters,
     Stop,
     UnloadModel,
-    decode,
-    encode,
+    decode_message,
+    encode_message,
 )
 from engine.serving.loop import CommandLoop
 
@@ -80,8 +80,8 @@ def test_all_ranks_run_commands_in_one_order_and_a_split_end_spoils_the_model(ho
             if isinstance(command, UnloadModel):
                 if command.model == "bad":
                     return Failure("no model bad")
-                return Failure("disk full", "server") if rank == 1 else Done()
-            return Done({"rank": rank})
+                return Failure("disk full", "server") if rank == 1 else PlainOutput()
+            return PlainOutput({"rank": rank})
 
         CommandLoop(hosts[rank], run, spoilt[rank].append, source if rank == 0 else None).run()
 
@@ -94,29 +94,29 @@ def test_all_ranks_run_commands_in_one_order_and_a_split_end_spoils_the_model(ho
     assert spoilt == [[UnloadModel("split")]] * 3
     assert [key for key, _ in source.results] == ["k0", "k1", "k2", "k3"]
     results = [result for _, result in source.results]
-    assert results[0] == results[3] == Done({"rank": 0}) and results[1] == Failure("no model bad")
+    assert results[0] == results[3] == PlainOutput({"rank": 0}) and results[1] == Failure("no model bad")
     assert isinstance(results[2], Failure) and "disk full" in results[2].error and results[2].category == "server"
 
 
 def test_a_loop_without_a_source_on_rank_0_is_refused(hosts: list[ThreadHosts]) -> None:
     with pytest.raises(EngineError, match="source on rank 0"):
-        CommandLoop(hosts[0], lambda _: Done(), lambda _: None)
+        CommandLoop(hosts[0], lambda _: PlainOutput(), lambda _: None)
 
 
 def test_commands_are_the_same_after_encoding() -> None:
     datum = Datum(np.arange(3), {"weights": np.ones((3, 2), np.float32)})
     command = ForwardBackward("m", (datum, datum), LossCall("ppo", {"clip_low_threshold": 0.5}), True)
-    again = decode(encode(command))
+    again = decode_message(encode_message(command))
     assert again.loss == command.loss and again.forward_only and len(again.data) == 2
     assert np.array_equal(again.data[1].inputs["weights"], datum.inputs["weights"])
-    sample = Sample("", np.arange(4), SamplingParameters(stops=((1, 2), (3,))))
-    assert decode(encode(sample)).parameters == sample.parameters
+    sample = SampleTokens("", np.arange(4), SamplingParameters(stops=((1, 2), (3,))))
+    assert decode_message(encode_message(sample)).parameters == sample.parameters
     for wrong in (
         b"",
         b"x" * 20,
-        encode(command)[:-1],
+        encode_message(command)[:-1],
         b"\x02" + bytes(7) + b"[]",
         b"\x0c" + bytes(7) + b'{"is":"os"} ',
     ):
         with pytest.raises(ValueError):
-            decode(wrong)
+            decode_message(wrong)

@@ -5,9 +5,9 @@ from time import monotonic
 
 import pytest
 
+from engine.serving.bookkeeping.entry import INTERNAL, FutureEntry
+from engine.serving.bookkeeping.queue import QUANTUM, SAMPLE_AFTER, FairQueue
 from engine.serving.commands import DropWeights
-from engine.serving.entry import INTERNAL, FutureEntry
-from engine.serving.queue import QUANTUM, SAMPLE_AFTER, FairQueue
 from tests.engine.serving.commands_of_tests import forward_backward, numbered, sample
 
 

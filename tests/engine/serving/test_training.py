@@ -14,7 +14,7 @@ from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.serving.commands import AdamParameters, Array, Datum, ForwardBackward, LossCall, OptimStep, TrainedOutput
 from engine.serving.losses import LOSSES, TARGETS, ServedError
-from engine.serving.training import Trainer
+from engine.serving.training import TenantTrainer
 from tests import models
 
 ADAM = AdamParameters(lr=1e-2, eps=1e-8, weight_decay=0.1, max_norm=0.5)
@@ -69,7 +69,7 @@ def served(world: World | None, parallel: Mapping[str, Any], stage: int, losses:
     config = {**CONFIG, "parallel": dict(parallel), "zero_optimization": {"stage": stage}}
     found: list[TrainedOutput] = []
     with engine.initialize(models.llama(), config, world=world) as eng:
-        trainer = Trainer(eng, {})
+        trainer = TenantTrainer(eng, {})
         for step, loss in enumerate(losses):
             data = make_data(5, step)
             parts = [data[start : start + 5 // cuts] for start in range(0, 5, 5 // cuts)]
@@ -123,7 +123,7 @@ def test_bits_do_not_depend_on_how_requests_are_cut(grid: str) -> None:
 
 def test_a_retained_forward_is_the_only_one_of_a_client_side_loss() -> None:
     with engine.initialize(models.llama(), dict(CONFIG)) as eng:
-        trainer = Trainer(eng, {})
+        trainer = TenantTrainer(eng, {})
         data = make_data(3, 0)
         call = LossCall("cross_entropy")
         first = trainer.forward_backward(ForwardBackward("m", data, call, forward_only=True))
@@ -138,7 +138,7 @@ def test_a_retained_forward_is_the_only_one_of_a_client_side_loss() -> None:
 
 def test_targets_of_several_tokens_a_place_and_an_update_without_data() -> None:
     with engine.initialize(models.llama(), dict(CONFIG)) as eng:
-        trainer = Trainer(eng, {})
+        trainer = TenantTrainer(eng, {})
         targets = np.arange(8).reshape(4, 2)
         datum = Datum(np.arange(4), {TARGETS: targets, "weights": np.ones((4, 2), np.float32)})
         found = trainer.forward_backward(ForwardBackward("m", (datum,), LossCall("cross_entropy")))
@@ -151,7 +151,7 @@ def test_targets_of_several_tokens_a_place_and_an_update_without_data() -> None:
 
 def test_mistakes_of_a_client_are_one_sentence() -> None:
     with engine.initialize(models.llama(), dict(CONFIG)) as eng:
-        trainer = Trainer(eng, {})
+        trainer = TenantTrainer(eng, {})
         (datum,) = make_data(1, 0)
         bare = Datum(datum.tokens, {TARGETS: datum.inputs[TARGETS]})
         for given, call, said in (

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.kernels import dispatch
 from engine.kernels.dispatch import Kernels, Mode, TunedChoice
 from engine.kernels.ops import linear as linear_ops
 from engine.kernels.ops.activations import ACTIVATIONS, Activation
@@ -71,12 +72,17 @@ def test_relu_has_the_sign_of_the_sum_before_it_is_rounded(forward: bool, residu
     assert y.eq(1).all() and slopes[1].eq(1).all() and slopes[2].eq(1).all(), (y, slopes)
 
 
-def test_products_of_full_fp32_are_summed_in_two_levels() -> None:
-    """Summed block by block, each half would be lost in 2^24."""
-    x = torch.zeros(1, 256)
-    x[0, 0], x[0, 16::16] = 2.0**24, 0.5
-    y = linear(x, torch.ones(8, 256), None, LinearForm(), TRITON)
-    assert y.eq(2.0**24 + 4).all(), y
+@pytest.mark.parametrize(("precision", "dtype", "chosen"), [
+    ("highest", torch.float32, False), ("high", torch.float32, True), ("highest", torch.bfloat16, True),
+])  # fmt: skip
+def test_products_of_full_fp32_are_the_librarys_on_a_gpu(
+    precision: str, dtype: torch.dtype, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "compiles_triton", lambda device: True)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    kernels = Kernels("triton")
+    x = torch.zeros(2, 16, dtype=dtype)
+    assert [kernels.triton(name, x, 16) for name in ("linear", "linear_backward", "norm")] == [chosen, chosen, True]
 
 
 @pytest.mark.parametrize("mode", ["reference", "triton"])

@@ -55,7 +55,7 @@ def config_of(layout: TrainingLayout) -> Config:
     return load_config(settings_of(layout), layout.world)
 
 
-@pytest.mark.parametrize("name", ["tp2", *(wide(name) for name in LAYOUTS if name != "tp2")])
+@pytest.mark.parametrize("name", ["full", *(wide(name) for name in LAYOUTS if name != "full")])
 def test_a_sample_is_what_each_block_of_a_longer_model_keeps(name: str) -> None:
     layout, planned = LAYOUTS[name], decoder()
     sample = SampledBlocks(planned, config_of, GPU).of(layout)

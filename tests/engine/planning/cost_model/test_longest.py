@@ -64,11 +64,22 @@ def test_counted_blocks_replace_closed_forms_at_any_length() -> None:
 
     layout = TrainingLayout(cp=8, stage=2, reduction="microbatch", recomputation="full")
     run = longest_runs(work, iter([layout]), gpu.memory_bytes, sample)[0]
-    logits = 12 * 128256 * run.length / 8  # on context ranks they exist in full
     assert run.counted and len(asked) <= 11
     assert run.memory.activations == pytest.approx(7 * run.length * 32)
-    assert run.memory.buffers == pytest.approx(max(1e-3 * run.length**2 + 11 * run.length, logits), rel=0.05)
+    assert run.memory.buffers == pytest.approx(1e-3 * run.length**2 + 11 * run.length, rel=0.05)
     assert run.memory.total <= USABLE * gpu.memory_bytes < run.memory.total + 2**28
+
+
+def test_logits_exist_in_full_where_parameters_are_gathered() -> None:
+    work, memory = SHAPES["8B"].workload(), load_gpu("h100").memory_bytes
+
+    def sample(layout: TrainingLayout, length: int) -> BlockSample:
+        return BlockSample(kept=7.0 * length, around=11.0 * length)
+
+    layouts = (TrainingLayout(cp=8, stage=stage, reduction="microbatch", recomputation="full") for stage in (2, 3))
+    chunks, whole = (longest_runs(work, iter([layout]), memory, sample)[0] for layout in layouts)
+    assert whole.memory.buffers == pytest.approx(12 * 128256 * whole.length / 8, rel=0.05)
+    assert chunks.memory.buffers < whole.memory.buffers and chunks.length > whole.length
 
 
 def test_bytes_that_grow_only_from_some_length_on_are_counted_there() -> None:

@@ -16,7 +16,7 @@ from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.serving.commands import AdamParameters, Adapter, ForwardBackward, LossCall, OptimStep
 from engine.serving.tenants.pool import TenantLimits, TenantPool
-from engine.serving.training import Trainer
+from engine.serving.training import TenantTrainer
 from tests import models
 from tests.engine.serving.test_training import make_data
 
@@ -48,7 +48,7 @@ def open_pool(world: World | None, settings: Mapping[str, Any], full: int = 2) -
     return TenantPool(models.llama, config, TenantLimits(full=full), world=world)
 
 
-def train(trainer: Trainer, name: str, step: int, pool: TenantPool) -> list[Any]:
+def train(trainer: TenantTrainer, name: str, step: int, pool: TenantPool) -> list[Any]:
     """Calls of one step of a tenant: two requests of data of its own, and an update with its own AdamW parameters."""
     seed = 100 * sum(map(ord, name)) + step
     data = make_data(3, seed)
@@ -69,7 +69,7 @@ def run(settings: Mapping[str, Any], tenants: Tenants, steps: int, world: World 
     order, turns = random.Random(5), []
     trainers = {}
     for name, adapter in tenants.items():
-        trainers[name] = Trainer(pool.create(name, adapter), {})
+        trainers[name] = TenantTrainer(pool.create(name, adapter), {})
         turns.append((name, [call for step in range(steps) for call in train(trainers[name], name, step, pool)]))
     while turns:
         name, calls = order.choice(turns)

@@ -15,7 +15,7 @@ from engine.errors import ConfigError, EngineError
 from engine.serving.commands import Adapter
 from engine.serving.tenants.adapters import adapted, find_targets
 from engine.serving.tenants.pool import TenantLimits, TenantPool
-from engine.serving.training import Trainer
+from engine.serving.training import TenantTrainer
 from tests import models
 from tests.engine.serving.tenants.tenant_runs import differing, open_pool, placed, train
 
@@ -43,7 +43,7 @@ def live_bytes() -> int:
     return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-def make_step(pool: TenantPool, name: str, trainer: Trainer, step: int = 0) -> None:
+def make_step(pool: TenantPool, name: str, trainer: TenantTrainer, step: int = 0) -> None:
     """Makes one update of a tenant."""
     pool.get(name)
     for call in train(trainer, name, step, pool):
@@ -58,7 +58,7 @@ def test_a_tenant_stores_its_pairs_their_gradients_and_moments_and_a_drop_frees_
         pairs = 4 * rank * ELEMENTS
         made = live_bytes()
         assert pairs * 2 <= made - before < pairs * 2 + 4096, (made - before, pairs)  # buckets are padded
-        make_step(pool, f"r{rank}", Trainer(pool.get(f"r{rank}"), {}))
+        make_step(pool, f"r{rank}", TenantTrainer(pool.get(f"r{rank}"), {}))
         assert live_bytes() - made < pairs * 2 + 4096
         pool.drop(f"r{rank}")
         assert abs(live_bytes() - before) < 512
@@ -71,7 +71,7 @@ def test_one_full_tenant_has_its_state_on_the_device(pool: TenantPool) -> None:
     first, second = pool.create("first", None), pool.create("second", None)
     assert pool.statistics().resident == ("second",)
     assert all(not flat.params.untyped_storage().nbytes() for flat in first._runtime.buckets)
-    trainer = Trainer(pool.get("first"), {})
+    trainer = TenantTrainer(pool.get("first"), {})
     for call in train(trainer, "first", 0, pool)[:2]:
         call()
     assert pool.get("second") is second and first._runtime.offloaded.bytes >= 2 * 4 * 19424  # weights and gradients
@@ -119,7 +119,7 @@ class TenantPoolOf:
 
 
 def test_a_tenant_is_saved_without_its_base_and_goes_on_from_there(pool: TenantPool, tmp_path: Path) -> None:
-    one = Trainer(pool.create("one", Adapter(4, seed=9)), {})
+    one = TenantTrainer(pool.create("one", Adapter(4, seed=9)), {})
     make_step(pool, "one", one)
     one.engine.save_checkpoint(tmp_path / "tenant").wait()
     for kinds, folder in ((1, "model"), (2, "optim")):  # fp32 weights, and two moments
@@ -128,7 +128,7 @@ def test_a_tenant_is_saved_without_its_base_and_goes_on_from_there(pool: TenantP
         assert sum(value.numel() for value in named.values()) == kinds * 4 * ELEMENTS
         assert not any("base_layer" in name for tensors in saved for name in tensors)
     make_step(pool, "one", one, step=1)
-    other = Trainer(pool.create("other", Adapter(4, seed=1)), {})
+    other = TenantTrainer(pool.create("other", Adapter(4, seed=1)), {})
     other.engine.load_checkpoint(tmp_path / "tenant")
     pool.get("other")
     for call in train(other, "one", 1, pool):

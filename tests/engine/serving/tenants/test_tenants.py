@@ -35,6 +35,7 @@ def test_tenants_have_the_bits_of_their_runs_alone() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_sixteen_tenants_and_two_full_ones(grid: str) -> None:
     have_bits_of_runs_alone(grid, MANY, 3)

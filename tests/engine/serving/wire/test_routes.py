@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.serving.commands import Done, ForwardBackward, Sample
+from engine.serving.commands import ForwardBackward, PlainOutput, SampleTokens
 from engine.serving.wire import routes
 from engine.serving.wire.messages import message_class
 from tests.engine.serving.executors import VOCABULARY
@@ -198,7 +198,7 @@ def sampled(own: TinkerCalls, number: int = 0, **body: Any) -> dict[str, Any]:
 
 def test_a_sample_has_ids_tokens_and_the_models_end() -> None:
     with calls() as own:
-        seen, real = list[Sample](), own.executor.run
+        seen, real = list[SampleTokens](), own.executor.run
         own.executor.run = lambda command: (seen.append(command), real(command))[1]  # type: ignore[method-assign, arg-type, func-returns-value]
         accepted = own.json("asample", sampled(own))
         assert accepted["sample_sequence_ids"] == [f"{own.session}:sample:0:0:{at}" for at in range(2)]
@@ -206,7 +206,7 @@ def test_a_sample_has_ids_tokens_and_the_models_end() -> None:
         assert [np.frombuffer(one.tokens, np.int32).tolist() for one in reply.sequences] == [[3, 4, 5]] * 2
         own.result("asample", sampled(own, 1, sampling_params={"stop": [], "temperature": 0.0}))
         own.result("asample", sampled(own, 2, sampling_params={"stop": [5, 6], "seed": 11}))
-        commands = [one for one in seen if isinstance(one, Sample)]
+        commands = [one for one in seen if isinstance(one, SampleTokens)]
         assert [one.parameters.stops for one in commands] == [((2,),), (), ((5,), (6,))]
         assert commands[1].parameters.max_tokens == 254 and commands[2].parameters.seed == 11
         assert own.refused("asample", sampled(own, 3, sampling_params={"stop": "text"}))[0] == 422
@@ -227,9 +227,9 @@ def test_of_unnamed_saves_the_newest_are_retained() -> None:
 
 
 def test_a_poll_ends_with_408_and_the_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "POLL_SECONDS", 0.05)
     with calls() as own:
         model = own.create()
+        monkeypatch.setattr(routes, "POLL_SECONDS", 0.05)
         own.json("optim_step", optim_step(model, 2))
         reply = own.post("retrieve_future", {"request_id": f"{model}:2"})
         assert reply.status_code == 408 and reply.json()["type"] == "try_again"
@@ -268,7 +268,7 @@ def test_a_finished_session_is_gone() -> None:
 def test_numbers_that_are_not_finite_are_text_in_json() -> None:
     with calls() as own:
         model, real = own.create(), own.executor.run
-        own.executor.run = lambda command: (real(command), Done({"norm": float("nan")}))[1]  # type: ignore[method-assign]
+        own.executor.run = lambda command: (real(command), PlainOutput({"norm": float("nan")}))[1]  # type: ignore[method-assign]
         assert own.result("optim_step", optim_step(model, 1))["metrics"] == {"norm": "nan"}
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from engine.serving.queue import FairQueue
-from engine.serving.restart import open_ledger
-from engine.serving.session import LedgerLimits
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.restart import open_ledger
+from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.wire.application import ServiceApplication
 from tests.engine.serving.wire.tinker_calls import BASE, MODEL
 

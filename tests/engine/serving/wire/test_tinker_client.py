@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.serving.queue import FairQueue
-from engine.serving.restart import open_ledger
-from engine.serving.session import LedgerLimits
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.restart import open_ledger
+from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.wire.application import ServiceApplication
 from engine.serving.wire.served_model import ServedModel
 from engine.web.hosted import HostedApplication, run_in_thread

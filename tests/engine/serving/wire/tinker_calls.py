@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from starlette.testclient import TestClient
 
-from engine.serving.ledger import Ledger
-from engine.serving.queue import FairQueue
-from engine.serving.session import LedgerLimits
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.session import LedgerLimits
 from engine.serving.wire.application import ServiceApplication
 from engine.serving.wire.messages import message_class
 from engine.serving.wire.routes import PREFIX

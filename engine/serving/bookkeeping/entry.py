@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from engine.serving.bookkeeping.journal import pending
 from engine.serving.commands import (
     BackwardTensors,
     Command,
@@ -13,7 +14,7 @@ from engine.serving.commands import (
     ForwardBackward,
     ForwardTensors,
     Result,
-    Sample,
+    SampleTokens,
 )
 
 INTERNAL = ""
@@ -63,7 +64,7 @@ class FutureEntry:
     """Time of the ledger's clock at which the request has come."""
     cost: int = 1
     """Tokens, three times those of a backward."""
-    stored: "Future[None]" = field(default_factory=Future)
+    stored: "Future[None]" = field(default_factory=pending)
     """Done when the command is in the journal."""
     listeners: list[Callable[[], None]] = field(default_factory=list)
     """Functions that are called once, when the command is done; in the thread that has run it."""
@@ -71,7 +72,7 @@ class FutureEntry:
     @property
     def is_sample(self) -> bool:
         """True for commands that run after training, and that may be cancelled."""
-        return isinstance(self.command, Sample)
+        return isinstance(self.command, SampleTokens)
 
     @property
     def has_failed(self) -> bool:
@@ -84,7 +85,7 @@ def cost_of(command: Command) -> int:
     match command:
         case ForwardBackward():
             return max(1, sum(len(datum.tokens) for datum in command.data) * (1 if command.forward_only else 3))
-        case Sample():
+        case SampleTokens():
             return max(1, len(command.prompt) + command.parameters.samples * command.parameters.max_tokens)
         case ForwardTensors():
             return max(1, max((one.size for one in command.tensors.values()), default=1))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from threading import Condition
 from time import monotonic
 
-from engine.serving.entry import INTERNAL, EntryState, FutureEntry
+from engine.serving.bookkeeping.entry import INTERNAL, EntryState, FutureEntry
 
 QUANTUM = 4096
 """Tokens that a session gets in its turn."""

@@ -21,11 +21,11 @@ from engine.config.serve_section import ServeConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.parallel.comm.host_group import HostGroup, TorchHostGroup
+from engine.serving.bookkeeping.session import SHARED
 from engine.serving.commands import Adapter
-from engine.serving.executor import EnginePool, Executor
-from engine.serving.front import LedgerSource, open_front
+from engine.serving.executor import CommandExecutor
+from engine.serving.host.front import LedgerSource, open_front
 from engine.serving.loop import CommandLoop
-from engine.serving.session import SHARED
 from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.serving.tensor_calls import Function
 from engine.serving.training import LENGTH
@@ -50,7 +50,7 @@ def serve_folder(config: Config, folder: Path) -> None:
     example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
     pool = TenantPool(lambda: read_model(folder), config, limits, example)
     model = describe(pool.base, settings.models or (folder.resolve().name,), read_tokenizer(folder))
-    serve_ranks(Executor(pool, Path(settings.folder) / WEIGHTS), settings, model)
+    serve_ranks(CommandExecutor(pool, Path(settings.folder) / WEIGHTS), settings, model)
 
 
 def serve(engine: Engine, functions: Mapping[str, Function] | None = None, settings: ServeConfig | None = None) -> None:
@@ -64,12 +64,12 @@ def serve(engine: Engine, functions: Mapping[str, Function] | None = None, setti
         EngineError: address or journal have a mistake, or a rank is lost.
     """
     settings = settings or engine.config.serve or ServeConfig()
-    executor = Executor(_OneEngine(engine), Path(settings.folder) / WEIGHTS, functions)
+    executor = CommandExecutor(_OneEngine(engine), Path(settings.folder) / WEIGHTS, functions)
     executor.adopt(SHARED, engine)
     serve_ranks(executor, settings, describe(engine, settings.models or (SHARED,)), journals=False)
 
 
-def serve_ranks(executor: Executor, settings: ServeConfig, model: ServedModel, journals: bool = True) -> None:
+def serve_ranks(executor: CommandExecutor, settings: ServeConfig, model: ServedModel, journals: bool = True) -> None:
     """Runs the command loop of this rank, and on rank 0 the HTTP server; ``journals`` as in ``open_front``.
 
     Raises:
@@ -92,7 +92,9 @@ def _tell(line: str) -> None:
     print(line, flush=True)
 
 
-def _run_loop(executor: Executor, host: HostGroup, front: Callable[[], AbstractContextManager[LedgerSource]]) -> None:
+def _run_loop(
+    executor: CommandExecutor, host: HostGroup, front: Callable[[], AbstractContextManager[LedgerSource]]
+) -> None:
     if host.rank:
         with _signals_to(lambda: None) as renew:  # rank 0 ends the loop of all
             CommandLoop(host, executor.run, executor.spoil, beat=renew).run()
@@ -153,17 +155,21 @@ def describe(engine: Engine, names: tuple[str, ...], tokenize: Callable[[str], l
     )
 
 
-class _OneEngine(EnginePool):
+class _OneEngine:
     """Pool of one engine, which creates no tenants."""
 
     def __init__(self, engine: Engine) -> None:
-        self.base = engine
+        self._engine = engine
+
+    @property
+    def base(self) -> Engine:
+        return self._engine
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
         raise PlanError("this service shares one engine; start `trine serve` for models of clients.")
 
     def get(self, model_id: str) -> Engine:
-        return self.base
+        return self._engine
 
     def drop(self, model_id: str) -> None:
         raise PlanError(f"model {model_id} is shared by all clients and stays.")

@@ -6,12 +6,12 @@ from time import monotonic
 from typing import Any
 
 from engine.errors import COPY_AGAIN, CheckpointError
-from engine.serving.commands import Command, CreateModel, Failure, LoadWeights, decode
-from engine.serving.entry import INTERNAL, EntryState, FutureEntry
-from engine.serving.journal import CommandJournal, JournalRecord
-from engine.serving.ledger import Ledger
-from engine.serving.queue import FairQueue
-from engine.serving.session import ClientSession, LedgerLimits
+from engine.serving.bookkeeping.entry import INTERNAL, EntryState, FutureEntry
+from engine.serving.bookkeeping.journal import CommandJournal, JournalRecord
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.session import ClientSession, LedgerLimits
+from engine.serving.commands import Command, CreateModel, Failure, LoadWeights, decode_message
 
 RESTORE = "restore"
 """Route of the entries that load a snapshot."""
@@ -73,7 +73,7 @@ class Restart:
             case "gone":
                 self._gone.add(name)
             case "entry":
-                command = decode(record.body) if record.body else None
+                command = decode_message(record.body) if record.body else None
                 if command is None:
                     self._ends[name] = values
                 entry = FutureEntry(
@@ -159,7 +159,7 @@ class Restart:
             return
         number, name, at = record.values["number"], record.values["name"], 0
         for key, own, route, about, digest, size in record.values["results"]:
-            result = decode(record.body[at : at + size])
+            result = decode_message(record.body[at : at + size])
             at += size
             entry = FutureEntry(key, session.name, None, model, own, route, about, digest, EntryState.DONE, result)
             entry.stored.set_result(None)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from engine.config.serve_section import ServeConfig
 from engine.errors import ConfigError, LaunchError
-from engine.serving.commands import Command, Done, Result, Stop
-from engine.serving.entry import FutureEntry
-from engine.serving.journal import read_journal
-from engine.serving.ledger import Ledger
-from engine.serving.queue import FairQueue
-from engine.serving.restart import Restart, open_ledger
-from engine.serving.session import LedgerLimits
+from engine.serving.bookkeeping.entry import FutureEntry
+from engine.serving.bookkeeping.journal import read_journal
+from engine.serving.bookkeeping.ledger import Ledger
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.restart import Restart, open_ledger
+from engine.serving.bookkeeping.session import LedgerLimits
+from engine.serving.commands import Command, PlainOutput, Result, Stop
 from engine.serving.wire.served_model import ServedModel
 from engine.web.sockets import address_of, is_loopback, listen
 
@@ -23,7 +23,7 @@ SERVER = "the service"
 """Name of the server in errors."""
 
 
-def read_token(serve: ServeConfig) -> str:
+def service_token(serve: ServeConfig) -> str:
     """Returns the token of a service; empty without one.
 
     Raises:
@@ -102,7 +102,7 @@ def open_front(
             f"a service needs starlette, uvicorn and protobuf, but {error.name} is not installed; run: pip install "
             "'trine[serve]'."
         ) from error
-    token, folder = read_token(serve), Path(serve.folder)
+    token, folder = service_token(serve), Path(serve.folder)
     with ExitStack() as opened:
         listening = opened.enter_context(listen(serve.host, serve.port, SERVER))
         stored: Iterator[FutureEntry] = iter(())
@@ -138,5 +138,5 @@ def check_journal(folder: Path) -> Mapping[str, int]:
     """
     ledger = Ledger(FairQueue(), None, LedgerLimits())
     for entry in (restart := Restart(ledger, read_journal(folder / JOURNAL))).entries():
-        ledger.finish(entry, Done())
+        ledger.finish(entry, PlainOutput())
     return restart.counts

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from engine.serving.commands import BackwardTensors, Failure, ForwardBackward, OptimStep, encode
-from engine.serving.entry import EntryState, FutureEntry
-from engine.serving.journal import JournalRecord
+from engine.serving.bookkeeping.entry import EntryState, FutureEntry
+from engine.serving.bookkeeping.journal import JournalRecord
+from engine.serving.commands import BackwardTensors, Failure, ForwardBackward, OptimStep, encode_message
 
 
 @dataclass(eq=False, slots=True)
@@ -70,10 +70,10 @@ class ModelLine:
                 self.is_clean = True
 
 
-def digest_of(entry: FutureEntry) -> str:
+def command_digest(entry: FutureEntry) -> str:
     """Returns the SHA-256 of route and command: equal for repeats of a request, whatever the order of its fields."""
     assert entry.command is not None
-    return sha256(entry.route.encode() + b"\0" + encode(entry.command)).hexdigest()
+    return sha256(entry.route.encode() + b"\0" + encode_message(entry.command)).hexdigest()
 
 
 def record_of(entry: FutureEntry) -> JournalRecord:
@@ -85,7 +85,7 @@ def record_of(entry: FutureEntry) -> JournalRecord:
     if entry.command is None:
         assert isinstance(entry.result, Failure)
         return JournalRecord(f"entry/{entry.key}", values | {"error": entry.result.error})
-    return JournalRecord(f"entry/{entry.key}", values, encode(entry.command))
+    return JournalRecord(f"entry/{entry.key}", values, encode_message(entry.command))
 
 
 def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalRecord:
@@ -93,7 +93,7 @@ def snapshot_record(line: ModelLine, kept: Iterable[FutureEntry]) -> JournalReco
     bodies, rows = list[bytes](), list[Any]()
     for entry in kept:
         assert entry.result is not None
-        bodies.append(encode(entry.result))
+        bodies.append(encode_message(entry.result))
         rows.append([entry.key, entry.number, entry.route, dict(entry.about), entry.digest, len(bodies[-1])])
     values = {"session": line.session, "number": line.covered, "name": line.snapshot, "results": rows}
     return JournalRecord(f"snapshot/{line.model}", values, b"".join(bodies))

@@ -18,23 +18,23 @@ from time import monotonic
 from typing import Any
 
 from engine.errors import first_line
+from engine.serving.bookkeeping.entry import INTERNAL, EntryState, FutureEntry, RequestRefusedError, cost_of
+from engine.serving.bookkeeping.journal import CommandJournal, JournalRecord
+from engine.serving.bookkeeping.line import ModelLine, command_digest, record_of, snapshot_record
+from engine.serving.bookkeeping.queue import FairQueue
+from engine.serving.bookkeeping.session import HOUSE, WAITS, ClientSession, LedgerLimits
 from engine.serving.commands import (
     Command,
     CreateModel,
-    Done,
     DropWeights,
     Failure,
     LoadWeights,
+    PlainOutput,
     Result,
     SaveWeights,
     UnloadModel,
     array_bytes,
 )
-from engine.serving.entry import INTERNAL, EntryState, FutureEntry, RequestRefusedError, cost_of
-from engine.serving.journal import CommandJournal, JournalRecord
-from engine.serving.line import ModelLine, digest_of, record_of, snapshot_record
-from engine.serving.queue import FairQueue
-from engine.serving.session import HOUSE, WAITS, ClientSession, LedgerLimits
 
 RETAINED = 4096
 """Fetched futures that a session retains, for requests that the network repeats."""
@@ -109,7 +109,7 @@ class Ledger:
         with self._lock:
             session = self.session(entries[0].session)
             for entry in entries:
-                entry.digest = entry.digest or digest_of(entry)
+                entry.digest = entry.digest or command_digest(entry)
                 known = session.entries.get(entry.key)
                 if known is not None and known.digest != entry.digest:
                     raise RequestRefusedError(
@@ -364,7 +364,7 @@ class Ledger:
         match entry.route, command:
             case "snapshot", SaveWeights(name=name) if line is not None:
                 self._keep_snapshot(line, name, result)
-            case _, UnloadModel(model=model) if isinstance(result, Done):
+            case _, UnloadModel(model=model) if isinstance(result, PlainOutput):
                 self._remove_model(model)
             case _, CreateModel(model=model) if isinstance(result, Failure):
                 self._remove_model(model)

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from engine.serving.entry import EntryState, FutureEntry
+from engine.serving.bookkeeping.entry import EntryState, FutureEntry
 
 HOUSE = "house"
 """Name of the session of models that all clients share."""

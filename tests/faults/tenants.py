@@ -1,0 +1,32 @@
+"""Faults of tenants: in what they borrow, draw, and leave on the device."""
+
+from tests.faults.fault import Fault
+
+_POOL = "tests/engine/serving/tenants/test_pool.py"
+
+TENANTS = (
+    Fault(
+        name="tenants-have-copies-of-the-base",
+        about="A tenant gets memory of its own for the frozen parameters, in place of the base's.",
+        file="engine/build/place_model.py",
+        old="            found[row.name] = given\n",
+        new="            found[row.name] = given.clone()\n",
+        tests=(f"{_POOL}::test_a_tenant_stores_its_pairs_their_gradients_and_moments_and_a_drop_frees_them",),
+    ),
+    Fault(
+        name="pairs-drawn-alike",
+        about="Pairs are drawn by their layer alone, so that tenants with different seeds start alike.",
+        file="engine/serving/tenants/adapters.py",
+        old='f"{seed} {base_name(name)}"',
+        new="base_name(name)",
+        tests=(f"{_POOL}::test_pairs_are_drawn_by_seed_and_layer",),
+    ),
+    Fault(
+        name="full-tenants-stay-on-the-device",
+        about="A full-parameter tenant keeps its state on the device while another one is resident.",
+        file="engine/serving/tenants/pool.py",
+        old="                tenant.engine.offload_states(unfinished=True)\n",
+        new="",
+        tests=(f"{_POOL}::test_one_full_tenant_has_its_state_on_the_device",),
+    ),
+)
