@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.config.outer_section import WeightsOutConfig
 from engine.errors import EngineError
 from engine.weights_out.consumers.vllm import VllmServer
-from engine.weights_out.vllm_backend import BackendInit, BackendUpdate, VllmModel, StagedVersion
+from engine.weights_out.vllm_backend import BackendInit, BackendUpdate, StagedVersion, VllmModel
 from tests.engine.weights_out.trainer import SHAPES, Trainer
 
 
