@@ -186,7 +186,7 @@ class WeightsOutConfig:
     pause: Literal["wait", "abort", "keep"] = setting("wait", one_of("wait", "abort", "keep", noun="a mode of pauses"))
     """For vllm: requests under way at a new version are ended first, aborted, or continued with the new weights."""
     check: bool = setting(False, Flag())
-    """For vllm: true compares parameters in vLLM with each version, whose blocks are then read twice."""
+    """For vllm: true compares parameters in vLLM with each version, and reads its blocks twice."""
     token_file: str | None = setting(None, Text(noun="a path", null=True))
     """File with the token that trainer and receivers share; without it, the environment variable TRINE_WEIGHTS_TOKEN.
     """

@@ -1,11 +1,11 @@
 """Backend ``trine_http`` of vLLM: each of its workers reads versions from the ranks that own them, on any other cut.
 
     init      the training has the tensors of the model in vLLM; the first difference is refused by name
-    update    blocks of one bucket -> host memory of the worker, if they differ from those of the last version
+    update    blocks of one bucket that have changed since the last version -> host memory of the worker
     finish    the version is whole -> live weights; otherwise the live weights do not change
 
-vLLM finds ``register`` as a plugin in all its processes, in whose environment trine is installed. The modules of the
-engine that it imports are those of a receiver.
+vLLM finds ``register`` as a plugin in all its processes if trine is installed in its environment. This module imports
+as much of the engine as a receiver does.
 """
 
 import os
@@ -122,7 +122,7 @@ class StagedVersion:
         self._init = init
 
     def read(self, update: BackendUpdate) -> None:
-        """Reads the blocks of a bucket that differ from those in memory; ``keys`` is empty: drops the version.
+        """Reads the blocks of a bucket that differ from the ones in memory; ``keys`` is empty: drops the version.
 
         Raises:
             EngineError: the version is lost.

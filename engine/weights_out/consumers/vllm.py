@@ -22,13 +22,13 @@ import torch
 
 from engine.checkpoint.format.strict_json import decode_json
 from engine.errors import EngineError, GridError, first_line
-from engine.outer.http.connection import StoreConnection
+from engine.outer.http.connection import FOREVER, StoreConnection
 from engine.outer.messages import StoreRefusedError
 from engine.web.json_text import dump_json
 from engine.weights_out.blocks import WeightBlocks
 from engine.weights_out.vllm_backend import BACKEND, BackendInit, BackendUpdate
 
-_REFUSED, _LATER = 400, (429, 502, 503, 504)
+_REFUSED, _NOT_FOUND, _LATER = 400, 404, (429, 502, 503, 504)
 _LONGEST_SECONDS = 60.0
 _JSON = {"content-type": "application/json"}
 _INCOMPLETE = "incomplete"
@@ -60,7 +60,7 @@ class VllmServer(StoreConnection):
         super().limit(seconds)
         self._client.timeout = httpx.Timeout(min(_LONGEST_SECONDS, max(0.1, seconds)))
 
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, patience: float = 1e9) -> Any:
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, patience: float = FOREVER) -> Any:
         """Sends a request and returns the JSON of its reply; repeats it for ``patience`` seconds while the server does
         not answer.
 
@@ -143,7 +143,7 @@ class VllmServers:
 
     Args:
         servers: the servers.
-        check: compares parameters with those of the version after it was taken over.
+        check: compares parameters with the version after it was taken over.
     """
 
     def __init__(self, servers: Sequence[VllmServer], check: bool = False) -> None:
@@ -182,7 +182,7 @@ class VllmServers:
             self.compare(blocks)
 
     def compare(self, blocks: WeightBlocks) -> None:
-        """Compares the parameters of all servers with a version, whose blocks are read once more.
+        """Compares the parameters of all servers with a version; reads its blocks once more.
 
         Parameters that vLLM pads, packs or divides among workers are left out.
 
@@ -227,6 +227,8 @@ def _fields(message: BackendInit | BackendUpdate) -> dict[str, Any]:
 
 def _reason(reply: httpx.Response) -> str:
     """Returns the sentence in a refusal."""
+    if reply.status_code == _NOT_FOUND:
+        return f"it has no {reply.request.url.path}; start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1."
     try:
         error = decode_json(reply.content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.config import load_config
 from engine.errors import ConfigError, EngineError
+from engine.outer.messages import StoreRefusedError
 from engine.weights_out.blocks import WeightBlocks
 from engine.weights_out.consumers.vllm import VllmServers
 from engine.weights_out.version import WeightVersion
@@ -162,6 +163,42 @@ def test_a_wrong_tensor_is_named() -> None:
     vllm.spoils = lambda weights: weights["layers.1.scale"][5].add_(1)
     with pytest.raises(EngineError, match=r"http://vllm has other values of 'layers.1.scale' \(1 tensors\)"):
         consumer.take(blocks_of(trainer, trainer.publish(random_weights(2))))
+
+
+def test_a_version_that_broke_off_does_not_pass_for_the_one_before() -> None:
+    trainer, old = Trainer(1), random_weights(1)
+    vllm = FakeVllm(trainer)
+    consumer = VllmServers([vllm.server()])
+    consumer.take(blocks_of(trainer, trainer.publish(old)))
+    assert vllm.staged._reader is not None
+    whole, vllm.staged._reader = vllm.staged._reader, trainer.reader(life=700_000)
+    with pytest.raises(EngineError, match="the sender is dead"):
+        consumer.take(blocks_of(trainer, trainer.publish(random_weights(2)), 1.0))
+    vllm.staged._reader = whole
+    consumer.take(blocks_of(trainer, trainer.publish(old)))
+    assert same(vllm.weights, old) and vllm.version == "3"
+
+
+def test_a_version_without_a_tensor_is_not_installed() -> None:
+    trainer = Trainer(1)
+    vllm = FakeVllm(trainer)
+    server, version = vllm.server(), trainer.publish(random_weights(1))
+    blocks = blocks_of(trainer, version)
+    blocks.groups = lambda: [["layers.1.scale"]]  # type: ignore[method-assign]
+    server.prepare(blocks, "http://owner0")
+    server.pause()
+    with pytest.raises(StoreRefusedError, match=r"version 1 has come without 'embed\.weight'"):
+        server.finish(1)
+    assert vllm.weights is None
+
+
+def test_a_server_without_the_calls_is_named() -> None:
+    trainer = Trainer(1)
+    vllm = FakeVllm(trainer, fails=lambda called: httpx.Response(404))
+    with pytest.raises(
+        EngineError, match=r"http://vllm: it has no /init_weight\w+; start vLLM .*VLLM_SERVER_DEV_MODE=1"
+    ):
+        VllmServers([vllm.server()]).take(blocks_of(trainer, trainer.publish(random_weights(1))))
 
 
 def test_requests_continue_with_new_weights_after_an_empty_cache() -> None:
