@@ -22,7 +22,7 @@ import torch
 
 from engine.checkpoint.format.strict_json import decode_json
 from engine.errors import EngineError, GridError, first_line
-from engine.outer.http.connection import FOREVER, StoreConnection
+from engine.outer.http.connection import StoreConnection
 from engine.outer.messages import StoreRefusedError
 from engine.web.json_text import dump_json
 from engine.weights_out.blocks import WeightBlocks
@@ -60,9 +60,9 @@ class VllmServer(StoreConnection):
         super().limit(seconds)
         self._client.timeout = httpx.Timeout(min(_LONGEST_SECONDS, max(0.1, seconds)))
 
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, patience: float = FOREVER) -> Any:
-        """Sends a request and returns the JSON of its reply; repeats it for ``patience`` seconds while the server does
-        not answer.
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Sends a request and returns the JSON of its reply; repeats it while the server does not answer, also because
+        vLLM closes the connection after each refusal.
 
         Raises:
             StoreRefusedError: the server refuses the request.
@@ -81,7 +81,7 @@ class VllmServer(StoreConnection):
             except ValueError as error:
                 raise StoreRefusedError(f"{self.url}{path} does not answer as vLLM does; give its address.") from error
 
-        return self.repeat(request, patience)
+        return self.repeat(request)
 
     @property
     def version(self) -> str:
@@ -105,9 +105,9 @@ class VllmServer(StoreConnection):
     def drop(self) -> None:
         """Ends an update without weights; the live weights do not change."""
         with suppress(StoreRefusedError):  # there is none, or a refusal has ended it
-            self.call("POST", "/update_weights", {"update_info": _fields(BackendUpdate(0, (), 0.0))}, 0.0)
+            self.call("POST", "/update_weights", {"update_info": _fields(BackendUpdate(0, (), 0.0))})
         with suppress(StoreRefusedError):
-            self.call("POST", "/finish_weight_update", None, 0.0)
+            self.call("POST", "/finish_weight_update")
 
     def pause(self) -> None:
         """Ends or holds the requests under way, and begins no other."""

@@ -171,7 +171,7 @@ def test_a_version_that_broke_off_does_not_pass_for_the_one_before() -> None:
     consumer = VllmServers([vllm.server()])
     consumer.take(blocks_of(trainer, trainer.publish(old)))
     assert vllm.staged._reader is not None
-    whole, vllm.staged._reader = vllm.staged._reader, trainer.reader(life=700_000)
+    whole, vllm.staged._reader = vllm.staged._reader, trainer.reader(life=900_000)
     with pytest.raises(EngineError, match="the sender is dead"):
         consumer.take(blocks_of(trainer, trainer.publish(random_weights(2)), 1.0))
     vllm.staged._reader = whole

@@ -139,6 +139,25 @@ def test_other_weights_in_vllm_are_named(server: str) -> None:
     eng.close()
 
 
+def test_an_update_that_is_left_open_does_not_change_vllm(server: str) -> None:
+    eng, rows = train(server)
+    eng.train_batch(rows)
+    eng.publish_weights().wait()
+    before = tokens_of(server)
+    eng.train_batch(rows)
+    publisher = eng._parts.publisher
+    consumers, publisher._consumers = publisher._consumers, ()
+    pending = eng.publish_weights()
+    version = publisher._reader.newest()
+    consumers[0]._servers[0].prepare(WeightBlocks(publisher._reader, version, time.monotonic() + 30), pending.url)
+    assert tokens_of(server) == before and version_of(server) == str(version.number - 1)
+    publisher._consumers = consumers  # as after a kill
+    eng.publish_weights().wait()
+    expected = eng.generate(torch.tensor([PROMPT]), max_new_tokens=NEW)[0, len(PROMPT) :].tolist()
+    assert tokens_of(server) == expected != before and version_of(server) == str(version.number + 1)
+    eng.close()
+
+
 def test_another_model_is_refused_by_name(server: str) -> None:
     before = tokens_of(server)
     eng, rows = train(server, intermediate_size=192)
