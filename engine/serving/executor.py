@@ -47,7 +47,7 @@ from engine.serving.training import TenantTrainer
 logger = logging.getLogger("trine")
 
 ABOUT = "served.json"
-"""File beside saved weights that describes their tenant."""
+"""File that describes the tenant of saved weights, in their folder."""
 SAMPLERS = 4
 """Number of saved weights that stay loaded for sampling."""
 _LOSSES = 1024

@@ -72,7 +72,7 @@ class CommandJournal:
         self.records: list[JournalRecord] | None = []
         """Records of earlier processes, superseded ones left out; None once ``take_records`` has returned them."""
         self.problem: BaseException | None = None
-        """Error after which nothing can be written; a new start reads what is on disk."""
+        """Error after which nothing can be written; a new start reads the disk."""
         try:
             self._number = self._start()
         except BaseException:

@@ -141,7 +141,7 @@ def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
 
 
 def describe(engine: Engine, names: tuple[str, ...], tokenize: Callable[[str], list[int]] | None = None) -> ServedModel:
-    """Returns what requests are checked against."""
+    """Returns the facts that requests are checked against."""
     about: Any = getattr(engine.module, "config", None)
     ends = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
     return ServedModel(
