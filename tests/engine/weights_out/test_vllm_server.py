@@ -19,6 +19,8 @@ import torch
 import engine
 from engine.errors import EngineError
 from engine.weights_out.blocks import WeightBlocks
+from tests.engine.parity.expert_runs import run
+from tests.engine.weights_out.test_grids import meet
 
 pytestmark = pytest.mark.peers
 PROMPT, NEW, START_SECONDS = [1, 2, 3, 4], 24, 300
@@ -123,6 +125,19 @@ def tokens_until(pending: Any, url: str) -> list[list[int]]:
     while not pending.done:
         found.append(tokens_of(url))
     return found
+
+
+def test_vllm_follows_data_and_tensor_ranks(server: str) -> None:
+    def after(eng: Any) -> Any:
+        pending = eng.publish_weights()
+        meet(eng)  # thread ranks take turns, and each has filled its image by now
+        pending.wait()
+        expected = eng.generate(torch.tensor([PROMPT]), max_new_tokens=NEW)[0, len(PROMPT) :].tolist()
+        return expected, tokens_of(server) if eng.grid.rank == 0 else expected
+
+    changes = {"zero_optimization": {"stage": 1}, "weights_out": {"vllm": server, "check": True}}
+    found = run({"data": 2, "tensor": 2}, changes, model, after, steps=1).extra
+    assert all(expected == tokens for expected, tokens in found)
 
 
 def test_other_weights_in_vllm_are_named(server: str) -> None:
