@@ -40,7 +40,7 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from engine.config.outer_section import OuterConfig, WeightsOutConfig, check_outer
+from engine.config.outer_section import OuterConfig, WeightsOutConfig, check_outer, check_weights_out
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
@@ -381,6 +381,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_average(config.ema, config.zero_optimization, problems)
     check_outer(config.outer, config.optimizer, config.gradient_clipping, config.zero_optimization, problems)
+    check_weights_out(config.weights_out, problems)
     check_serve(config.serve, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)

@@ -178,9 +178,23 @@ class WeightsOutConfig:
     """Folder into which rank 0 writes each version as ``version-000007``, with safetensors by Hugging Face names."""
     keep: int = setting(2, SIZE)
     """Number of versions that remain in ``folder``."""
+    vllm: tuple[str, ...] | str | None = setting(None, AnyOf(
+        rules=(Text(noun="an address"), ListOf(each=Text(), least=1, noun="a list of addresses")),
+        remedy='give the address of vLLM such as "http://vllm:8000", or a list of addresses',
+        null=True))  # fmt: skip
+    """Address of a vLLM server, or of several ones, to which rank 0 passes each version."""
+    pause: Literal["wait", "abort", "keep"] = setting("wait", one_of("wait", "abort", "keep", noun="a mode of pauses"))
+    """For vllm: requests under way at a new version are ended first, aborted, or continued with the new weights."""
+    check: bool = setting(False, Flag())
+    """For vllm: true compares parameters in vLLM with each version, and reads its blocks twice."""
     token_file: str | None = setting(None, Text(noun="a path", null=True))
     """File with the token that trainer and receivers share; without it, the environment variable TRINE_WEIGHTS_TOKEN.
     """
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of all vLLM servers."""
+        return () if self.vllm is None else (self.vllm,) if isinstance(self.vllm, str) else self.vllm
 
 
 def site_optimizer(outer: OuterConfig | None, training: OptimizerConfig | None) -> OptimizerConfig | None:
@@ -202,6 +216,13 @@ def shared_settings(outer: OuterConfig, training: OptimizerConfig | None, clippi
         "optimizer": {"type": chosen.type, "params": dict(chosen.params)},
         "clipping": clipping if outer.content == "gradients" else 0.0,
     }  # fmt: skip
+
+
+def check_weights_out(weights_out: WeightsOutConfig | None, problems: Problems) -> None:
+    """Adds problems of addresses of vLLM servers."""
+    for url in weights_out.servers if weights_out is not None else ():
+        if not url.startswith(("http://", "https://")) or not _has_host(url):
+            problems.add("weights_out.vllm", f'"{url}" is not an address; give http://HOST:PORT.')
 
 
 def check_outer(

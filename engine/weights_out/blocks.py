@@ -37,7 +37,7 @@ class WeightBlocks:
     """
 
     def __init__(self, reader: WeightReader, version: WeightVersion, until: float, bucket: int = AT_ONCE) -> None:
-        self.version, self._reader, self._until, self._bucket = version, reader, until, bucket
+        self.version, self.until, self._reader, self._bucket = version, until, reader, bucket
         self.geometry: Geometry = reader.geometry(version.run, until)
 
     def metadata(self) -> Mapping[str, PublishedTensor]:
@@ -80,7 +80,7 @@ class WeightBlocks:
 
     def fetch(self, into: Shadows, known: Known | None = None) -> Known:
         """Reads the blocks that ``into`` lacks; returns the hashes of all blocks. See ``WeightReader.fetch``."""
-        return self._reader.fetch(self.version, into, known, self._until)
+        return self._reader.fetch(self.version, into, known, self.until)
 
     @property
     def lacked(self) -> int:

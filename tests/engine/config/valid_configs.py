@@ -45,7 +45,7 @@ FULL: Tree = json.loads("""{
                 "warmup_num_steps": 100, "cos_min_ratio": 0.01, "warmup_type": "linear"}},
   "ema": {"decay": 0.99},
   "weights_out": {"every": 5, "host": "0.0.0.0", "port": 8150, "deadline": 10.0, "frozen": true, "folder": "versions",
-                  "keep": 3, "token_file": "token"},
+                  "keep": 3, "vllm": ["http://vllm:8000"], "pause": "keep", "check": true, "token_file": "token"},
   "outer": {"url": "http://store:8140", "serve": true,
     "site": 1, "sites": 3, "rule": "quorum", "period": 100, "staleness": 4,
     "least": 2, "grace": "adaptive", "fragments": 4, "delay": 5, "mixing": 0.5, "wire": "int4", "density": 0.02,

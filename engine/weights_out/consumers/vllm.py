@@ -1,0 +1,249 @@
+"""Running vLLM servers: all of them take a version over, or none.
+
+    prepare   init, start, update a bucket at a time   workers read blocks from owner ranks; live weights do not change
+    pause     no request is generated
+    finish    weights and number of the version        all servers have the whole version by now
+    resume
+
+A failure before "finish" drops the version on all servers, which continue with the old one. A server that fails in
+"finish" may have a mix, so it stays paused until a version succeeds; its number ends with "incomplete" meanwhile.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+import httpx
+import torch
+
+from engine.checkpoint.format.strict_json import decode_json
+from engine.errors import EngineError, GridError, first_line
+from engine.outer.http.connection import StoreConnection
+from engine.outer.messages import StoreRefusedError
+from engine.web.json_text import dump_json
+from engine.weights_out.blocks import WeightBlocks
+from engine.weights_out.vllm_backend import BACKEND, BackendInit, BackendUpdate
+
+_REFUSED, _NOT_FOUND, _LATER = 400, 404, (429, 502, 503, 504)
+_LONGEST_SECONDS = 60.0
+_JSON = {"content-type": "application/json"}
+_INCOMPLETE = "incomplete"
+_FUSED = (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."), (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj.")
+"""Parameters of which vLLM makes one, in the order of the model."""
+_ALIGNMENT = 64
+"""vLLM rounds the rows of a vocabulary up to a multiple of it."""
+
+
+class VllmServer(StoreConnection):
+    """Connection to one vLLM server.
+
+    Args:
+        url: address of the server.
+        pause: requests under way at a new version: "wait" ends them first, "abort" aborts them, and "keep" continues
+            them with the new weights.
+        transport: replaces the network.
+    """
+
+    noun = "vLLM server"
+    remedy = f'start it with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\', or check the address.'
+
+    def __init__(self, url: str, pause: str = "wait", transport: httpx.BaseTransport | None = None) -> None:
+        super().__init__(url, "", transport)
+        self._pause, self._until = pause, monotonic()
+
+    def limit(self, seconds: float) -> None:
+        """Lets no request wait for longer than ``seconds`` from now, also not for a server that hangs."""
+        super().limit(seconds)
+        self._client.timeout = httpx.Timeout(min(_LONGEST_SECONDS, max(0.1, seconds)))
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Sends a request and returns the JSON of its reply; repeats it while the server does not answer, also because
+        vLLM closes the connection after each refusal.
+
+        Raises:
+            StoreRefusedError: the server refuses the request.
+            GridError: the server does not answer in time.
+        """
+
+        def request() -> Any:
+            self._client.timeout = httpx.Timeout(min(_LONGEST_SECONDS, max(0.1, self._until - monotonic())))
+            reply = self._client.request(method, path, content=dump_json(body) if body else None, headers=_JSON)
+            if reply.status_code in _LATER:
+                raise httpx.RemoteProtocolError(f"status {reply.status_code}")
+            if reply.status_code >= _REFUSED:
+                raise StoreRefusedError(f"the vLLM server {self.url}: {_reason(reply)}", reply.status_code)
+            try:
+                return decode_json(reply.content)
+            except ValueError as error:
+                raise StoreRefusedError(f"{self.url}{path} does not answer as vLLM does; give its address.") from error
+
+        return self.repeat(request)
+
+    @property
+    def version(self) -> str:
+        """Version that the server names."""
+        return str(self.call("GET", "/weight_info")["weight_version"])
+
+    def prepare(self, blocks: WeightBlocks, url: str) -> None:
+        """Lets the workers read a version from the training at ``url``. Errors as in ``call``."""
+        self.limit(blocks.until - monotonic())
+        init = BackendInit(url, blocks.version.run)
+        self.call("POST", "/init_weight_transfer_engine", {"init_info": _fields(init)})
+        try:
+            self.call("POST", "/start_weight_update")
+        except StoreRefusedError:  # a trainer that was killed has left its update open
+            self.drop()
+            self.call("POST", "/start_weight_update")
+        for keys in blocks.groups():
+            update = BackendUpdate(blocks.version.number, keys, max(0.0, blocks.until - monotonic()))
+            self.call("POST", "/update_weights", {"update_info": _fields(update)})
+
+    def drop(self) -> None:
+        """Ends an update without weights; the live weights do not change."""
+        with suppress(StoreRefusedError):  # there is none, or a refusal has ended it
+            self.call("POST", "/update_weights", {"update_info": _fields(BackendUpdate(0, (), 0.0))})
+        with suppress(StoreRefusedError):
+            self.call("POST", "/finish_weight_update")
+
+    def pause(self) -> None:
+        """Ends or holds the requests under way, and begins no other."""
+        self.call("POST", f"/pause?mode={self._pause}")
+
+    def resume(self) -> None:
+        """Generates again, unless the weights may be a mix."""
+        if self.version.endswith(_INCOMPLETE):
+            return
+        if self._pause == "keep":  # the other modes have emptied the cache
+            self.call("POST", "/reset_prefix_cache?reset_running_requests=true")
+        self.call("POST", "/resume")
+
+    def finish(self, number: int) -> None:
+        """Takes the prepared version over. Errors as in ``call``."""
+        self.call("POST", "/update_weight_version", {"new_version": f"{number} {_INCOMPLETE}"})
+        try:
+            self.call("POST", "/finish_weight_update", {"weight_version": str(number)})
+        except StoreRefusedError:
+            if self.version != str(number):  # otherwise the reply to an earlier request was lost
+                raise
+
+    def checksums(self) -> dict[str, str]:
+        """Returns the SHA-256 of each parameter in vLLM; empty if its workers divide parameters."""
+        found = self.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
+        if any(":tp0:" not in key for key in found):
+            return {}
+        return {key.rpartition(":")[2]: value for key, value in found.items()}
+
+
+class VllmServers:
+    """Consumer that passes each version to all servers.
+
+    Args:
+        servers: the servers.
+        check: compares parameters with the version after it was taken over.
+    """
+
+    def __init__(self, servers: Sequence[VllmServer], check: bool = False) -> None:
+        self._servers, self._check = servers, check
+        self._last: int | None = None
+
+    @property
+    def last(self) -> int:
+        """Largest number of a version that a server names; 0 if it names none, or does not answer."""
+        if self._last is None:
+            self._last = 0
+            for server in self._servers:
+                server.limit(1.0)
+                with suppress(GridError, StoreRefusedError, ValueError):
+                    self._last = max(self._last, int(server.version))
+        return self._last
+
+    def take(self, blocks: WeightBlocks) -> None:
+        """Passes a version to all servers.
+
+        Raises:
+            EngineError: names the server that fails. All have the old version, or a server stays paused.
+        """
+        number, url = blocks.version.number, blocks.geometry.owners[0].url
+        try:
+            self._on_all(lambda server: server.prepare(blocks, url))
+            self._on_all(VllmServer.pause)
+        except EngineError:
+            for step in (VllmServer.drop, VllmServer.resume):
+                with suppress(EngineError):
+                    self._on_all(lambda server, step=step: _after_failure(server, step))  # type: ignore[misc]
+            raise
+        self._on_all(lambda server: _install(server, number))
+        self._last = number
+        if self._check:
+            self.compare(blocks)
+
+    def compare(self, blocks: WeightBlocks) -> None:
+        """Compares the parameters of all servers with a version; reads its blocks once more.
+
+        Parameters that vLLM pads, packs or divides among workers are left out.
+
+        Raises:
+            EngineError: names the server and its wrong tensors.
+        """
+        sums = {server.url: server.checksums() for server in self._servers}
+        expected, empty = _digests(blocks), hashlib.sha256().hexdigest()
+        for url, found in sums.items():
+            wrong = [key for key in expected if found.get(key, empty) not in (empty, expected[key])]
+            if wrong:
+                raise EngineError(
+                    f"version {blocks.version.number} in the vLLM server {url} has other values of "
+                    f"{', '.join(map(repr, wrong[:4]))} ({len(wrong)} tensors); publish the weights again."
+                )
+
+    def _on_all(self, step: Callable[[VllmServer], None]) -> None:
+        """Performs a step on all servers at a time; raises the first error once all have ended."""
+        with ThreadPoolExecutor(len(self._servers), "vllm") as pool:
+            jobs = [pool.submit(step, server) for server in self._servers]
+        try:
+            for job in jobs:
+                job.result()
+        except StoreRefusedError as refusal:
+            raise EngineError(first_line(refusal)) from refusal
+
+
+def _after_failure(server: VllmServer, step: Callable[[VllmServer], None]) -> None:
+    """Performs a step with a second of time: the deadline may be over."""
+    server.limit(1.0)
+    step(server)
+
+
+def _install(server: VllmServer, number: int) -> None:
+    server.finish(number)
+    server.resume()
+
+
+def _fields(message: BackendInit | BackendUpdate) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__slots__}
+
+
+def _reason(reply: httpx.Response) -> str:
+    """Returns the sentence in a refusal."""
+    if reply.status_code == _NOT_FOUND:
+        return f"it has no {reply.request.url.path}; start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1."
+    try:
+        error = decode_json(reply.content)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return f"status {reply.status_code}"
+
+
+def _digests(blocks: WeightBlocks) -> dict[str, str]:
+    """Returns the SHA-256 of the parameters that vLLM makes of a version, by their names in vLLM."""
+    found = dict[str, Any]()
+    for key, values in blocks:
+        if values.dim() and values.shape[0] % _ALIGNMENT and key.endswith(("embed_tokens.weight", "lm_head.weight")):
+            continue
+        name = key
+        for pattern, fused in _FUSED:
+            name = pattern.sub(fused, name)
+        found.setdefault(name, hashlib.sha256()).update(values.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return {name: digest.hexdigest() for name, digest in found.items()}

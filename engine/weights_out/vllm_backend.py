@@ -1,0 +1,229 @@
+"""Backend ``trine_http`` of vLLM: each of its workers reads versions from the ranks that own them, on any other cut.
+
+    init      the training has the tensors of the model in vLLM; the first difference is refused by name
+    update    blocks of one bucket that have changed since the last version -> host memory of the worker
+    finish    the version is whole -> live weights; otherwise the live weights do not change
+
+vLLM finds ``register`` as a plugin in all its processes if trine is installed in its environment. This module imports
+as much of the engine as a receiver does.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.format.host_image import kind_of, torch_dtype
+from engine.errors import EngineError
+from engine.weights_out.blocks import WeightBlocks
+from engine.weights_out.reader import Known, WeightReader
+from engine.weights_out.receiver import targets_of
+from engine.weights_out.version import TOKEN_VARIABLE, Geometry, WeightVersion
+
+BACKEND = "trine_http"
+"""Name of the backend in vLLM's ``--weight-transfer-config``."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInit:
+    """Training that a vLLM server follows, as the body of its request."""
+
+    url: str
+    """Address of rank 0 of the training."""
+    run: str
+    """Run of the versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendUpdate:
+    """Bucket of a version, as the body of a request; without keys, the version is dropped."""
+
+    number: int
+    keys: Sequence[str]
+    """Keys of the tensors."""
+    seconds: float
+    """Time within which they must arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmModel:
+    """Model in vLLM, as transformers describes it."""
+
+    architecture: str
+    dtype: torch.dtype
+    shapes: Mapping[str, tuple[int, ...]]
+    """Full shapes by key; empty if transformers does not have the model."""
+
+    def compare(self, geometry: Geometry) -> None:
+        """Compares this model with the published one.
+
+        Raises:
+            EngineError: names the first difference.
+        """
+        again = "start vLLM with the model that is trained."
+        if self.architecture != geometry.architecture:
+            raise EngineError(f"the trainer has {geometry.architecture}, and vLLM {self.architecture}; {again}")
+        theirs = {name: tensor for key, tensor in geometry.tensors.items() for name in (key, *tensor.aliases)}
+        for key, shape in self.shapes.items():
+            if key not in theirs:
+                raise EngineError(f"vLLM has {key!r}, which the trainer does not publish; {again}")
+            if theirs[key].shape != shape:
+                raise EngineError(
+                    f"{key!r} has shape {list(theirs[key].shape)} in the trainer and {list(shape)} in vLLM; {again}"
+                )
+            if not theirs[key].served:
+                raise EngineError(
+                    f"{key!r} is frozen and not published, and vLLM loads whole models; set weights_out.frozen to true."
+                )
+        own = kind_of(torch.empty(0, dtype=self.dtype)).dtype
+        for key, tensor in geometry.served.items():
+            if self.shapes and not self.shapes.keys() & {key, *tensor.aliases}:
+                raise EngineError(f"the trainer publishes {key!r}, which vLLM lacks; {again}")
+        if geometry.served and own not in {tensor.dtype for tensor in geometry.served.values()}:
+            key, tensor = next(iter(geometry.served.items()))
+            raise EngineError(
+                f"{key!r} is {tensor.dtype} in the trainer and {own} in vLLM; start vLLM with the dtype of the "
+                "trainer's forward."
+            )
+
+
+class StagedVersion:
+    """Host memory of one worker for all tensors of a model, in which a version arrives.
+
+    Args:
+        connect: replaces the network: address of rank 0 -> reader.
+    """
+
+    def __init__(self, connect: Callable[[str], WeightReader] | None = None) -> None:
+        self._connect = connect or (lambda url: WeightReader(url, os.environ.get(TOKEN_VARIABLE, "")))
+        self._reader: WeightReader | None = None
+        self._init: BackendInit | None = None
+        self._values: dict[str, Tensor] = {}
+        self._known: dict[tuple[str, ...], Known] = {}
+        self._number: int | None = None
+        self._arrived: set[str] = set()
+
+    def open(self, init: BackendInit, model: Callable[[], VllmModel]) -> None:
+        """Connects to a training, unless it is the one that is followed.
+
+        Raises:
+            EngineError: the training has another model, or does not answer.
+        """
+        if init == self._init:
+            return
+        self.close()
+        self._reader = self._connect(init.url)
+        model().compare(self._reader.geometry(init.run, monotonic() + self._reader.deadline))
+        self._init = init
+
+    def read(self, update: BackendUpdate) -> None:
+        """Reads the blocks of a bucket that differ from the ones in memory; ``keys`` is empty: drops the version.
+
+        Raises:
+            EngineError: the version is lost.
+        """
+        if not update.keys:
+            return self.drop()
+        if self._reader is None or self._init is None:
+            raise EngineError("vLLM got a bucket of weights before its training; send init_weight_transfer_engine.")
+        if update.number != self._number:
+            self._number, self._arrived = update.number, set()
+        keys, version = tuple(update.keys), WeightVersion(self._init.run, update.number, None, 0)
+        blocks = WeightBlocks(self._reader, version, monotonic() + update.seconds)
+        held = all(key in self._values for key in keys)
+        if not held:
+            kinds = {key: blocks.geometry.tensors[key].kind for key in keys}
+            self._values |= {key: torch.empty(kind.shape, dtype=torch_dtype(kind)) for key, kind in kinds.items()}
+        known = self._known.pop(keys, None)  # not known while the values change
+        self._known[keys] = blocks.fetch(blocks.bucket(keys, lambda: self._values, held), known if held else None)
+        self._arrived.update(keys)
+
+    def whole(self) -> Mapping[str, Tensor] | None:
+        """Returns all tensors of the version that has arrived; None if it was dropped.
+
+        Raises:
+            EngineError: a tensor is lacking.
+        """
+        if self._number is None or self._reader is None:
+            return None
+        for key in self._reader.geometry().served:
+            if key not in self._arrived:
+                raise EngineError(f"version {self._number} has come without {key!r}; send all its buckets.")
+        return self._values
+
+    def drop(self) -> None:
+        """Drops the version; its values remain, for comparison with the next one."""
+        self._number, self._arrived = None, set()
+
+    def close(self) -> None:
+        """Ends the connection and frees the memory."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._init = None
+        self._values, self._known = {}, {}
+        self.drop()
+
+
+def vllm_model(config: Any, dtype: torch.dtype) -> VllmModel:
+    """Returns the description of a model with a configuration of transformers; allocates nothing."""
+    import transformers
+
+    architecture = (config.architectures or [type(config).__name__])[0]
+    shapes = dict[str, tuple[int, ...]]()
+    if (built := getattr(transformers, architecture, None)) is not None:
+        with torch.device("meta"):
+            shapes = {key: tuple(target.values.shape) for key, target in targets_of(built(config)).items()}
+    return VllmModel(architecture, dtype, shapes)
+
+
+def register() -> None:
+    """Registers the backend in this process of vLLM; vLLM calls it as a plugin."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    with suppress(ValueError):  # registered already
+        WeightTransferEngineFactory.register_engine(BACKEND, _backend_class())
+
+
+def _backend_class() -> type[Any]:
+    """Returns the class of the backend, whose base is vLLM's."""
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    class TrineBackend(WeightTransferEngine):  # type: ignore[misc]
+        init_info_cls, update_info_cls = BackendInit, BackendUpdate
+        supports_draft_weight_update = False
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self._staged = StagedVersion()
+
+        def init_transfer_engine(self, init_info: BackendInit) -> None:
+            self._staged.open(init_info, lambda: vllm_model(self.model_config.hf_config, self.model_config.dtype))
+
+        def start_weight_update(self) -> None:
+            self._staged.drop()
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:  # vLLM's own synchronizes an accelerator
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: BackendUpdate) -> None:
+            self._staged.read(update_info)
+
+        def finish_weight_update(self) -> None:
+            values = self._staged.whole()
+            if values is None:
+                return
+            initialize_layerwise_reload(self.model)  # layers with packed weights load anew
+            self.model.load_weights(iter(values.items()))
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._staged.drop()
+
+        def shutdown(self) -> None:
+            self._staged.close()
+
+    return TrineBackend
