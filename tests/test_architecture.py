@@ -125,6 +125,7 @@ BROAD_HANDLERS = {
     ("engine/outer/exchange.py", "run"): "whoever reads the future",
     ("engine/outer/exchange.py", "close"): "nobody: the store may end before its sites",
     ("engine/web/hosted.py", "run"): "whoever has opened the service, when it ends",
+    ("engine/serving/executor.py", "run"): "the client whose command it is, and the log",
     ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",

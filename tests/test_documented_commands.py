@@ -43,6 +43,8 @@ RUN = (
 """Executed here, in this order, in one folder."""
 
 TESTED = {
+    "torchrun --nproc_per_node 4 -m engine.launch.cli serve config.json --model models/Qwen3-8B":
+        "tests/launch/test_serve_command.py::test_a_folder_on_two_ranks_goes_on_after_a_kill",
     "trine outer config.json --host 0.0.0.0":
         "tests/engine/outer/http/test_service.py::test_the_command_prints_its_address_and_ends_at_sigterm",
     "trine outer status http://store:8140": "tests/engine/outer/http/test_service.py::test_status_is_a_table",
@@ -222,6 +224,11 @@ REASONS = {
     "bash .ci/run": "runs all tests, this one too",
     'pip install "trine[outer]"': "needs an index of packages",
     'pip install "trine[sweep]"': "needs an index of packages",
+    'pip install "trine[serve]"': "needs an index of packages",
+    "export TRINE_TOKEN=a-secret": "a setting of the commands after it",
+    "TINKER_BASE_URL=http://host:8100 TINKER_API_KEY=tml-a-secret python -m tinker_cookbook.recipes.sl_loop": (
+        "needs packages of others; pytest -m peers trains with their client"
+    ),
     "export TRINE_OUTER_TOKEN=a-secret": "a setting of the commands after it",
     "torchrun --nproc_per_node 8 train.py": "run above with another number of ranks",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",

@@ -113,6 +113,7 @@ class TextGenerator:
     def _noting_failures(self) -> Iterator[None]:
         """Opens a call in which a rank that fails leaves others waiting; each raises the error of the first."""
         runtime = self._runtime
+        self._runner.begin()  # refuses after a call that has spoiled the engine, and parameters that were replaced
         issued = runtime.comm.issued
         try:
             yield

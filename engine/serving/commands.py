@@ -261,7 +261,7 @@ class PlainOutput:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failed command: one sentence, and whose fault it is."""
+    """Failed command: one sentence, and who is at fault."""
 
     error: str
     category: str = "user"
@@ -290,7 +290,7 @@ def encode_message(value: Command | Result) -> bytes:
 
 
 def decode_message(data: bytes) -> Any:
-    """Decodes what ``encode_message`` has returned.
+    """Decodes the bytes of ``encode_message``.
 
     Raises:
         ValueError: the bytes are no encoded command or result.

@@ -47,7 +47,7 @@ from engine.serving.training import TenantTrainer
 logger = logging.getLogger("trine")
 
 ABOUT = "served.json"
-"""File beside saved weights that describes their tenant."""
+"""File that describes the tenant of saved weights, in their folder."""
 SAMPLERS = 4
 """Number of saved weights that stay loaded for sampling."""
 _LOSSES = 1024
@@ -57,8 +57,9 @@ _LOSSES = 1024
 class EnginePool(Protocol):
     """Engines of tenants by id; all calls are collective."""
 
-    base: Engine
-    """Engine of the base model."""
+    @property
+    def base(self) -> Engine:
+        """Engine of the base model."""
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
         """Creates a tenant."""

@@ -58,7 +58,7 @@ _ATTRIBUTES = _words("shape dtype device ndim T mT")
 _FORBIDDEN = frozenset({"out", "generator", "names", "pin_memory"})
 """Keyword arguments that write into other tensors or read global state."""
 _OF_CONTENT = frozenset({"masked_select", "nonzero"})
-"""Calls with a result whose size depends on values, and is at most that of their arguments."""
+"""Calls with a result of a size that depends on values, and is at most the arguments' size."""
 
 Values = dict[str, Any]
 
@@ -178,7 +178,7 @@ def _call(target: str, function: Callable[..., Any], args: list[Any], kwargs: di
 
 
 def _picks(target: str, args: list[Any]) -> bool:
-    """Returns True for an index with a mask, whose result is no larger than the tensor."""
+    """Returns True for an index with a mask: its result is no larger than the tensor."""
     masks = [one for one in pytree.tree_leaves(args[1:2]) if isinstance(one, Tensor) and one.dtype is torch.bool]
     return target.endswith("getitem") and bool(masks)
 

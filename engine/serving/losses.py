@@ -25,7 +25,7 @@ Options = Mapping[str, float | str]
 Loss = Callable[[Tensor, Inputs, Options], Tensor]
 
 TARGETS = "target_tokens"
-"""Input with the token ids whose log-probabilities a loss reads; every loss needs it."""
+"""Input with the token ids of the log-probabilities; every loss needs it."""
 
 
 class ServedError(EngineError):

@@ -41,7 +41,7 @@ TICKETS = 256
 
 @dataclass(slots=True)
 class _Retained:
-    """Forward of a client whose backward has not come."""
+    """Forward of a client that waits for its backward."""
 
     model: str
     version: int
@@ -130,7 +130,7 @@ class TensorCalls:
 
     @staticmethod
     def _loss(retained: _Retained, gradients: Mapping[str, Array], engine: Engine) -> Tensor:
-        """Returns the scalar whose gradient at each output is the client's."""
+        """Returns a scalar; its gradient at each output is the client's."""
         total = torch.zeros((), device=engine.device)
         for name, value in gradients.items():
             output = retained.outputs.get(name)

@@ -106,7 +106,7 @@ class _Metrics:
 
 @dataclass(slots=True)
 class _Retained:
-    """Forward of a request without a backward, whose graph waits for a request with the same data."""
+    """Forward of a request without a backward; its graph waits for a request with the same data."""
 
     digest: str
     logprobs: list[Tensor]
@@ -132,7 +132,7 @@ class TenantTrainer:
     def forward_backward(self, command: ForwardBackward) -> TrainedOutput:
         """Computes losses and, unless ``forward_only``, accumulates gradients. Collective over the grid.
 
-        Communicates what the engine's forwards and backwards do, and sums the results over the data axis.
+        Communicates as the engine's forwards and backwards, and sums the results over the data axis.
 
         Raises:
             ServedError: the data do not fit the loss; raised on all ranks before any forward.
@@ -190,12 +190,13 @@ class TenantTrainer:
     def load(self, folder: Path, optimizer: bool) -> None:
         """Loads weights, and the optimizer state if asked, and drops accumulated gradients. Collective over the grid.
 
-        Without ``optimizer``, the engine's optimizer must be fresh: its state does not change.
+        Without ``optimizer``, the engine's optimizer must be fresh: its state does not change. The version becomes the
+        next one, or the saved one if that is higher, so that a restart goes on with the same versions.
         """
         if self._seen:
             self.engine.zero_grad()
-        self.engine.load_checkpoint(folder, load_module_only=not optimizer)
-        self.version, self._seen, self._retained = self.version + 1, 0, None
+        saved = int(self.engine.load_checkpoint(folder, load_module_only=not optimizer)["version"])
+        self.version, self._seen, self._retained = max(self.version + 1, saved), 0, None
 
     # ------------------------------------------------------------------ one datum
 

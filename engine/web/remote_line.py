@@ -68,7 +68,7 @@ class RemoteLine:
         self._numbers, self._tickets, self._lock = count(1), count(1), Lock()
 
     def post(self, path: str, tensors: Tensors, options: Mapping[str, str] | None = None) -> Reply:
-        """Sends tensors and returns those of the reply.
+        """Sends tensors and returns the tensors of the reply.
 
         Raises:
             RemoteError: the server refuses the request, or does not answer in time.

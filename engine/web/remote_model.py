@@ -1,4 +1,4 @@
-"""Model of a server as a function whose gradients cross the network (Shumai's ``remote_model``).
+"""Model of a server as a function with gradients that cross the network (Shumai's ``remote_model``).
 
     out = model(x)              POST /v1/forward    the server runs its model and retains the graph
     my_loss(out).backward()     POST /v1/backward   the gradient of ``out`` goes there, that of ``x`` comes back
@@ -121,7 +121,7 @@ class _Call:
         return [value.to(values[0].device) for value in reply.tensors.values()]
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Sends the gradients of the outputs; returns those of the inputs, None for inputs without."""
+        """Sends the outputs' gradients; returns the inputs' gradients, None for inputs without."""
         sent = {name: value for name, value in zip(self.outputs, gradients, strict=True) if value is not None}
         path = f"/v1/backward/{self.remote.model}/{self.ticket}"
         reply = self.remote.line.post(path, sent, self.remote.options)

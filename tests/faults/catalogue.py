@@ -58,6 +58,7 @@ from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
 from tests.faults.router_replay import ROUTER_REPLAY
 from tests.faults.scripts_of_deepspeed import SCRIPTS_OF_DEEPSPEED
 from tests.faults.secondary_shards import SECONDARY_SHARDS
+from tests.faults.served_training import SERVED_TRAINING
 from tests.faults.service import SERVICE
 from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.shared_experts import SHARED_EXPERTS
@@ -77,7 +78,6 @@ from tests.faults.zero import ZERO
 AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "ground": GROUND,
-    "tenants": TENANTS,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
     "shared experts": (
         *EXPERTS,
@@ -98,7 +98,7 @@ AREAS = {
         *CONTEXT_RECURRENCE,
         *CONTEXT_BYTES,
     ),
-    "training service": SERVICE,
+    "training service": (*SERVICE, *SERVED_TRAINING, *TENANTS, *GENERATION),
     "weights out": WEIGHTS_OUT,
     "outer loop": (*OUTER_CODECS, *OUTER_HTTP, *OUTER_SITE, *OUTER_STORE),
     "sweeps": SWEEP,
@@ -130,7 +130,6 @@ AREAS = {
     "expert load": EXPERT_LOAD,
     "caught failures": (*CAUGHT_FAILURES, *PICKLED_WEIGHTS),
     "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED, *ANSWERS_TO_DEEPSPEED),
-    "generation": GENERATION,
     "first GPU": (*FIRST_GPU, *COMPILED_AHEAD),
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

@@ -78,8 +78,8 @@ CAUGHT_FAILURES = (
         name="a-trace-is-a-call-outside",
         about="Ranks that trace a new kind of batch wait for data ranks that have none.",
         file="zero/gather/gatherer.py",
-        old="if self._pass is not None or self._reads_shapes:",
-        new="if self._pass is not None:",
+        old="if self._pass is not None or self._reads_shapes or self.holds:",
+        new="if self._pass is not None or self.holds:",
         tests=("tests/zero/gather/test_outside_calls.py::test_a_trace_gathers_nothing",),
     ),
     Fault(

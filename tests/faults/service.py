@@ -8,7 +8,7 @@ SERVICE = (
     Fault(
         name="another-request-gets-the-first-result",
         about="A number that repeats with another body gets the result of the first request.",
-        file=f"{SERVING}/ledger.py",
+        file=f"{SERVING}/bookkeeping/ledger.py",
         old="                if known is not None and known.digest != entry.digest:\n",
         new="                if known is not None and known.route != entry.route:\n",
         tests=(f"{TESTS}/test_ledger.py::test_chunks_in_any_order_each_twice_run_once_and_in_order",),
@@ -16,7 +16,7 @@ SERVICE = (
     Fault(
         name="commands-run-as-they-arrive",
         about="Chunks that a client sends at the same time run in the order of their arrival.",
-        file=f"{SERVING}/ledger.py",
+        file=f"{SERVING}/bookkeeping/ledger.py",
         old="        if line is None or not entry.number:\n            self.queue.put(entry)\n",
         new="        if line is None or entry.number:\n            self.queue.put(entry)\n",
         tests=(f"{TESTS}/test_ledger.py::test_chunks_in_any_order_each_twice_run_once_and_in_order",),
@@ -24,7 +24,7 @@ SERVICE = (
     Fault(
         name="full-queue-refuses-the-missing-number",
         about="A full queue refuses the number that all commands in it wait for, so the client hangs.",
-        file=f"{SERVING}/ledger.py",
+        file=f"{SERVING}/bookkeeping/ledger.py",
         old="line.waits_for(first.number):\n",
         new="line.waits_for(first.number) and not line.held:\n",
         tests=(f"{TESTS}/test_ledger.py::test_a_full_queue_is_429_but_a_number_that_others_wait_for_is_accepted",),
@@ -32,7 +32,7 @@ SERVICE = (
     Fault(
         name="wrong-request-leaves-a-gap",
         about="A request with a mistake takes no number, so later commands of the model wait until their deadline.",
-        file=f"{SERVING}/line.py",
+        file=f"{SERVING}/bookkeeping/line.py",
         old="            if entry.state is EntryState.HELD:\n                yield entry\n",
         new="            if entry.state is not EntryState.HELD:\n                return\n            yield entry\n",
         tests=(f"{TESTS}/test_ledger.py::test_a_wrong_request_takes_its_number_and_later_ones_run",),
@@ -40,7 +40,7 @@ SERVICE = (
     Fault(
         name="snapshot-loses-the-gradient",
         about="A snapshot between forward_backward and optim_step loses the accumulated gradient at a restart.",
-        file=f"{SERVING}/ledger.py",
+        file=f"{SERVING}/bookkeeping/ledger.py",
         old="line.is_clean and not line.is_saving\n",
         new="not line.is_saving\n",
         tests=(f"{TESTS}/test_journal.py::test_a_snapshot_waits_for_the_update_of_its_gradient",),
@@ -56,7 +56,7 @@ SERVICE = (
     Fault(
         name="half-a-frame-is-followed-by-others",
         about="A frame that could not be written stays in the journal, which is damaged from then on.",
-        file=f"{SERVING}/journal.py",
+        file=f"{SERVING}/bookkeeping/journal.py",
         old="            self._files.truncate(self._file, self._position)\n",
         new="",
         tests=(f"{TESTS}/test_journal.py::test_a_full_disk_refuses_and_later_requests_are_stored",),
@@ -64,7 +64,7 @@ SERVICE = (
     Fault(
         name="samples-before-training",
         about="A training step waits for all samples in the queue.",
-        file=f"{SERVING}/queue.py",
+        file=f"{SERVING}/bookkeeping/queue.py",
         old="        if self._samples.count and is_due:\n",
         new="        if self._samples.count:\n",
         tests=(f"{TESTS}/test_queue.py::test_training_goes_before_samples_and_samples_do_not_starve",),

@@ -25,8 +25,8 @@ WEIGHTS_OUT = (
         name="blocks-into-live-tensors",
         about="Blocks are written to the live tensors, so that a sender that dies leaves a mix.",
         file=f"{OUT}/receiver.py",
-        old="self.made[index] = torch.empty(live.shape, dtype=live.dtype).copy_(live)\n",
-        new="self.made[index] = live\n",
+        old="make=lambda index: torch.empty(live[index].shape, dtype=live[index].dtype).copy_(live[index]),\n",
+        new="make=lambda index: live[index],\n",
         tests=(f"{TESTS}/test_kills.py::test_a_sender_that_is_killed_leaves_the_old_version_or_the_new_one",),
     ),
     Fault(

@@ -32,8 +32,8 @@ _SAME = MappingProxyType({"contiguous_grad_buffer": GRADIENTS})
 _FORWARD = frozenset({PARAMETERS})
 _WEIGHTS = frozenset({PARAMETERS, MASTERS})
 _NEEDS: Mapping[str, frozenset[str]] = MappingProxyType({
-    "eval_batch": _FORWARD, "predict": _FORWARD, "generate": _FORWARD, "eng(batch)": _FORWARD,
-    "full_parameters": _FORWARD, "gradients": frozenset({GRADIENTS}), "masters": _WEIGHTS,
+    "eval_batch": _FORWARD, "predict": _FORWARD, "generate": _FORWARD, "generate_requests": _FORWARD,
+    "eng(batch)": _FORWARD, "full_parameters": _FORWARD, "gradients": frozenset({GRADIENTS}), "masters": _WEIGHTS,
     "optimizer_state": frozenset({MOMENTS}), "full_state_dict": _WEIGHTS, "save_pretrained": _WEIGHTS,
     "timeline": frozenset(), "register_for_checkpointing": frozenset(), "offload_states": frozenset(),
     "reload_states": frozenset(),

@@ -83,8 +83,8 @@ class WeightAverage:
 
 
 _READERS = frozenset({
-    "eval_batch", "predict", "generate", "eng(batch)", "full_state_dict", "save_pretrained", "timeline",
-    "register_for_checkpointing",
+    "eval_batch", "predict", "generate", "generate_requests", "eng(batch)", "full_state_dict", "save_pretrained",
+    "timeline", "register_for_checkpointing",
 })  # fmt: skip
 """Calls that read weights for others than the optimizer."""
 

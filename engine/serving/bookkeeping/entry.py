@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from engine.serving.bookkeeping.journal import pending
 from engine.serving.commands import (
     BackwardTensors,
     Command,
@@ -46,9 +47,9 @@ class FutureEntry:
     key: str
     session: str
     command: Command | None
-    """None once the command is done, and for futures whose result a snapshot has."""
+    """None once the command is done, and for futures with a result in a snapshot."""
     line: str | None = None
-    """Model whose numbered commands run in the order of their numbers; None: no number."""
+    """Model of the numbered command, which runs in the order of numbers; None: no number."""
     number: int | None = None
     route: str = ""
     """Route of the request, by which the reply is made from the result."""
@@ -62,8 +63,8 @@ class FutureEntry:
     accepted: float = 0.0
     """Time of the ledger's clock at which the request has come."""
     cost: int = 1
-    """Tokens, three times those of a backward."""
-    stored: "Future[None]" = field(default_factory=Future)
+    """Tokens; a backward counts three times."""
+    stored: "Future[None]" = field(default_factory=pending)
     """Done when the command is in the journal."""
     listeners: list[Callable[[], None]] = field(default_factory=list)
     """Functions that are called once, when the command is done; in the thread that has run it."""

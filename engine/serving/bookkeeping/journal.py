@@ -72,7 +72,7 @@ class CommandJournal:
         self.records: list[JournalRecord] | None = []
         """Records of earlier processes, superseded ones left out; None once ``take_records`` has returned them."""
         self.problem: BaseException | None = None
-        """Error after which nothing can be written; a new start reads what is on disk."""
+        """Error after which nothing can be written; a new start reads the disk."""
         try:
             self._number = self._start()
         except BaseException:
@@ -91,14 +91,13 @@ class CommandJournal:
         """Returns a future that is done when the records are on disk, all or none of them; an OSError if they cannot
         be.
         """
-        stored: Future[None] = Future()
+        stored = pending()
         self._waiting.put((list(records), stored))
         return stored
 
     def forget(self, identities: Iterable[str]) -> None:
         """Leaves records out of the next copy of the file."""
-        stored: Future[None] = Future()
-        self._waiting.put(([JournalRecord(one, _FORGET) for one in identities], stored))
+        self._waiting.put(([JournalRecord(one, _FORGET) for one in identities], pending()))
 
     def close(self) -> None:
         """Writes what waits, and ends the use of the journal."""
@@ -241,6 +240,13 @@ class CommandJournal:
 
 _FORGET: Mapping[str, Any] = {}
 """Values of a record that is only forgotten, compared by identity."""
+
+
+def pending() -> "Future[None]":
+    """Returns a future that cannot be cancelled: a client that hangs up must not stop the journal's thread."""
+    found: Future[None] = Future()
+    found.set_running_or_notify_cancel()
+    return found
 
 
 def journal_numbers(folder: Path) -> list[int]:

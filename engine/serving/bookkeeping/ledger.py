@@ -2,7 +2,7 @@
 
 submit   HTTP thread     checks limits, finds repeats, writes the journal; then the command is queued in its line's turn
 finish   main thread     keeps the result, wakes the polls, and makes a snapshot each n commands of a model
-tick     HTTP thread     ends commands whose deadline has passed, and sessions without a heartbeat
+tick     HTTP thread     ends commands after their deadline, and sessions without a heartbeat
 
 Results are retained until their session ends. Above ``result_bytes`` the oldest fetched results are removed first, then
 new requests are refused; of fetched futures a session retains the newest ``RETAINED``.
@@ -63,9 +63,9 @@ class Ledger:
     ) -> None:
         self.queue, self.journal, self.limits, self.clock = queue, journal, limits, clock
         self.notes: dict[str, dict[str, Mapping[str, Any]]] = {}
-        """What the HTTP side stores with the commands: JSON values by kind and id."""
+        """JSON values of the HTTP side, by kind and id."""
         self.on_finish: Callable[[FutureEntry, Result], list[JournalRecord]] = lambda entry, result: []
-        """Function that returns what a result adds to the journal before it is visible."""
+        """Function that returns the records of a result, which the journal has before it is visible."""
         self.sessions: dict[str, ClientSession] = {}
         self.lines: dict[str, ModelLine] = {}
         self.ended: OrderedDict[str, str] = OrderedDict()
@@ -345,7 +345,7 @@ class Ledger:
             self.commands_done += 1
             line = self.lines.get(entry.line or "")
             if line is not None and entry.session != INTERNAL:
-                line.advance(entry)
+                line.advance(entry, result)
             command, entry.command = entry.command, None
             session = self.sessions.get(entry.session)
             entry.result = result

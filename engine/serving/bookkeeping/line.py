@@ -10,7 +10,16 @@ from typing import Any
 
 from engine.serving.bookkeeping.entry import EntryState, FutureEntry
 from engine.serving.bookkeeping.journal import JournalRecord
-from engine.serving.commands import BackwardTensors, Failure, ForwardBackward, OptimStep, encode_message
+from engine.serving.commands import (
+    BackwardTensors,
+    DropTicket,
+    Failure,
+    ForwardBackward,
+    ForwardTensors,
+    OptimStep,
+    Result,
+    encode_message,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -34,8 +43,10 @@ class ModelLine:
     """Numbers and names of loads of saved weights."""
     snapshot: str | None = None
     """Name of the newest snapshot's weights."""
-    is_clean: bool = True
-    """True if no gradient is accumulated, which a snapshot would lose."""
+    has_gradient: bool = False
+    """True if a gradient is accumulated, which a snapshot would lose."""
+    tickets: set[str] = field(default_factory=set)
+    """Retained forwards that wait for their backward, which a snapshot would lose; an update makes them stale."""
     is_saving: bool = False
     """True while a snapshot is being made."""
 
@@ -53,21 +64,36 @@ class ModelLine:
         self.held[entry.number] = entry
 
     def released(self) -> Iterator[FutureEntry]:
-        """Yields the entries whose turn has come, in order; entries that have ended before their turn are passed."""
+        """Yields the entries that are next, in order; entries that have ended before their turn are passed."""
         while (entry := self.held.pop(self.following, None)) is not None:
             self.following += 1
             if entry.state is EntryState.HELD:
                 yield entry
 
-    def advance(self, entry: FutureEntry) -> None:
+    @property
+    def is_clean(self) -> bool:
+        """True if the weights and the optimizer are all that later commands need."""
+        return not self.has_gradient and not self.tickets
+
+    def advance(self, entry: FutureEntry, result: Result) -> None:
         """Records that an entry has run."""
         if entry.number:
             self.done = max(self.done, entry.number)
+        if isinstance(result, Failure):
+            return
         match entry.command:
-            case ForwardBackward(forward_only=False) | BackwardTensors(step=None):
-                self.is_clean = False
+            case ForwardTensors(ticket=ticket) if ticket:
+                self.tickets.add(ticket)
+            case DropTicket(ticket=ticket):
+                self.tickets.discard(ticket)
+            case ForwardBackward(forward_only=False):
+                self.has_gradient = True
+            case BackwardTensors(step=None, ticket=ticket):
+                self.has_gradient = True
+                self.tickets.discard(ticket)
             case OptimStep() | BackwardTensors():
-                self.is_clean = True
+                self.has_gradient = False
+                self.tickets.clear()
 
 
 def command_digest(entry: FutureEntry) -> str:

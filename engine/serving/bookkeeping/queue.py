@@ -87,7 +87,7 @@ class FairQueue:
         """True once ``close`` was called; ``next`` returns None at once."""
 
     def put(self, entry: FutureEntry) -> None:
-        """Adds an entry behind the others of its session."""
+        """Adds an entry as the last one of its session."""
         with self._changed:
             entry.state = EntryState.QUEUED
             if entry.session == INTERNAL:

@@ -33,7 +33,7 @@ class LedgerLimits:
 
 @dataclass(eq=False, slots=True)
 class ClientSession:
-    """Session of a client: what it has asked, until it ends."""
+    """Session of a client, with its requests until it ends."""
 
     name: str
     """:data:`HOUSE` is the session of models that all clients share; it never ends."""
@@ -41,7 +41,7 @@ class ClientSession:
     """Time of its last request."""
     entries: dict[str, FutureEntry] = field(default_factory=dict)
     open: dict[str, FutureEntry] = field(default_factory=dict)
-    """Those that are not done."""
+    """Entries that are not done."""
     fetched: OrderedDict[str, FutureEntry] = field(default_factory=OrderedDict)
     """Fetched futures, oldest first."""
     models: list[str] = field(default_factory=list)

@@ -23,7 +23,7 @@ from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.parallel.comm.host_group import HostGroup, TorchHostGroup
 from engine.serving.bookkeeping.session import SHARED
 from engine.serving.commands import Adapter
-from engine.serving.executor import CommandExecutor, EnginePool
+from engine.serving.executor import CommandExecutor
 from engine.serving.host.front import LedgerSource, open_front
 from engine.serving.loop import CommandLoop
 from engine.serving.tenants.pool import TenantLimits, TenantPool
@@ -141,7 +141,7 @@ def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:
 
 
 def describe(engine: Engine, names: tuple[str, ...], tokenize: Callable[[str], list[int]] | None = None) -> ServedModel:
-    """Returns what requests are checked against."""
+    """Returns the facts that requests are checked against."""
     about: Any = getattr(engine.module, "config", None)
     ends = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
     return ServedModel(
@@ -155,17 +155,21 @@ def describe(engine: Engine, names: tuple[str, ...], tokenize: Callable[[str], l
     )
 
 
-class _OneEngine(EnginePool):
+class _OneEngine:
     """Pool of one engine, which creates no tenants."""
 
     def __init__(self, engine: Engine) -> None:
-        self.base = engine
+        self._engine = engine
+
+    @property
+    def base(self) -> Engine:
+        return self._engine
 
     def create(self, model_id: str, adapter: Adapter | None) -> Engine:
         raise PlanError("this service shares one engine; start `trine serve` for models of clients.")
 
     def get(self, model_id: str) -> Engine:
-        return self.base
+        return self._engine
 
     def drop(self, model_id: str) -> None:
         raise PlanError(f"model {model_id} is shared by all clients and stays.")

@@ -33,7 +33,6 @@ from engine.config import load_config
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import Wait
-from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.plan import Plan
 from engine.zero.optim.flat_optimizers import FlatAdam
@@ -172,7 +171,7 @@ def _world(settings: Mapping[str, Any]) -> int:
 def _rank(model: nn.Module, plan: Plan, ownership: SaveOwnership, rank: int) -> FakeRank:
     grid = plan.grid(rank)
     comm = Comm(grid, RecordingBackend(grid))
-    buckets = place_model(model, plan, comm, CPU, TensorAxis(comm), ForwardPatches())
+    buckets = place_model(model, plan, comm, CPU, TensorAxis(comm), Request())
     trained = buckets[: len(plan.layout(grid.coord()).buckets)]
     sharded = plan.config.zero_optimization.stage > 0
     optimizer = ShardedOptimizer(trained, plan.groups, lambda groups: FlatAdam(groups), comm, sharded)

@@ -177,13 +177,12 @@ def test_data_ranks_end_at_different_lengths(grid: str) -> None:
         new = 2 + 3 * place
         theirs = eng.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
         ours = eng.generate(ids, attention_mask=mask, sampling=SamplingOptions(max_new_tokens=new))
-        return [theirs.shape[1], ours.shape[1]]
+        return [place, theirs.shape[1], ours.shape[1]]
 
     name = "Mixtral" if "ep2" in grid else "Llama"
     parallel, changes = GRIDS[grid]
-    for place, found in enumerate(on_grid(partial(transformers_model, name), parallel, lengths, **changes)):
-        row = place * 2 // (2 * (2 if "pp2" in grid else 1))
-        assert found == [4 + row + 2 + 3 * row] * 2
+    for place, *found in on_grid(partial(transformers_model, name), parallel, lengths, **changes):
+        assert found == [4 + place + 2 + 3 * place] * 2
 
 
 def test_a_model_without_a_cache_runs_whole_sequences_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

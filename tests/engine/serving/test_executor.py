@@ -96,7 +96,7 @@ SCRIPT: list[Command] = [
 ]
 
 
-IN_MEMORY = [
+IN_MEMORY: list[Command] = [
     command
     for command in SCRIPT
     if not isinstance(command, SaveWeights | LoadWeights) and getattr(command, "source", "") != "run/first"

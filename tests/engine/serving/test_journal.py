@@ -231,7 +231,7 @@ def all_results(folder: Path, disk: DeadDisk) -> Client:
 
 def test_a_crash_at_any_call_loses_nothing_that_was_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = DeadDisk(monkeypatch)
-    monkeypatch.setattr("engine.serving.journal.DEAD_BYTES", 600)
+    monkeypatch.setattr("engine.serving.bookkeeping.journal.DEAD_BYTES", 600)
     monkeypatch.setattr(CommandJournal.__init__, "__defaults__", (600,))
     whole = all_results(tmp_path / "whole", disk)
     whole.crash()

@@ -3,13 +3,28 @@
 from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.serving.bookkeeping.entry import EntryState, FutureEntry, RequestRefusedError
 from engine.serving.bookkeeping.ledger import RETAINED, Ledger
+from engine.serving.bookkeeping.line import ModelLine
 from engine.serving.bookkeeping.queue import FairQueue
 from engine.serving.bookkeeping.session import LedgerLimits
-from engine.serving.commands import Failure, OptimStep, SaveWeights, UnloadModel
+from engine.serving.commands import (
+    AdamParameters,
+    BackwardTensors,
+    Command,
+    DropTicket,
+    Failure,
+    ForwardTensors,
+    OptimStep,
+    PlainOutput,
+    Result,
+    SaveWeights,
+    TensorOutput,
+    UnloadModel,
+)
 from tests.engine.serving.commands_of_tests import (
     MODEL,
     SESSION,
@@ -276,3 +291,21 @@ def test_weights_that_a_start_would_load_are_known() -> None:
     submit(ledger, numbered(1, SaveWeights(MODEL, "a", True)))
     submit(ledger, numbered(2, LoadWeights(MODEL, "a", True)))
     assert ledger.loads("a") and not ledger.loads("b")
+
+
+def test_a_line_is_clean_without_gradient_and_retained_forward() -> None:
+    line, values = ModelLine(MODEL, SESSION), {"x": np.ones(1, np.float32)}
+
+    def run(command: Command, result: Result) -> bool:
+        line.advance(FutureEntry("key", SESSION, command, MODEL), result)
+        return line.is_clean
+
+    done = TensorOutput(values)
+    assert run(ForwardTensors(MODEL, values, ""), done)
+    assert not run(ForwardTensors(MODEL, values, "a"), done)
+    assert not run(ForwardTensors(MODEL, values, "b"), done)
+    assert not run(BackwardTensors(MODEL, "a", values), done), "a gradient, and another forward"
+    assert not run(OptimStep(MODEL, AdamParameters()), Failure("no"))
+    assert run(OptimStep(MODEL, AdamParameters()), PlainOutput()), "other forwards are stale"
+    assert not run(ForwardTensors(MODEL, values, "c"), done)
+    assert run(DropTicket(MODEL, "c"), PlainOutput({"dropped": True}))

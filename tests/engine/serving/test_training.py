@@ -41,8 +41,8 @@ def make_data(count: int, seed: int) -> tuple[Datum, ...]:
     return tuple(data)
 
 
-def in_torch(losses: list[str], steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Train with plain torch; return the losses and the weights."""
+def in_torch(losses: list[str], steps: int) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Train with plain torch; return losses and norms of the steps, and the weights."""
     model = models.llama()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps, weight_decay=ADAM.weight_decay
@@ -57,10 +57,10 @@ def in_torch(losses: list[str], steps: int) -> tuple[list[float], dict[str, Tens
             loss = LOSSES[losses[step]](chosen, inputs, {})
             torch.autograd.backward(loss)
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(total)
+        found.append((total, norm.item()))
     return found, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
@@ -77,10 +77,12 @@ def served(world: World | None, parallel: Mapping[str, Any], stage: int, losses:
             found.append(
                 TrainedOutput(
                     tuple(output for one in made for output in one.outputs),
-                    {"loss:sum": sum(one.metrics["loss:sum"] for one in made)},
+                    {
+                        "loss:sum": sum(one.metrics["loss:sum"] for one in made),
+                        "norm": trainer.optim_step(OptimStep("m", ADAM)).values["grad_norm"],
+                    },
                 )
             )
-            trainer.optim_step(OptimStep("m", ADAM))
         return found, {name: value.clone() for name, value in eng.full_state_dict().items()}
 
 
@@ -101,8 +103,9 @@ def test_every_grid_trains_as_torch_does(grid: str) -> None:
     size = int(np.prod(list(parallel.values()), dtype=int))
     ranks = run_thread_ranks(size, lambda world: served(world, parallel, stage, losses))
     outputs, final = ranks[0]
-    for one, loss in zip(outputs, expected, strict=True):
+    for one, (loss, norm) in zip(outputs, expected, strict=True):
         assert one.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+        assert one.metrics["norm"] == pytest.approx(norm, rel=1e-5), "the gradient is that of the sum"
     for name, value in weights.items():
         torch.testing.assert_close(final[name], value, rtol=0, atol=2e-5)
     for others, _ in ranks[1:]:

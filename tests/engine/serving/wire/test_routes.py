@@ -227,9 +227,9 @@ def test_of_unnamed_saves_the_newest_are_retained() -> None:
 
 
 def test_a_poll_ends_with_408_and_the_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "POLL_SECONDS", 0.05)
     with calls() as own:
         model = own.create()
+        monkeypatch.setattr(routes, "POLL_SECONDS", 0.05)
         own.json("optim_step", optim_step(model, 2))
         reply = own.post("retrieve_future", {"request_id": f"{model}:2"})
         assert reply.status_code == 408 and reply.json()["type"] == "try_again"

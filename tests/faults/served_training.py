@@ -1,0 +1,64 @@
+"""Planted faults of the service's ranks: training calls, losses of clients, the command loop, tensors."""
+
+from tests.faults.fault import Fault
+
+_SERVING, _TESTS = "engine/serving", "tests/engine/serving"
+
+SERVED_TRAINING = (
+    Fault(
+        name="sums-of-losses-are-means",
+        about="Each datum weighs one, so that the gradient of a client's sum is divided by its data.",
+        file=f"{_SERVING}/training.py",
+        old="engine.backward((loss, 1.0 if first else 0.0))",
+        new="engine.backward((loss, 1.0))",
+        tests=(f"{_TESTS}/test_training.py::test_every_grid_trains_as_torch_does[one]",),
+    ),
+    Fault(
+        name="data-start-at-rank-0-in-each-request",
+        about="A request's first datum belongs to data rank 0, so that bits depend on the cut of requests.",
+        file=f"{_SERVING}/training.py",
+        old="first = self._seen % ranks",
+        new="first = 0",
+        tests=(f"{_TESTS}/test_training.py::test_bits_do_not_depend_on_how_requests_are_cut[dp2 ZeRO-1]",),
+    ),
+    Fault(
+        name="a-retained-forward-outlives-an-update",
+        about="A forward before an update serves a backward after it, with the gradient of old weights.",
+        file=f"{_SERVING}/tensor_calls.py",
+        old="if retained.version != trainer.version:",
+        new="if retained.version > trainer.version:",
+        tests=(f"{_TESTS}/test_tensor_door.py::test_two_forwards_before_the_first_backward_give_both_gradients",),
+    ),
+    Fault(
+        name="losses-write-into-tensors",
+        about="An uploaded loss passes out= and writes into the inputs of another call.",
+        file=f"{_SERVING}/loss_graph.py",
+        old='_FORBIDDEN = frozenset({"out", ',
+        new="_FORBIDDEN = frozenset({",
+        tests=(f"{_TESTS}/test_loss_graph.py::test_what_a_loss_may_not_do_is_one_sentence",),
+    ),
+    Fault(
+        name="losses-take-all-memory",
+        about="An uploaded loss makes results of any size.",
+        file=f"{_SERVING}/loss_graph.py",
+        old="MOST_ELEMENTS = 1 << 24",
+        new="MOST_ELEMENTS = 1 << 62",
+        tests=(f"{_TESTS}/test_loss_graph.py::test_what_a_loss_may_not_do_is_one_sentence",),
+    ),
+    Fault(
+        name="half-failed-commands-succeed",
+        about="A command that failed on one rank only counts as done, and ranks go on with different weights.",
+        file=f"{_SERVING}/loop.py",
+        old="same = ends is None or len(set(ends)) == 1",
+        new="same = True",
+        tests=(f"{_TESTS}/test_loop.py::test_all_ranks_run_commands_in_one_order_and_a_split_end_spoils_the_model",),
+    ),
+    Fault(
+        name="snapshots-between-forward-and-backward",
+        about="A snapshot covers a retained forward, so that its backward fails after a restart.",
+        file=f"{_SERVING}/bookkeeping/line.py",
+        old="return not self.has_gradient and not self.tickets",
+        new="return not self.has_gradient",
+        tests=(f"{_TESTS}/test_ledger.py::test_a_line_is_clean_without_gradient_and_retained_forward",),
+    ),
+)
