@@ -22,6 +22,14 @@ TENANTS = (
         tests=(f"{_POOL}::test_pairs_are_drawn_by_seed_and_layer",),
     ),
     Fault(
+        name="pairs-are-left-to-the-engine",
+        about="Pairs stay on the meta device, so that the engine draws A and B by the model's own initialisation.",
+        file="engine/serving/tenants/adapters.py",
+        old="value = torch.zeros(weight.shape, dtype=weight.dtype)",
+        new="value = torch.zeros_like(weight)",
+        tests=(f"{_POOL}::test_a_fresh_tenant_computes_what_its_base_does[one rank]",),
+    ),
+    Fault(
         name="full-tenants-stay-on-the-device",
         about="A full-parameter tenant keeps its state on the device while another one is resident.",
         file="engine/serving/tenants/pool.py",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.errors import ConfigError, PlanError
 from engine.parallel.model.blocks import find_units
@@ -124,18 +124,18 @@ def adapted(model: nn.Module, adapter: LowRank) -> nn.Module:
     settings = LoraConfig(r=adapter.rank, lora_alpha=ALPHA, target_modules=exact, lora_dropout=0.0)
     with torch.random.fork_rng(devices=()):  # PEFT draws A with the process's generator
         made: nn.Module = get_peft_model(model, settings)
-    for name, parameter in made.named_parameters():
-        if parameter.requires_grad:
-            _draw(name, parameter, adapter.seed)
+    for name, module in made.named_modules():
+        if ".lora_" in name and is_linear(module):
+            module.weight = nn.Parameter(_drawn(f"{name}.weight", module.weight, adapter.seed))
     return made
 
 
-@torch.no_grad()
-def _draw(name: str, parameter: nn.Parameter, seed: int) -> None:
-    if "lora_A" not in name:
-        parameter.zero_()
-        return
+def _drawn(name: str, weight: Tensor, seed: int) -> Tensor:
+    """Returns the initial value of half a pair, on the host; ``weight`` may be on the meta device."""
+    value = torch.zeros(weight.shape, dtype=weight.dtype)
+    if ".lora_A." not in name:
+        return value
     # torch's generator on the host reads 32 bits of its seed
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {base_name(name)}".encode()))
-    bound = 1 / math.sqrt(parameter.shape[1])
-    parameter.uniform_(-bound, bound, generator=generator)
+    bound = 1 / math.sqrt(value.shape[1])
+    return value.uniform_(-bound, bound, generator=generator)

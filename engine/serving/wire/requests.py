@@ -282,9 +282,14 @@ class RequestReader:
         number = body.integer("seq_id", high=LONGEST_SEQUENCE_NUMBER)
         note, key = self._directory.sampler(sampler), f"{sampler}:{number}"
         path, prompt = note.get("model_path"), self._prompt(body.mapping("prompt"))
-        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
             if body.values.get(name):
                 raise RequestRefusedError(f"{name} is not served; leave it out.")
+        if body.values.get("record_stability_info"):
+            raise RequestRefusedError(
+                "record_stability_info is for the loss stable_reinforce, which this server does not have; train with "
+                "another loss_fn, such as importance_sampling."
+            )
         parameters = self._sampling(body, len(prompt), key)
         last = body.integer("prompt_logprobs_last_n", None, low=1, high=max(1, len(prompt) - 1))
         source = self._directory.weights(path)["name"] if path else ""

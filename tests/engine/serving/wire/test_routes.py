@@ -211,6 +211,7 @@ def test_a_sample_has_ids_tokens_and_the_models_end() -> None:
         assert commands[1].parameters.max_tokens == 254 and commands[2].parameters.seed == 11
         assert own.refused("asample", sampled(own, 3, sampling_params={"stop": "text"}))[0] == 422
         assert own.refused("asample", sampled(own, 3, prompt_alt_tokens_k=2))[0] == 400
+        assert "importance_sampling" in own.refused("asample", sampled(own, 3, record_stability_info=True))[1]
         assert own.refused("asample", sampled(own, 3, num_samples=0))[0] == 422
 
 
