@@ -1,13 +1,12 @@
 """Section "serve": training as a service."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from engine.config.optim_sections import COUNT, SIZE
 from engine.config.reader import Section, setting
-from engine.config.rules import Choice, Int, ListOf, Problems, Real, Text
+from engine.config.rules import Int, ListOf, Problems, Real, Text
 
-_SECONDS, _BYTES = Real(above=0), Real(low=0)
+_SECONDS = Real(above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +15,6 @@ class ServeTenants:
 
     most: int = setting(16, SIZE)
     """Number of models at a time."""
-    adapter_bytes: float = setting(2e9, _BYTES)
-    """Bytes of all adapters with gradients and optimizer states, on each rank."""
     full: int = setting(1, COUNT)
     """Number of models with all parameters trained; they are on the ranks by turns."""
 
@@ -34,18 +31,6 @@ class ServeQueue:
     """Bytes of a request's body, decompressed."""
     seconds: float = setting(600.0, _SECONDS)
     """Seconds after which a command that has not begun fails."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeHeld:
-    """Limits of forwards whose graph is retained for a later backward."""
-
-    bytes: float = setting(2e9, _BYTES)
-    """Bytes of retained graphs on each rank."""
-    seconds: float = setting(300.0, _SECONDS)
-    """Seconds for which a graph is retained."""
-    staleness: int = setting(0, COUNT)
-    """Updates of the weights after which a retained graph still runs backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +59,10 @@ class ServeConfig:
     """Limits of the models of clients."""
     queue: ServeQueue = setting(ServeQueue(), Section(cls=ServeQueue))
     """Limits of requests that wait."""
-    held: ServeHeld = setting(ServeHeld(), Section(cls=ServeHeld))
-    """Limits of retained graphs."""
     session_seconds: float = setting(120.0, _SECONDS)
     """Seconds without a heartbeat after which a session ends; its models are saved and unloaded."""
     journal: ServeJournal = setting(ServeJournal(), Section(cls=ServeJournal))
     """Journal of accepted commands."""
-    sampler: Literal["engine"] = setting("engine", Choice(options=("engine",), noun="a sampler"))
-    """Program that samples: this engine."""
     tls_certificate: str | None = setting(None, Text(noun="a path", null=True))
     """File with the certificate of the server (PEM); null: HTTP without TLS."""
     tls_key: str | None = setting(None, Text(noun="a path", null=True))
