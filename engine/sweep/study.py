@@ -141,7 +141,7 @@ class SweepStudy:
             lock = FileLock(journal.with_name(f"{journal.name}.lock"))
             with _held(lock):
                 _cut_torn_line(journal)
-            backend = JournalFileBackend(str(journal), lock)
+            backend = JournalFileBackend(str(journal), lock)  # type: ignore[arg-type]
             with _held(self._ask):
                 pruner = make_component("pruners", settings.pruner)
                 self._study = optuna.create_study(
