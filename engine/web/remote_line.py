@@ -31,6 +31,7 @@ _LATER = (408, 429)
 _TROUBLE = 500
 _REFUSED = 400
 _WAITING = 202
+_ENDED = 404
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 Tensors = Mapping[str, Tensor]
 
@@ -107,7 +108,7 @@ class RemoteLine:
         return self._repeat(lambda: self._client.request(method, path, params=options, headers=headers, **request))
 
     def _repeat(self, request: Callable[[], httpx.Response]) -> httpx.Response:
-        began, pause, why = monotonic(), _FIRST_PAUSE, ""
+        began, pause, why, renewed = monotonic(), _FIRST_PAUSE, "", False
         while True:
             wait = pause
             try:
@@ -120,6 +121,9 @@ class RemoteLine:
                     began, wait = monotonic(), 0.0  # the server works, and has a place for the reply
                 elif status < _REFUSED:
                     return response
+                elif status == _ENDED and not renewed and _sentence(response).startswith("session "):
+                    # this client was silent for long; all of its earlier requests have been answered
+                    self._client.headers[SESSION], renewed, wait = uuid.uuid4().hex, True, 0.0
                 elif (status in _LATER or status >= _TROUBLE) and not _field(response, "final"):
                     why = _sentence(response) or f"status {status}"
                     wait = max(pause, _retry_after(response))

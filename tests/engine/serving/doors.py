@@ -33,13 +33,14 @@ def tensor_server(
     functions: Mapping[str, Any] | None = None,
     shape: Any = None,
     token: str = "",
+    session_seconds: float = 120.0,
 ) -> Iterator[str]:
     """Serve a model that all clients share; yield the address."""
     torch.manual_seed(0)
     pool = TenantPool(build, load_config(dict(CONFIG)), TenantLimits(full=1), shape)
     executor = CommandExecutor(pool, folder, functions)
     executor.run(CreateModel("shared", "", None))
-    ledger = Ledger(FairQueue(), None, LedgerLimits())
+    ledger = Ledger(FairQueue(), None, LedgerLimits(session_seconds=session_seconds))
     source = LedgerSource(ledger, iter(()))
     loop = CommandLoop(TorchHostGroup(0, 1, 10.0), executor.run, executor.spoil, source)
     ranks = Thread(target=loop.run, daemon=True)

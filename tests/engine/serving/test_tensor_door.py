@@ -72,6 +72,15 @@ def test_two_forwards_before_the_first_backward_give_both_gradients(tmp_path: Pa
             stale.sum().backward()
 
 
+def test_a_client_that_was_silent_for_long_goes_on(tmp_path: Path) -> None:
+    with tensor_server(layer, tmp_path, shape=rows(0), session_seconds=0.5) as url:
+        model, x = RemoteModel(url), rows(1).requires_grad_()
+        found = model(x)
+        time.sleep(3)
+        found.sum().backward()
+        assert x.grad is not None and model.step(**ADAM) == 1
+
+
 def test_servers_in_series_train_as_one_model_and_branches_run_at_the_same_time(tmp_path: Path) -> None:
     def slow(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         time.sleep(0.5)
