@@ -161,7 +161,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, seen: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        x_BLD = x + self.dropout(self.attention(self.norm1(x), seen, cache))
+        x_BLD = x + self.dropout(self.attention(self.norm1(x), seen=seen, cache=cache))
         hidden = functional.gelu(self.up(self.norm2(x_BLD)), approximate="tanh")
         y_BLD: Tensor = x_BLD + self.dropout(self.down(hidden))
         return y_BLD

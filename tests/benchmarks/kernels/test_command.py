@@ -211,7 +211,7 @@ def test_a_tiny_run_writes_table_figures_and_winners(
     assert {(one["operator"], one["dtype"], one["passed"]) for one in figures["checks"]} == {
         (operator, dtype, True) for operator in operators for dtype in ("bfloat16", "float16", "float32")
     }
-    assert set(figures["tuned"]) == {"warps activation"}
+    assert set(figures["tuned"]) == {"warps activation", "programs activation", "programs squared_norm"}
     for case in measured(Order("cpu", operators=tuple(operators))):
         own = figures["cases"][case.name]
         assert own["contenders"][TRITON]["seconds"]["both"] > 0 and own["accuracy"]["holds"]
