@@ -84,6 +84,7 @@ def test_a_hub_whose_ranks_have_ended_leaves_the_others_their_time(tmp_path: Pat
         end = next((message for message in spoke.poll(0.1, []) if "end" in message), None)
     running.join(PATIENCE)
     rank.join(PATIENCE)
+    spoke.close()
     assert end is not None and "rank 0 (" in end["end"] and 0 < end["seconds"] < monitor._LEAVE_SECONDS
 
 
