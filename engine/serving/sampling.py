@@ -8,6 +8,7 @@ from engine.engine import Engine
 from engine.generation.sampling import Completion, GenerationRequest, SamplingOptions
 from engine.serving.commands import Array, SampledOutput, SampledSequence, SampleTokens, SamplingParameters
 from engine.serving.losses import ServedError
+from engine.serving.training import client_tensor
 
 ABSENT = (0, -99999.0)
 """Token and log-probability of an empty place among the likeliest tokens."""
@@ -65,7 +66,7 @@ def _sequence(completion: Completion, top: int) -> SampledSequence:
 
 def _top_of_prompt(engine: Engine, prompt: Array, count: int) -> tuple[Array, Array]:
     """Returns the likeliest tokens at each position of the prompt [n, count], and their log-probabilities."""
-    given = torch.from_numpy(np.array(prompt))[None].to(engine.device)
+    given = client_tensor(prompt, engine.device)[None]
     output = engine.predict({"input_ids": given})
     logits: Tensor = getattr(output, "logits", output)[0].float()
     best = torch.log_softmax(logits[:-1], -1).topk(min(count, logits.shape[-1]))

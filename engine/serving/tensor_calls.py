@@ -30,7 +30,7 @@ from engine.serving.commands import (
     TensorOutput,
 )
 from engine.serving.losses import ServedError
-from engine.serving.training import TenantTrainer
+from engine.serving.training import TenantTrainer, client_tensor
 
 Function = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Function that clients call by name."""
@@ -67,7 +67,7 @@ class TensorCalls:
         if command.ticket and len(self._retained) >= TICKETS:
             raise ServedError(f"{TICKETS} forwards wait for their backward, which is the limit; send their gradients.")
         engine = trainer.engine
-        given = {name: torch.from_numpy(np.array(value)).to(engine.device) for name, value in command.tensors.items()}
+        given = {name: client_tensor(value, engine.device) for name, value in command.tensors.items()}
         rows = _Rows.of(given, engine)
         own = {name: rows.own(value) for name, value in given.items()}
         wanted = bool(command.ticket)
@@ -137,7 +137,7 @@ class TensorCalls:
             if output is None or not output.requires_grad:
                 known = ", ".join(name for name, one in retained.outputs.items() if one.requires_grad)
                 raise ServedError(f"a gradient was sent for output {name!r}; outputs with gradients are {known}.")
-            given = retained.rows.own(torch.from_numpy(np.array(value)).to(engine.device), filler=0.0)
+            given = retained.rows.own(client_tensor(value, engine.device), filler=0.0)
             if given.shape != output.shape:
                 raise ServedError(
                     f"the gradient of output {name!r} has shape {tuple(value.shape)}, which is not the output's."

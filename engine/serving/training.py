@@ -67,7 +67,7 @@ def _prepare(datum: Datum, device: torch.device) -> _Prepared:
         raise ServedError("a datum has no loss_fn_inputs['target_tokens']; send the token that follows each token.")
     padded = np.zeros((1, -(-count // LENGTH) * LENGTH), np.int64)
     padded[0, :count] = datum.tokens
-    inputs = {name: _on(value, device) for name, value in datum.inputs.items()}
+    inputs = {name: client_tensor(value, device) for name, value in datum.inputs.items()}
     targets = inputs[TARGETS].to(torch.int64)
     if targets.ndim not in (1, 2) or targets.shape[0] != count:
         raise ServedError(
@@ -280,7 +280,8 @@ def _gathered(own: dict[str, float], engine: Engine) -> list[dict[str, float]]:
     return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, lengths, strict=True)]
 
 
-def _on(value: Array, device: torch.device) -> Tensor:
+def client_tensor(value: Array, device: torch.device) -> Tensor:
+    """Returns a copy of a client's array on the device."""
     return torch.from_numpy(np.array(value)).to(device)
 
 

@@ -15,7 +15,6 @@ from threading import Lock
 from time import monotonic, sleep
 from typing import Any
 
-import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -158,8 +157,3 @@ def _retry_after(response: httpx.Response) -> float:
         return min(60.0, float(response.headers.get("retry-after", 0)))
     except ValueError:
         return 0.0
-
-
-def on_host(value: Any) -> Tensor:
-    """Returns a value as a tensor on the CPU."""
-    return (value if isinstance(value, Tensor) else torch.as_tensor(value)).detach().cpu()

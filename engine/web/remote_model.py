@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.web.remote_line import RemoteError, RemoteLine, on_host
+from engine.web.remote_line import RemoteError, RemoteLine
 
 
 class RemoteModel:
@@ -51,7 +51,7 @@ class RemoteModel:
         named = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
         names, values = list(named), list(named.values())
         if not torch.is_grad_enabled():
-            reply = self.line.post(f"/v1/forward/{self.model}", {name: on_host(value) for name, value in named.items()})
+            reply = self.line.post(f"/v1/forward/{self.model}", named)
             return self._outputs(list(reply.tensors), list(reply.tensors.values()), reply.version)
         call = _Call(self, names)
         anchor = torch.zeros((), requires_grad=True)  # so that weights of the server train without an input's gradient
@@ -114,7 +114,7 @@ class _Call:
 
     def forward(self, values: tuple[Tensor, ...]) -> list[Tensor]:
         """Runs the forward on the server, which retains its graph."""
-        line, given = self.remote.line, dict(zip(self.names, map(on_host, values), strict=True))
+        line, given = self.remote.line, dict(zip(self.names, values, strict=True))
         self.ticket = line.new_ticket()
         reply = line.post(f"/v1/forward/{self.remote.model}", given, {"ticket": self.ticket})
         self.outputs, self.version = list(reply.tensors), reply.version

@@ -49,7 +49,7 @@ SERVICE = (
         name="id-is-answered-before-the-journal",
         about="A future's id is answered before its command is on disk, so a crash loses it.",
         file=f"{SERVING}/wire/routes.py",
-        old="        await self._stored(entry.stored)\n",
+        old="        await self.wait_stored(entry.stored)\n",
         new="",
         tests=(f"{TESTS}/wire/test_stored_first.py::test_an_id_is_answered_after_its_command_is_on_disk",),
     ),

@@ -58,7 +58,7 @@ class ServiceApplication:
         reader = RequestReader(model, self.directory)
         self._futures = FutureRoutes(ledger, self.directory, reader, self._body)
         listings = ListingRoutes(model, ledger, self.directory, self._body)
-        tensors = TensorRoutes(ledger, self._body, creates_shared)
+        tensors = TensorRoutes(ledger, self._futures, self._body, creates_shared)
         posts = {**self._futures.posts(), **listings.posts()}
         checkpoint = f"{PREFIX}training_runs/{{run}}/checkpoints/{{checkpoint:path}}"
         refused = cast(Any, self._refused)

@@ -83,10 +83,15 @@ class FutureRoutes:
 
     async def _submit(self, found: ParsedRequest) -> Response:
         entry = self._ledger.submit(*found.entries)
-        await self._stored(entry.stored)
+        await self.wait_stored(entry.stored)
         return json_reply({"request_id": entry.key, **found.reply})
 
-    async def _stored(self, stored: Any) -> None:
+    async def wait_stored(self, stored: Any) -> None:
+        """Waits until records are in the journal.
+
+        Raises:
+            RequestRefusedError: 503, it cannot be written.
+        """
         try:
             # shielded: a client that hangs up must not cancel what the journal's thread completes
             await asyncio.shield(asyncio.wrap_future(stored))
@@ -110,7 +115,7 @@ class FutureRoutes:
             tags = [str(tag)[:100] for tag in body.items("tags", [], most=100)]
             values = {"tags": tags, "display_name": body.text("display_name", None)}
             record = self._directory.open_session(name, attempt, values)
-            await self._stored(self._ledger.append(record))
+            await self.wait_stored(self._ledger.append(record))
         return json_reply({"type": "create_session", "session_id": name})
 
     async def _heartbeat(self, request: Request) -> Response:
@@ -143,7 +148,7 @@ class FutureRoutes:
         if known is not None and (known["base_model"], known["model_path"]) != (base, path):
             raise RequestRefusedError(f"{name} was used before for other weights; number sampling sessions apart.")
         if known is None:
-            await self._stored(self._ledger.append(self._ledger.note(SAMPLER, name, values)))
+            await self.wait_stored(self._ledger.append(self._ledger.note(SAMPLER, name, values)))
         return json_reply({"type": "create_sampling_session", "sampling_session_id": name})
 
     # ---------------------------------------------------------------- polls
@@ -151,7 +156,7 @@ class FutureRoutes:
     async def _retrieve(self, request: Request) -> Response:
         key = BodyFields.parsed(await self._read_body(request)).text("request_id")
         entry = self._ledger.find(key)
-        await self._wait(entry)
+        await self.wait(entry)
         if entry.state is EntryState.FORGOTTEN or (entry.state is EntryState.DONE and entry.result is None):
             entry = self._ledger.find(key)  # raises the sentence of its end
             raise RequestRefusedError(f"the result of {key} has been removed.", 410)
@@ -161,7 +166,8 @@ class FutureRoutes:
         self._ledger.mark_fetched(entry)
         return Response(body, 200, media_type=kind)
 
-    async def _wait(self, entry: FutureEntry) -> None:
+    async def wait(self, entry: FutureEntry) -> None:
+        """Waits until a command is done, at most ``POLL_SECONDS``, or until the server stops."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 

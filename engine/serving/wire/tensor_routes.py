@@ -6,10 +6,9 @@ POST /v1/step/{model}                   AdamW as JSON -> version
 POST, GET /v1/call/{name}               a function of the server
 
 A request carries its session and number. A repeat waits for the same future, so that a lost reply changes nothing
-twice. The reply waits for the command; after ``REPLY_SECONDS`` it is 202, and the client repeats its request.
+twice. The reply waits for the command; after ``POLL_SECONDS`` it is 202, and the client repeats its request.
 """
 
-import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from engine.serving.bookkeeping.entry import FutureEntry, RequestRefusedError
+from engine.serving.bookkeeping.entry import EntryState, FutureEntry, RequestRefusedError
 from engine.serving.bookkeeping.ledger import Ledger
 from engine.serving.bookkeeping.session import HOUSE, SHARED
 from engine.serving.commands import (
@@ -41,10 +40,9 @@ from engine.serving.commands import (
     Result,
     TensorOutput,
 )
+from engine.serving.wire.routes import FutureRoutes
 from engine.web.tensor_headers import NUMBER, SESSION, TENSORS, VERSION
 
-REPLY_SECONDS = 20.0
-"""Seconds after which a reply says that the command still runs."""
 MOST_TENSORS = 256
 """Maximum number of tensors of a request."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,119}")
@@ -58,12 +56,15 @@ class TensorRoutes:
 
     Args:
         ledger: ledger of the service.
+        futures: routes whose waits for the journal and for results these share.
         read_body: reads the body of a request, and refuses one that is too long.
         creates: True if the first request for ``shared`` creates it, as a full-parameter tenant.
     """
 
-    def __init__(self, ledger: Ledger, read_body: Callable[[Request], Awaitable[bytes]], creates: bool) -> None:
-        self._ledger, self._body, self._creates = ledger, read_body, creates
+    def __init__(
+        self, ledger: Ledger, futures: FutureRoutes, read_body: Callable[[Request], Awaitable[bytes]], creates: bool
+    ) -> None:
+        self._ledger, self._futures, self._body, self._creates = ledger, futures, read_body, creates
         self._gets = count()
 
     def routes(self) -> list[Route]:
@@ -87,7 +88,7 @@ class TensorRoutes:
         return handle
 
     async def _run(self, request: Request, path: str, command: Command) -> Result | None:
-        """Submits a command and waits for its result; None if it still runs after ``REPLY_SECONDS``."""
+        """Submits a command and waits for its result; None if it still runs after ``POLL_SECONDS``."""
         session = _named(request.headers.get(SESSION, ""), f"the header {SESSION}")
         number = request.headers.get(NUMBER, "")
         if request.method == "GET":
@@ -101,22 +102,14 @@ class TensorRoutes:
         if model == SHARED and self._creates and SHARED not in self._ledger.lines:
             await self._open(HOUSE)
             created = FutureEntry(f"{HOUSE}:create", HOUSE, CreateModel(SHARED, "", None), SHARED, 0, route=path)
-            await asyncio.wrap_future(self._ledger.submit(created).stored)
+            await self._futures.wait_stored(self._ledger.submit(created).stored)
         line = model if model in self._ledger.lines else None
         entry = FutureEntry(f"{session}:tensors:{number}", session, command, line, route=path)
         entry = self._ledger.submit(entry)
-        await asyncio.wrap_future(entry.stored)
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-        def listener() -> None:
-            loop.call_soon_threadsafe(done.set)
-
-        if self._ledger.watch(entry, listener):
-            try:
-                await asyncio.wait_for(done.wait(), REPLY_SECONDS)
-            except TimeoutError:
-                self._ledger.unwatch(entry, listener)
-                return None
+        await self._futures.wait_stored(entry.stored)
+        await self._futures.wait(entry)
+        if entry.state not in (EntryState.DONE, EntryState.FORGOTTEN):
+            return None
         result = entry.result
         if result is None:
             raise RequestRefusedError(f"the result of {entry.key} was fetched before and has been removed.", 410)
@@ -127,7 +120,7 @@ class TensorRoutes:
         """Opens a session at its first request."""
         if session not in self._ledger.sessions and session not in self._ledger.ended:
             self._ledger.open_session(session)
-            await asyncio.wrap_future(self._ledger.append(self._ledger.note("session", session, {})))
+            await self._futures.wait_stored(self._ledger.append(self._ledger.note("session", session, {})))
 
     # ------------------------------------------------------------------ requests
 
