@@ -15,7 +15,6 @@ from time import perf_counter
 
 from engine.checkpoint.format.filesystem import Files, remove_tree, write_new
 from engine.checkpoint.format.manifest import Manifest, StoredTensor
-from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import SINGLE, lay_out
 from engine.checkpoint.format.step_folders import LOCK, committed, read_manifest, steps_of
 from engine.checkpoint.format.step_reader import ReadRequest, StepReader
@@ -148,15 +147,15 @@ def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) ->
 
 
 def _joined(reader: StepReader) -> Iterator[memoryview]:
-    """Yields one file of all tensors, piece by piece, with at most one tensor in memory."""
-    model = {name: reader.manifest.tensors[name] for name in reader.manifest.model_kinds()}
-    names = {tensor.pieces[0].key: name for name, tensor in model.items()}
-    kinds = {key: reader.kinds[name] for key, name in names.items()}
-    layout = lay_out(kinds, {"format": "pt"})
+    """Yields one file of all tensors, one after the other, with at most one tensor in memory."""
+    model = reader.manifest.model_kinds()
+    places = {stored.key: (name, stored) for name in model for stored in reader.manifest.tensors[name].pieces}
+    layout = lay_out({key: reader.kind_of(stored) for key, (_, stored) in places.items()}, {"format": "pt"})
     yield memoryview(layout.header)
-    for key in sorted(names, key=lambda key: layout.places[key][1]):
-        data = memoryview(bytearray(kinds[key].bytes))
-        reader.read([ReadRequest(names[key], Part(kinds[key].shape).whole(), data)])
+    for key, (kind, _) in sorted(layout.places.items(), key=lambda item: item[1][1]):
+        name, stored = places[key]
+        data = memoryview(bytearray(kind.bytes))
+        reader.read([ReadRequest(name, stored.piece, data)])
         yield data
 
 

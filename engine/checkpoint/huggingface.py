@@ -8,15 +8,17 @@ read without verification.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from engine.checkpoint.format.file_spans import FileSpan, SpannedTensor, read_spans
 from engine.checkpoint.format.filesystem import Files, opened, read_all, resolved
-from engine.checkpoint.format.pieces import Part
-from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, INDEX, SINGLE, TensorKind, read_header
+from engine.checkpoint.format.pieces import Part, Piece
+from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, INDEX, SINGLE, FilePart, TensorKind, read_header
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.checkpoint.format.strict_json import Fields, parse
 from engine.errors import CheckpointError
@@ -30,12 +32,20 @@ class PretrainedFolder:
     Args:
         keys: engine's name ("param/...", "buffer/...") -> possible keys in the folder.
         prefix: base-model prefix, absent from the keys of a model without its head.
+        parts: engine's name -> full shape, and the tensors that a published folder has in its place.
 
     Raises:
         CheckpointError: the folder has no safetensors, or a tensor that this model lacks.
     """
 
-    def __init__(self, files: Files, folder: Path, keys: Mapping[str, Sequence[str]], prefix: str = "") -> None:
+    def __init__(
+        self,
+        files: Files,
+        folder: Path,
+        keys: Mapping[str, Sequence[str]],
+        prefix: str = "",
+        parts: Mapping[str, tuple[tuple[int, ...], Sequence[FilePart]]] = MappingProxyType({}),
+    ) -> None:
         self.name = folder
         self._files = files
         stored = self._find()
@@ -45,6 +55,10 @@ class PretrainedFolder:
             candidates = [candidate for key in given for candidate in _spellings(key, prefix)]
             used.update(candidates)
             found = next((stored[candidate] for candidate in candidates if candidate in stored), None)
+            if found is None and name in parts:
+                shape, published = parts[name]
+                found = _joined(stored, shape, published, prefix)
+                used.update(candidate for part in published for candidate in _spellings(part.key, prefix))
             if found is not None:
                 self._tensors[name] = found
         foreign = next((key for key in stored if key not in used), None)
@@ -139,6 +153,21 @@ def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
 
 def _text(settings: Mapping[str, Any]) -> bytes:
     return (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _joined(
+    stored: Mapping[str, SpannedTensor], shape: tuple[int, ...], parts: Sequence[FilePart], prefix: str
+) -> SpannedTensor | None:
+    """Returns a tensor whose parts the folder stores one by one; None if it lacks one."""
+    whole, spans, dtypes = Part(shape), list[FileSpan](), set[str]()
+    for part in parts:
+        found = next((stored[key] for key in _spellings(part.key, prefix) if key in stored), None)
+        if found is None or found.kind.shape != part.shape:
+            return None
+        (span,) = found.spans
+        spans.append(replace(span, piece=Piece(whole, part.start, part.start + part.elements)))
+        dtypes.add(found.kind.dtype)
+    return SpannedTensor(TensorKind(dtypes.pop(), shape), tuple(spans)) if len(dtypes) == 1 else None
 
 
 def _spellings(key: str, prefix: str) -> list[str]:

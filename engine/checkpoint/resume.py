@@ -386,4 +386,5 @@ def _weights_of(run: RunState, folder: Path) -> TensorSource:
     if found := steps[-1] if steps else foreign_folder(run.files, folder):
         return open_checkpoint(run.files, found, optimizer=False)
     prefix = str(getattr(run.model, "base_model_prefix", ""))
-    return PretrainedFolder(run.files, folder, run.keys, prefix)
+    parts = {tensor.name: (tensor.kind.shape, tensor.parts) for tensor in run.tensors if tensor.parts}
+    return PretrainedFolder(run.files, folder, run.keys, prefix, parts)

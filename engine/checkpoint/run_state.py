@@ -7,7 +7,7 @@ import json
 import logging
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from engine.checkpoint.format.safetensors_file import DTYPES
 from engine.checkpoint.format.step_folders import FolderLocks
 from engine.checkpoint.full_state import FullState
 from engine.checkpoint.huggingface import with_dtype
+from engine.checkpoint.published_keys import published_parts
 from engine.config import Config
 from engine.errors import CheckpointError
 from engine.parallel.comm.comm import Comm
@@ -82,7 +83,9 @@ class RunState:
         """Tensors of the folder ``model/``, each with the rank that writes it."""
         parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
-        return model_tensors(self.ownership, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
+        found = model_tensors(self.ownership, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
+        parts = published_parts(self.model, {one.key: one.kind.shape for one in found})
+        return tuple(replace(one, parts=parts.get(one.key, ())) for one in found)
 
     @cached_property
     def stored(self) -> tuple[ModelTensor, ...]:

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from engine.checkpoint.format.manifest import (
     piece_from_json,
     piece_to_json,
 )
-from engine.checkpoint.format.pieces import Part
+from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import INDEX, SINGLE, TensorKind, read_kind, repack
 from engine.checkpoint.format.step_folders import (
     commit,
@@ -246,7 +246,9 @@ class Saver:
     def _repack(self, written: Path, shard_bytes: int) -> None:
         """Replaces the files of all ranks by files of a set size."""
         model, packed = written / "model", written / "optim"  # empty in an export
-        repack(self._files, model, packed, [tensor.key for tensor in self.tensors], shard_bytes)
+        repack(
+            self._files, model, packed, [part.key for tensor in self.tensors for part in tensor.entries], shard_bytes
+        )
         for name in self._files.names(model):
             if name == INDEX or name.endswith(".safetensors"):
                 self._files.unlink(model / name)
@@ -346,7 +348,10 @@ class Saver:
             self._write(written, file, snapshot.model, report)
             for tensor in self._snapshots.owned:
                 kind, _ = snapshot.model.layout.places[tensor.key]
-                report.piece(tensor.name, kind, StoredPiece(file, tensor.key, Part(kind.shape).whole()))
+                whole = Part(kind.shape)
+                for part in replace(tensor, kind=kind).entries:
+                    piece = Piece(whole, part.start, part.start + part.elements)
+                    report.piece(tensor.name, kind, StoredPiece(file, part.key, piece))
         if snapshot.optim.layout.places:
             file = f"optim/optim-{rank:05d}.safetensors"
             self._write(written, file, snapshot.optim, report)
@@ -357,7 +362,11 @@ class Saver:
         if rank == 0:
             index = {
                 "metadata": {"total_size": sum(tensor.kind.bytes for tensor in self.tensors)},
-                "weight_map": {t.key: self._model_file(t.owner).removeprefix("model/") for t in self.tensors},
+                "weight_map": {
+                    part.key: self._model_file(tensor.owner).removeprefix("model/")
+                    for tensor in self.tensors
+                    for part in tensor.entries
+                },
             }
             for name, data in {**snapshot.contents.model_files, INDEX: dump(index)}.items():
                 self._write_bytes(written, f"model/{name}", data, report)

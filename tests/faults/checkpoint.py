@@ -3,6 +3,8 @@
 from tests.faults.fault import Fault
 
 _CHECKPOINT = "tests/engine/checkpoint/test_checkpoint.py"
+_PUBLISHED = "tests/engine/checkpoint/test_published_keys.py"
+_ROUNDS = f"{_PUBLISHED}::test_a_published_folder_is_read_and_written_under_its_keys"
 
 CHECKPOINT = (
     Fault(
@@ -144,5 +146,49 @@ CHECKPOINT = (
         old="max(0, counts[3] - counts[4])",
         new="0 * counts[3]",
         tests=("tests/engine/checkpoint/foreign/test_loss_scale.py::test_it_goes_on_from_any_moment",),
+    ),
+    Fault(
+        name="expert-read-at-the-first-place",
+        about="Tensors of a published folder are read as the first elements of the parameter that stacks them.",
+        file="engine/checkpoint/huggingface.py",
+        old="Piece(whole, part.start, part.start + part.elements)",
+        new="Piece(whole, 0, part.elements)",
+        tests=(_ROUNDS,),
+    ),
+    Fault(
+        name="published-header-at-one-place",
+        about="The header of a file gives all experts of a stack the bytes of the first one.",
+        file="engine/checkpoint/format/safetensors_file.py",
+        old="begin = offset + part.start * kind.width",
+        new="begin = offset",
+        tests=(_ROUNDS,),
+    ),
+    Fault(
+        name="copies-hide-published-keys",
+        about="A piece of a stack that is not contiguous alone is taken for a copy, so stacks keep their own key.",
+        file="engine/checkpoint/published_keys.py",
+        old="args[0] if func is Tensor.contiguous else ",
+        new="",
+        tests=(f"{_PUBLISHED}::test_parts_have_the_elements_of_their_parameter_in_order",),
+    ),
+    Fault(
+        name="index-names-stacks",
+        about="The index of a folder names the stacked parameters, which no file has.",
+        file="engine/checkpoint/save.py",
+        old="""                    for part in tensor.entries
+                },""",
+        new="""                    for part in tensor.entries[:1]
+                },""",
+        tests=(_ROUNDS,),
+    ),
+    Fault(
+        name="full-tenant-without-the-folder",
+        about="A full-parameter tenant of a served folder starts from random weights.",
+        file="engine/serving/tenants/pool.py",
+        old="CheckpointConfig(init_from=self._config.checkpoint.init_from)",
+        new="CheckpointConfig()",
+        tests=(
+            "tests/engine/serving/tenants/test_pool.py::test_base_and_tenants_have_the_weights_of_a_folder_of_which_no_rank_has_all",
+        ),
     ),
 )

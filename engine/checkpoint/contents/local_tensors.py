@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.pieces import Part, Piece, runs
-from engine.checkpoint.format.safetensors_file import TensorKind, code_of
+from engine.checkpoint.format.safetensors_file import FilePart, TensorKind, code_of
 from engine.parallel.grid import Coord, Grid, ShardHolder
 from engine.parallel.model.quantized_layers import quantize_part
 from engine.parallel.shard_table import Range, ShardRow
@@ -43,6 +43,16 @@ class ModelTensor:
     """Rank that writes the full tensor."""
     row: ShardRow | None
     """Shard-table row of the parameter; None for a buffer, which is full on its owner."""
+    parts: tuple[FilePart, ...] = ()
+    """Tensors of the folder that have its elements; empty: one, under ``key``."""
+
+    @property
+    def entries(self) -> tuple[FilePart, ...]:
+        """Tensors of the folder that have its elements, in order."""
+        if self.row is not None and self.parts:
+            return self.parts
+        key = self.parts[0].key if self.parts else self.key
+        return (FilePart(key, self.kind.shape, 0),)  # a buffer may have been replaced by one of another shape
 
 
 def local_region(row: ShardRow, holder: ShardHolder) -> Part:

@@ -7,7 +7,7 @@ random generators       image of the state file
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.checkpoint.contents.local_tensors import Held, ModelTensor, SaveOwnership, copy_shared, stored_part
 from engine.checkpoint.format.host_image import HostImage, ImageMemory, as_tensor, kind_of, make_image
 from engine.checkpoint.format.pieces import Part, Piece
-from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.safetensors_file import FilePart, TensorKind
 from engine.parallel.grid import Coord
 
 METADATA = {"format": "pt"}
@@ -126,7 +126,10 @@ class Snapshots:
         outgoing = {owner: memory for owner in others if (memory := self._message(weights, owner)) is not None}
         # a buffer may have been replaced since the model was built, with another dtype or shape
         live = {tensor.name: kind_of(ours.buffers[tensor.name]) for tensor in self.owned if tensor.row is None}
-        model = self._image("model", {tensor.key: live.get(tensor.name, tensor.kind) for tensor in self.owned})
+        owned = [replace(tensor, kind=live.get(tensor.name, tensor.kind)) for tensor in self.owned]
+        model = self._image(
+            "model", {tensor.key: tensor.kind for tensor in owned}, {tensor.key: tensor.entries for tensor in owned}
+        )
         for tensor, *_ in self._messages.parts(self._coord, self._grid.rank):
             held, whole = weights[tensor.name], model.tensor(tensor.key).view(-1)
             # includes rows that other ranks have too; the message of their first holder overwrites them
@@ -193,5 +196,7 @@ class Snapshots:
         piece = held.own.within(part)
         return piece if piece.elements else None
 
-    def _image(self, name: str, kinds: Mapping[str, TensorKind]) -> HostImage:
-        return make_image(kinds, METADATA, self.memory, name)
+    def _image(
+        self, name: str, kinds: Mapping[str, TensorKind], parts: Mapping[str, Sequence[FilePart]] | None = None
+    ) -> HostImage:
+        return make_image(kinds, METADATA, self.memory, name, parts)

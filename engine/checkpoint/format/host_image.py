@@ -7,7 +7,7 @@ The memory is reused by the next save. ``write_file`` writes and calls fsync whi
 """
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM, Hashes, hash_blocks
 from engine.checkpoint.format.filesystem import PAGE, Files, named
-from engine.checkpoint.format.safetensors_file import DTYPES, FileLayout, TensorKind, code_of, lay_out
+from engine.checkpoint.format.safetensors_file import DTYPES, FileLayout, FilePart, TensorKind, code_of, lay_out
 
 T = TypeVar("T")
 
@@ -61,10 +61,17 @@ class HostImage:
 
 
 def make_image(
-    tensors: Mapping[str, TensorKind], metadata: Mapping[str, str], memory: ImageMemory, name: str
+    tensors: Mapping[str, TensorKind],
+    metadata: Mapping[str, str],
+    memory: ImageMemory,
+    name: str,
+    parts: Mapping[str, Sequence[FilePart]] | None = None,
 ) -> HostImage:
-    """Returns a safetensors file in host memory with header and padding; tensor values are filled later."""
-    layout = lay_out(tensors, metadata)
+    """Returns a safetensors file in host memory with header and padding; tensor values are filled later.
+
+    ``parts``: parts that replace a tensor in the header.
+    """
+    layout = lay_out(tensors, metadata, parts or {})
     image = HostImage(layout, memory.take(name, layout.size))
     image.memory[: len(layout.header)] = layout.header
     image.memory[layout.size :] = bytes(len(image.memory) - layout.size)

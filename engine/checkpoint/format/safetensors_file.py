@@ -77,18 +77,36 @@ def code_of(dtype: str) -> str:
     return _CODES[dtype]
 
 
+class FilePart(NamedTuple):
+    """Contiguous elements of a tensor that a file has as a tensor of their own, such as one expert of many."""
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    """First element, in row-major order of the tensor."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """Header, tensor offsets and size of a safetensors file."""
 
     header: bytes
     places: Mapping[str, tuple[TensorKind, int]]
-    """Dtype, shape and byte offset of each tensor, by key."""
+    """Dtype, shape and byte offset of each tensor, by key; of a tensor in parts too."""
     size: int
 
 
-def lay_out(tensors: Mapping[str, TensorKind], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Returns the layout of a safetensors file with these tensors.
+def lay_out(
+    tensors: Mapping[str, TensorKind],
+    metadata: Mapping[str, str] | None = None,
+    parts: Mapping[str, Sequence[FilePart]] = MappingProxyType({}),
+) -> FileLayout:
+    """Returns the layout of a safetensors file with these tensors; ``parts`` replace a tensor in the header.
 
     Raises:
         CheckpointError: a tensor has the reserved name "__metadata__".
@@ -100,7 +118,10 @@ def lay_out(tensors: Mapping[str, TensorKind], metadata: Mapping[str, str] | Non
     offset, starts = 0, {}
     for key, kind in ordered:
         starts[key] = offset
-        entries[key] = {"dtype": kind.dtype, "shape": list(kind.shape), "data_offsets": [offset, offset + kind.bytes]}
+        for part in parts.get(key) or (FilePart(key, kind.shape, 0),):
+            begin = offset + part.start * kind.width
+            end = begin + part.elements * kind.width
+            entries[part.key] = {"dtype": kind.dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
         offset += kind.bytes
     text = dump(entries)
     begin = -(-(8 + len(text)) // PAGE) * PAGE

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.checkpoint.format.checked_blocks import ByteRange, ChunkReader, Hashes, block_count, hash_function
 from engine.checkpoint.format.filesystem import Files, opened, read_all
-from engine.checkpoint.format.manifest import CHECKSUMS, Manifest, StoredTensor
+from engine.checkpoint.format.manifest import CHECKSUMS, Manifest, StoredPiece, StoredTensor
 from engine.checkpoint.format.manifest_parts import IndexedFiles, sharing
 from engine.checkpoint.format.pieces import Piece, Runs, runs
 from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, TensorKind, read_header
@@ -154,6 +154,10 @@ class StepReader:
         header = read_header(lambda start, stop: data[start:stop].tobytes(), len(data), str(self.step / file))
         return {key: (kind, data.data[start : start + kind.bytes]) for key, (kind, start) in header.items()}
 
+    def kind_of(self, stored: StoredPiece) -> TensorKind:
+        """Returns dtype and shape of the tensor of a file that contains a piece."""
+        return self._header(stored.file)[stored.key][0]
+
     @property
     def name(self) -> Path:
         """Folder of the checkpoint, for messages."""
@@ -264,13 +268,11 @@ class StepReader:
             for stored in of.pieces
             if stored.file == file
         ]
-        places = {name: header[key] for name, key in held if key in header}
+        places = [(name, *header[key]) for name, key in held if key in header]
         found = [
-            name
-            for name, (kind, start) in places.items()
-            if start < (block + 1) * size and start + kind.bytes > block * size
+            name for name, kind, start in places if start < (block + 1) * size and start + kind.bytes > block * size
         ]
-        named = found or ([tensor] if tensor else [name for name, _ in held])
+        named = [*dict.fromkeys(found)] or ([tensor] if tensor else [name for name, _ in held])
         return f": {'' if header or block else 'the header, or '}{_listed(named)}" if named else ""
 
     def _header_if_sound(self, file: str, block: int) -> dict[str, tuple[TensorKind, int]]:

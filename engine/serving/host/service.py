@@ -7,7 +7,8 @@ end      all ranks leave the loop after the same command; the server stops, engi
 import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -48,7 +49,8 @@ def serve_folder(config: Config, folder: Path) -> None:
     settings = config.serve or ServeConfig()
     limits = TenantLimits(adapters=settings.tenants.most, full=settings.tenants.full)
     example = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
-    pool = TenantPool(lambda: read_model(folder), config, limits, example)
+    weights = replace(config.checkpoint, init_from=config.checkpoint.init_from or str(folder))
+    pool = TenantPool(lambda: empty_model(folder), replace(config, checkpoint=weights), limits, example)
     model = describe(pool.base, settings.models or (folder.resolve().name,), read_tokenizer(folder))
     serve_ranks(CommandExecutor(pool, Path(settings.folder) / WEIGHTS), settings, model)
 
@@ -103,23 +105,27 @@ def _run_loop(
         CommandLoop(host, executor.run, executor.spoil, source, renew).run()
 
 
-def read_model(folder: Path) -> nn.Module:
-    """Builds the causal language model of a Hugging Face folder.
+def empty_model(folder: Path) -> nn.Module:
+    """Builds the causal language model of a Hugging Face folder on the meta device; each rank reads its part later.
 
     Raises:
         ConfigError: there is none.
     """
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     except ImportError as error:
-        raise ConfigError("trine serve reads models with transformers; run: pip install transformers.") from error
+        raise ConfigError("trine serve builds models with transformers; run: pip install transformers.") from error
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        about = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(about, dtype=about.dtype or torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--model {folder} is no causal language model of Hugging Face ({first_line(error)}); give a folder with "
             "config.json and weights."
         ) from error
+    with suppress(OSError):  # a folder without generation_config.json
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
 
 

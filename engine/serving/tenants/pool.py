@@ -59,7 +59,8 @@ class TenantPool:
     """Engines of tenants by id, on the ranks of one base model. All calls are collective, in one order on all ranks.
 
     Args:
-        build_base: builds the base model, equal on all ranks.
+        build_base: builds the base model, equal on all ranks; on the meta device with ``checkpoint.init_from``, so that
+            no rank has all of it.
         config: grid, ZeRO, precision and optimizer of the base and of every tenant; AdamW by default.
         example_batch: a microbatch as tenants are called with; None: one row of token ids.
         world: identity of this rank, for ranks that are threads; None: read from the launcher.
@@ -175,7 +176,8 @@ class TenantPool:
     def _full(self) -> Engine:
         self._park_others(None)
         model = make_model(self._build, self._config.seed, self._world.device)
-        return self._initialize(model, replace(self._config, checkpoint=CheckpointConfig()))
+        weights = CheckpointConfig(init_from=self._config.checkpoint.init_from)
+        return self._initialize(model, replace(self._config, checkpoint=weights))
 
     def _park_others(self, chosen: _Tenant | None) -> None:
         """Moves the state of full-parameter tenants other than ``chosen`` to the host, and that of ``chosen`` back."""

@@ -1,7 +1,7 @@
 """Pool of tenants: what is stored once, what is parked, what is refused, what is saved."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from torch import nn
 from engine.config import load_config
 from engine.errors import ConfigError, EngineError
 from engine.parallel.comm.threads import run_thread_ranks
-from engine.parallel.comm.world import World
+from engine.parallel.comm.world import World, read_world
 from engine.serving.commands import Adapter
+from engine.serving.host.service import empty_model
 from engine.serving.tenants.adapters import adapted, find_targets
 from engine.serving.tenants.pool import TenantLimits, TenantPool
 from engine.serving.training import TenantTrainer
 from tests import models
+from tests.engine.checkpoint.test_published_keys import mixtral
 from tests.engine.serving.tenants.tenant_runs import GRIDS, differing, open_pool, placed, train
 
 pytestmark = [
@@ -194,3 +196,41 @@ def test_a_fresh_tenant_computes_what_its_base_does(grid: str) -> None:
 
     ranks, settings = GRIDS[grid]
     run_thread_ranks(ranks, body)
+
+
+def folder_logits(folder: str, stage: int, tokens: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of the base and of a new tenant of each kind over a folder, which is opened as the service does."""
+    given = {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+        "checkpoint": {"init_from": folder},
+    }  # fmt: skip
+    config = load_config(given, read_world().size)
+    pool = TenantPool(lambda: empty_model(Path(folder)), config, TenantLimits(full=1))
+    assert pool.base.module.generation_config.eos_token_id == 7  # type: ignore[union-attr]
+    engines = (pool.base, pool.create("pair", Adapter(4)), pool.create("full", None))
+    found = [engine.predict(tokens).logits for engine in engines]
+    pool.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_base_and_tenants_have_the_weights_of_a_folder_of_which_no_rank_has_all(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, ranks: int
+) -> None:
+    given: Any = mixtral().eval()
+    given.generation_config.eos_token_id = 7
+    given.save_pretrained(tmp_path)
+    tokens = {"input_ids": torch.arange(9)[None] % models.VOCABULARY}
+    with torch.no_grad():
+        expected = given(**tokens).logits
+    if ranks == 1:
+        ran = [folder_logits(str(tmp_path), 0, tokens)]
+    else:
+        ran = run_ranks(folder_logits, ranks, str(tmp_path), 3, tokens)
+    for logits in (one for found in ran for one in found):
+        assert torch.allclose(logits, expected, atol=1e-6)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no causal language model of Hugging Face"):
+        empty_model(tmp_path / "nothing")
