@@ -15,6 +15,7 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.world import Lender
 from engine.parallel.grid import Grid, ShardHolder
+from engine.parallel.model.adapters import adapter_names
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
@@ -97,7 +98,7 @@ def place_model(
     if _forget_backward(parameters.values()) and comm.grid.rank == 0:
         logger.warning("the gradients that an earlier backward has left on the model are dropped")
     meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
-    drawn = meta if config.checkpoint.init_from is None else set()  # a checkpoint replaces drawn values
+    drawn = meta if config.checkpoint.init_from is None else adapter_names(model, meta)  # a folder replaces the others
     materialize(model, drawn - lent.keys() - set().union(*shards), config.seed, device, parts.keep)
     replace_meta(model, {name: parts.empty(name) for name in meta})
     for name in codes.keys() - meta:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.contents.adapter_folder import AdapterSource, is_peft_model, prompt_encoders, write_adapters
+from engine.checkpoint.contents.adapter_folder import AdapterSource, prompt_encoders, write_adapters
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.foreign import open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
@@ -46,6 +46,7 @@ from engine.parallel.comm.agreement import first_rank
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
+from engine.parallel.model.adapters import is_peft_model
 from engine.step.parts import StepPart
 from engine.step.runtime import RankRuntime
 from engine.step.state import RunControl

@@ -32,12 +32,14 @@ from engine.checkpoint.format.step_reader import OpenCheckpoint, StepReader
 from engine.checkpoint.format.strict_json import dump, parse
 from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.load import Loader, TensorSource, share_moments, share_weights
+from engine.checkpoint.published_keys import published_parts
 from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
 from engine.optim.lr_schedules import UpdateScheduler
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import saved_grid
+from engine.parallel.model.adapters import adapter_names, base_name, is_peft_model
 from engine.step.parts import StepPart
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import families_of
@@ -374,7 +376,9 @@ def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
         kinds = source.kinds
         known = {name.partition("/")[2] for name in kinds}
         buffers = {name: buffer for name, buffer in run.buffers.items() if name.partition("/")[2] in known}
-        loader = Loader(source, run.local_tensors, buffers)
+        adapters = adapter_names(run.model, [name.partition("/")[2] for name in run.keys])
+        drawn = frozenset(f"param/{name}" for name in adapters if f"param/{name}" not in kinds)
+        loader = Loader(source, run.local_tensors, buffers, left_out=drawn)
         loader.check()
         loader.read_weights()
     share_weights(run.runtime.buckets, run.comm)
@@ -385,6 +389,19 @@ def _weights_of(run: RunState, folder: Path) -> TensorSource:
     steps = steps_of(run.files, folder)
     if found := steps[-1] if steps else foreign_folder(run.files, folder):
         return open_checkpoint(run.files, found, optimizer=False)
-    prefix = str(getattr(run.model, "base_model_prefix", ""))
-    parts = {tensor.name: (tensor.kind.shape, tensor.parts) for tensor in run.tensors if tensor.parts}
-    return PretrainedFolder(run.files, folder, run.keys, prefix, parts)
+    return _pretrained(run, folder)
+
+
+def _pretrained(run: RunState, folder: Path) -> PretrainedFolder:
+    """Returns a Hugging Face folder as a source of this model's tensors; of a model with adapters, of its base's."""
+    model: Any = run.model
+    own = {tensor.name: (tensor.kind.shape, [*run.keys[tensor.name]]) for tensor in run.tensors}
+    if is_peft_model(model):  # the folder has the base alone
+        adapters = adapter_names(model, [name.partition("/")[2] for name in own])
+        rest = {name: one for name, one in own.items() if name.partition("/")[2] not in adapters}
+        own = {name: (shape, [base_name(key) for key in keys]) for name, (shape, keys) in rest.items()}
+        model = model.get_base_model()
+    found = published_parts(model, {keys[0]: shape for shape, keys in own.values()})
+    parts = {name: (shape, found[keys[0]]) for name, (shape, keys) in own.items() if keys[0] in found}
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    return PretrainedFolder(run.files, folder, {name: keys for name, (_, keys) in own.items()}, prefix, parts)

@@ -84,7 +84,7 @@ class RunState:
         parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
         found = model_tensors(self.ownership, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
-        parts = published_parts(self.model, {one.key: one.kind.shape for one in found})
+        parts = published_parts(self.model, {one.key: one.kind.shape for one in found})  # {} with adapters
         return tuple(replace(one, parts=parts.get(one.key, ())) for one in found)
 
     @cached_property

@@ -40,7 +40,6 @@ import transformers
 from torch import nn
 
 from engine.api import initialize
-from engine.checkpoint.contents.adapter_folder import is_peft_model
 from engine.config import ConfigSource, load_config, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
@@ -56,6 +55,7 @@ from engine.hosting.arguments import (
 from engine.hosting.hosted_model import HostedModel
 from engine.huggingface.accelerator import EngineAccelerator
 from engine.huggingface.trl_loop import TrlLoop, plan_inputs
+from engine.parallel.model.adapters import is_peft_model
 from engine.program.batch_rows import Name
 
 _COUNT = "num_items_in_batch"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import PlanError
+from engine.parallel.model.adapters import check_drawn, reset_pairs
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.rng_streams import keyed_generators
 
@@ -31,6 +32,7 @@ def materialize(model: nn.Module, names: Collection[str], seed: int, device: tor
         PlanError: a module has a meta tensor that no initialisation sets.
     """
     wanted = {id(p): name for name, p in model.named_parameters() if name in names and p.is_meta}
+    check_drawn(model, wanted.values())
     for name, part in _groups(model):
         own = [p for _, _, p in _tensors(part) if isinstance(p, nn.Parameter)]
         buffers = any(not isinstance(t, nn.Parameter) for _, _, t in _tensors(part))
@@ -75,7 +77,7 @@ class _Filling:
     """Initialisation of one group of modules."""
 
     def __init__(self, model: nn.Module, name: str, device: torch.device) -> None:
-        self.name, self.device = name, device
+        self.model, self.name, self.device = model, name, device
         self.initialise: Any = getattr(model, "_init_weights", None)
 
     def run(self, part: Part) -> None:
@@ -86,6 +88,7 @@ class _Filling:
                 self.initialise(module)
             elif reset is not None:
                 reset()
+            reset_pairs(self.model, module)
 
 
 def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> None:

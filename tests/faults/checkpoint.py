@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 _CHECKPOINT = "tests/engine/checkpoint/test_checkpoint.py"
 _PUBLISHED = "tests/engine/checkpoint/test_published_keys.py"
+_ON_META = "tests/engine/checkpoint/test_adapters_on_meta.py"
 _ROUNDS = f"{_PUBLISHED}::test_a_published_folder_is_read_and_written_under_its_keys"
 
 CHECKPOINT = (
@@ -190,5 +191,29 @@ CHECKPOINT = (
         tests=(
             "tests/engine/serving/tenants/test_pool.py::test_base_and_tenants_have_the_weights_of_a_folder_of_which_no_rank_has_all",
         ),
+    ),
+    Fault(
+        name="pairs-drawn-as-layers",
+        about="Pairs of PEFT on the meta device start as linear layers do, so that B is not zero.",
+        file="parallel/model/materialize.py",
+        old="            reset_pairs(self.model, module)\n",
+        new="",
+        tests=(f"{_ON_META}::test_without_a_folder_pairs_start_as_peft_starts_them",),
+    ),
+    Fault(
+        name="pairs-without-values",
+        about="With a folder for the base, pairs of PEFT on the meta device keep whatever their memory had.",
+        file="engine/build/place_model.py",
+        old="else adapter_names(model, meta)",
+        new="else set()",
+        tests=(f"{_ON_META}::test_the_base_is_that_of_the_folder_and_adapters_change_nothing_yet",),
+    ),
+    Fault(
+        name="start-of-an-adapter-lost",
+        about="Adapters whose initial value is lost on the meta device are accepted.",
+        file="parallel/model/materialize.py",
+        old="    check_drawn(model, wanted.values())\n",
+        new="",
+        tests=(f"{_ON_META}::test_adapters_whose_start_is_lost_are_refused_by_name",),
     ),
 )

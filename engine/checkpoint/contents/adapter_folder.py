@@ -25,15 +25,11 @@ from torch.utils._pytree import tree_leaves
 from engine.errors import CheckpointError
 from engine.parallel.comm.agreement import from_first
 from engine.parallel.comm.comm import Comm
+from engine.parallel.model.adapters import is_peft_model
 
 _CARD = "README.md"
 _ENCODERS = "prompt_encoder"
 GatherState = Callable[[frozenset[str]], Mapping[str, Tensor]]
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Returns True if PEFT has wrapped this model with adapters."""
-    return any((base.__module__, base.__name__) == ("peft.peft_model", "PeftModel") for base in type(model).__mro__)
 
 
 def prompt_encoders(model: nn.Module) -> Mapping[str, nn.Module]:

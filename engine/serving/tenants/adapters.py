@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ConfigError, PlanError
+from engine.parallel.model.adapters import PREFIX, base_name
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_linear
 
 ALPHA = 32
 """Scale of every adapter: its product is multiplied by ALPHA / rank, as in the service whose clients we serve."""
-_PREFIX = "base_model.model."
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _ROUTERS = ("gate", "router")
 """Names of linear layers that choose experts; ``gate_proj`` is none."""
@@ -53,14 +53,9 @@ class LowRank(Protocol):
         """True: the output head is adapted."""
 
 
-def base_name(name: str) -> str:
-    """Returns the base's name of a parameter or module of the adapted model."""
-    return name.removeprefix(_PREFIX).replace(".base_layer.", ".").removesuffix(".base_layer")
-
-
 def adapted_name(name: str) -> str:
     """Returns the adapted model's name of a unit of the base."""
-    return _PREFIX + name
+    return PREFIX + name
 
 
 def find_targets(model: nn.Module, adapter: LowRank) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from engine.config import Config
 from engine.engine import Engine
 from engine.parallel.comm.world import Lender
+from engine.parallel.model.adapters import base_name
 from engine.parallel.tensor.plan.sharding_rules import match_styles
 from engine.parallel.tensor.plan.styles import Style
-from engine.serving.tenants.adapters import adapted_name, base_name
+from engine.serving.tenants.adapters import adapted_name
 
 
 def without_memory(model: nn.Module) -> nn.Module:

@@ -1,0 +1,72 @@
+"""Models that PEFT has wrapped with adapters: names of the base's parameters, and initial values of pairs (LoRA).
+
+base_model.model.layers.0.q_proj.base_layer.weight          q_proj.weight of the base
+base_model.model.layers.0.q_proj.lora_A.default.weight      adapter
+base_model.model.lm_head.modules_to_save.default.weight     trained copy of lm_head.weight of the base
+"""
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from engine.errors import PlanError
+
+PREFIX = "base_model.model."
+"""Prefix of the base's names in a wrapped model."""
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+_ENCODER = "prompt_encoder."
+_PAIRS = "reset_lora_parameters"
+"""PEFT's method of a layer with pairs, which sets the initial values of one adapter."""
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Returns True if PEFT has wrapped this model with adapters."""
+    return any((base.__module__, base.__name__) == ("peft.peft_model", "PeftModel") for base in type(model).__mro__)
+
+
+def base_name(name: str) -> str:
+    """Returns the base's name of a parameter or module of a wrapped model."""
+    return _WRAPPED.sub("", name.removeprefix(PREFIX))
+
+
+def adapter_names(model: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Returns those of ``names`` that are parameters of adapters, which the base does not have."""
+    if not is_peft_model(model):
+        return frozenset()
+    part: str | None = getattr(getattr(model, "base_model", None), "prefix", None)
+    found = (name for name in names if name.startswith(_ENCODER) or (part and f".{part}" in name))
+    return frozenset(found)
+
+
+def check_drawn(model: nn.Module, names: Collection[str]) -> None:
+    """Raises if an adapter among ``names``, which are on the meta device, has an initial value that is lost there.
+
+    Raises:
+        PlanError: the adapter is none of LoRA, or its initial value depends on the base's weights.
+    """
+    settings: Any = getattr(model, "peft_config", {})
+    for name in sorted(adapter_names(model, names)):
+        about = next((one for key, one in settings.items() if f".{key}." in f"{name}."), None)
+        start = getattr(about, "init_lora_weights", None)
+        if ".lora_" not in name or not (start in (True, False) or str(start).lower() == "gaussian"):
+            raise PlanError(
+                f"adapter parameter {name!r} is on the meta device, where the initial value that PEFT gives it is "
+                "lost; call get_peft_model on a model in memory, or use LoRA with init_lora_weights True, False or "
+                "'gaussian'."
+            )
+
+
+def reset_pairs(model: nn.Module, module: nn.Module) -> None:
+    """Sets the initial values of the pairs of one layer as PEFT does; other modules do not change."""
+    reset: Any = getattr(module, _PAIRS, None)
+    if reset is None or not is_peft_model(model):
+        return
+    settings: Any = model.peft_config
+    for name, about in settings.items():
+        halves = [pairs[name] for pairs in (module.lora_A, module.lora_B) if name in pairs]  # type: ignore[union-attr, operator]
+        if about.init_lora_weights is False:
+            for half in halves:
+                half.reset_parameters()
+        reset(name, about.init_lora_weights)
