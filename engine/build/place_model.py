@@ -36,6 +36,10 @@ from engine.zero.offload.scratch_folder import MappedMemory, ScratchFolder
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 logger = logging.getLogger("trine")
+_LOST = (
+    "%d parameter(s), such as %s, are initialised by reset_parameters alone, because the model is on the meta device, "
+    "and later writes of its __init__ are lost; move them to reset_parameters, or pass a callable that builds the model"
+)
 
 
 def make_model(source: ModelSource, seed: int, device: torch.device) -> nn.Module:
@@ -99,7 +103,9 @@ def place_model(
         logger.warning("the gradients that an earlier backward has left on the model are dropped")
     meta = {name for name, p in parameters.items() if p.is_meta and name in rows}
     drawn = meta if config.checkpoint.init_from is None else adapter_names(model, meta)  # a folder replaces the others
-    materialize(model, drawn - lent.keys() - set().union(*shards), config.seed, device, parts.keep)
+    lost = materialize(model, drawn - lent.keys() - set().union(*shards), config.seed, device, parts.keep)
+    if lost and comm.grid.rank == 0:
+        logger.warning(_LOST, len(lost), lost[0])
     replace_meta(model, {name: parts.empty(name) for name in meta})
     for name in codes.keys() - meta:
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, holder)

@@ -17,8 +17,6 @@ PREFIX = "base_model.model."
 """Prefix of the base's names in a wrapped model."""
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _ENCODER = "prompt_encoder."
-_PAIRS = "reset_lora_parameters"
-"""PEFT's method of a layer with pairs, which sets the initial values of one adapter."""
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -60,13 +58,12 @@ def check_drawn(model: nn.Module, names: Collection[str]) -> None:
 
 def reset_pairs(model: nn.Module, module: nn.Module) -> None:
     """Sets the initial values of the pairs of one layer as PEFT does; other modules do not change."""
-    reset: Any = getattr(module, _PAIRS, None)
-    if reset is None or not is_peft_model(model):
+    layer: Any = module
+    if not hasattr(layer, "reset_lora_parameters") or not is_peft_model(model):
         return
     settings: Any = model.peft_config
     for name, about in settings.items():
-        halves = [pairs[name] for pairs in (module.lora_A, module.lora_B) if name in pairs]  # type: ignore[union-attr, operator]
-        if about.init_lora_weights is False:
-            for half in halves:
-                half.reset_parameters()
-        reset(name, about.init_lora_weights)
+        halves = [pairs[name] for pairs in (layer.lora_A, layer.lora_B) if name in pairs]
+        for half in halves if about.init_lora_weights is False else ():
+            half.reset_parameters()
+        layer.reset_lora_parameters(name, about.init_lora_weights)

@@ -23,8 +23,11 @@ Keep = Callable[[str, Tensor], Tensor]
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, names: Collection[str], seed: int, device: torch.device, keep: Keep) -> None:
-    """Sets every meta parameter in ``names``, and every meta buffer, to the initial value on ``device``.
+def materialize(
+    model: nn.Module, names: Collection[str], seed: int, device: torch.device, keep: Keep
+) -> tuple[str, ...]:
+    """Sets every meta parameter in ``names``, and every meta buffer, to the initial value on ``device``; returns the
+    names of parameters that the model's ``__init__`` wrote more often than the initialisation here.
 
     Parameters remain the same objects; parameters not in ``names`` stay on the meta device. Nothing is communicated.
 
@@ -33,15 +36,17 @@ def materialize(model: nn.Module, names: Collection[str], seed: int, device: tor
     """
     wanted = {id(p): name for name, p in model.named_parameters() if name in names and p.is_meta}
     check_drawn(model, wanted.values())
+    lost = list[str]()
     for name, part in _groups(model):
         own = [p for _, _, p in _tensors(part) if isinstance(p, nn.Parameter)]
         buffers = any(not isinstance(t, nn.Parameter) for _, _, t in _tensors(part))
         if buffers or any(id(p) in wanted for p in own):
             with keyed_generators(device, seed, zlib.crc32(name.encode())):
-                _fill(_Filling(model, name, device), part, wanted, keep)
+                lost += _fill(_Filling(model, name, device), part, wanted, keep)
     for name, parameter in model.named_parameters():
         if id(parameter) in wanted and parameter.is_meta:
             raise PlanError(f"parameter {name!r} is on the meta device and {_NO_WAY}")
+    return tuple(lost)
 
 
 _NO_WAY = (
@@ -91,9 +96,12 @@ class _Filling:
             reset_pairs(self.model, module)
 
 
-def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> None:
-    """Replaces meta tensors by full ones, initialises these, keeps this rank's shards and restores the others."""
-    given = list(_tensors(part))
+def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> list[str]:
+    """Replaces meta tensors by full ones, initialises these, keeps this rank's shards and restores the others.
+
+    Returns the parameters whose later writes by ``__init__`` are lost; Hugging Face repeats its own.
+    """
+    lost, given = list[str](), list(_tensors(part))
     done = [(m, leaf, p) for _, m in part for leaf, p in m._parameters.items() if p is not None and not p.is_meta]
     for module, leaf, parameter in done:  # tied to an earlier block: a stand-in is initialised, and the values survive
         _set(module, leaf, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
@@ -102,6 +110,7 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
         if id(tensor) not in made:
             made[id(tensor)] = _unset(tensor, filling.device)
         _set(module, leaf, made[id(tensor)])
+    before = {number: tensor._version for number, tensor in made.items()}
     filling.run(part)
     for module, leaf, parameter in done:
         _set(module, leaf, parameter)
@@ -115,7 +124,10 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
         if id(tensor) in wanted and tensor.is_meta:
             name = wanted[id(tensor)]
             _check_set(full, f"parameter {name!r}")
+            if filling.initialise is None and tensor._version > full._version - before[id(tensor)]:
+                lost.append(name)
             _become(tensor, keep(name, full.detach()))
+    return lost
 
 
 def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -216,4 +216,14 @@ CHECKPOINT = (
         new="",
         tests=(f"{_ON_META}::test_adapters_whose_start_is_lost_are_refused_by_name",),
     ),
+    Fault(
+        name="later-writes-of-init-lost",
+        about="Values that __init__ writes after reset_parameters are lost on the meta device without a word.",
+        file="parallel/model/materialize.py",
+        old="tensor._version > full._version",
+        new="False and tensor._version > full._version",
+        tests=(
+            "tests/parallel/model/test_materialize.py::test_writes_of_init_that_are_lost_on_the_meta_device_are_named",
+        ),
+    ),
 )

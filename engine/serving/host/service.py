@@ -117,8 +117,9 @@ def empty_model(folder: Path) -> nn.Module:
         raise ConfigError("trine serve builds models with transformers; run: pip install transformers.") from error
     try:
         about = AutoConfig.from_pretrained(folder, local_files_only=True)
+        build: Any = AutoModelForCausalLM.from_config
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(about, dtype=about.dtype or torch.float32)
+            model = build(about, dtype=about.dtype or torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--model {folder} is no causal language model of Hugging Face ({first_line(error)}); give a folder with "
@@ -126,7 +127,8 @@ def empty_model(folder: Path) -> nn.Module:
         ) from error
     with suppress(OSError):  # a folder without generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model
+    made: nn.Module = model
+    return made
 
 
 def read_tokenizer(folder: Path) -> Callable[[str], list[int]] | None:

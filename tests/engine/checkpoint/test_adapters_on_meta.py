@@ -27,7 +27,7 @@ def adapted(name: str, **options: Any) -> Any:
 
     with torch.device("meta"):
         base: Any = BASES[name]()
-    given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]} | options
+    given: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]} | options
     return get_peft_model(base, LoraConfig(**given))
 
 

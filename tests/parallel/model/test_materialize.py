@@ -192,3 +192,29 @@ def test_module_that_cannot_initialise_itself_is_refused_on_all_ranks(run_ranks:
         "parameter '3.scale' is on the meta device and its module has no reset_parameters that sets it; add one (and "
         "_init_weights in a Hugging Face model), or build the model in memory."
     )
+
+
+class Overwritten(nn.Module):
+    """Model whose ``__init__`` scales a weight after its layer has drawn it."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+        if scaled:
+            nn.init.normal_(self.second.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x)).mean()
+        return found
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_writes_of_init_that_are_lost_on_the_meta_device_are_named(
+    scaled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.device("meta"):
+        model = Overwritten(scaled)
+    engine.initialize(model, {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}).close()
+    told = [one.getMessage() for one in caplog.records if "initialised by reset_parameters alone" in one.getMessage()]
+    assert len(told) == scaled
+    assert all(text.startswith("1 parameter(s), such as second.weight, ") for text in told)
