@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ GRIDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "tp2 x pp2": (4, {"tensor": 2, "pipeline": 2}),
     "dp2 x tp2": (4, {"data": 2, "tensor": 2}),
 }
+FEW: Mapping[str, Any] = {"quantize_frozen": {"dtype": "nf4"}, "checkpoint": {"frozen": False}}
 HALVES = 2 * (3 * 32 + 32 + 2 * 32 + 32) + 32
 """Elements of the halves of rank 1 that every tensor rank stores: A of q, k, v, gate, up and the head, B of o and down."""
 
@@ -79,15 +81,15 @@ class Trained:
     step: Tally
 
 
-def config_of(parallel: Mapping[str, Any], model: str = "llama") -> dict[str, Any]:
+def config_of(parallel: Mapping[str, Any], model: str = "llama", **more: Any) -> dict[str, Any]:
     """Settings of a grid, with a written tensor plan, since the search would take longer than the test."""
     plan = {"tensor_plan": written_plan(MODELS[model]()), "prove_plan": False} if "tensor" in parallel else {}
-    return {"train_micro_batch_size_per_gpu": 1, "parallel": {**parallel, **plan}}
+    return {"train_micro_batch_size_per_gpu": 1, "parallel": {**parallel, **plan}, **more}
 
 
-def train(eng: Engine, name: str) -> Trained:
+def train(eng: Engine, name: str, trainer: TenantTrainer | None = None) -> Trained:
     """Makes a few updates; the last one is counted."""
-    trainer, losses, norms = TenantTrainer(eng, {}), [], []
+    trainer, losses, norms = trainer or TenantTrainer(eng, {}), [], []
     for step in range(STEPS):
         before = eng.sent
         made = trainer.forward_backward(ForwardBackward(name, make_data(DATA, step), LossCall("cross_entropy")))
@@ -157,3 +159,43 @@ def test_pairs_follow_fused_and_shared_columns(model: str) -> None:
     for rank in ranks:
         calls = {row.label: row.calls for row in rank.datum if row.axis == "tp"}
         assert (calls["row outputs"], calls["column inputs"]) == (DATA * 4, DATA * 4)
+
+
+@pytest.mark.parametrize("form", ["nf4", pytest.param("int8", marks=pytest.mark.long)])
+def test_a_base_in_few_bits_gives_the_losses_of_one_process(form: str) -> None:
+    more = {**FEW, "quantize_frozen": {"dtype": form}}
+    expected = adapter_on(config_of({}, **more), "llama", None)
+    for parallel in ({"tensor": 2}, {"pipeline": 2}):
+        config = config_of(parallel, **more)
+        agrees(run_thread_ranks(2, lambda world, config=config: adapter_on(config, "llama", world)), expected)  # type: ignore[misc]
+
+
+OTHERS: Mapping[str, tuple[Mapping[str, int], int]] = {
+    "tp2": ({"tensor": 2}, 0), "pp2": ({"pipeline": 2}, 0), "dp2 ZeRO 1": ({"data": 2}, 1),
+}  # fmt: skip
+
+
+def continued(folder: Path) -> dict[str, tuple[float, ...]]:
+    """Body of a rank: losses after a saved state, where it was saved and where it is loaded."""
+    found = {}
+    for grid, (parallel, stage) in {"saved": OTHERS["tp2"], **OTHERS}.items():
+        config = config_of(parallel, **FEW, zero_optimization={"stage": stage})
+        pool = TenantPool(models.llama, load_config(config, 2))
+        trainer = TenantTrainer(pool.create("tenant", Adapter(RANK, seed=3 if grid == "saved" else 4)), {})
+        if grid == "saved":
+            train(trainer.engine, "tenant", trainer)
+            trainer.save(folder)
+        else:
+            trainer.load(folder, optimizer=True)
+        found[grid] = train(trainer.engine, "tenant", trainer).losses
+        pool.close()
+    return found
+
+
+@pytest.mark.long
+def test_a_saved_tenant_goes_on_on_other_grids(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    for losses in run_ranks(continued, 2, tmp_path):
+        expected = losses.pop("saved")
+        assert losses["tp2"] == expected
+        for grid in OTHERS:
+            assert losses[grid] == pytest.approx(expected, rel=1e-6), grid
