@@ -145,8 +145,8 @@ class GradedInputs:
             if tensor.requires_grad and torch.is_grad_enabled() and not tensor.is_leaf:
                 raise EngineError(
                     f"{name} requires a gradient and was computed from other tensors, but with parallel.pipeline "
-                    f"{ranks} a backward ends at the inputs of the call; pass x = {name}.detach().requires_grad_(), and "
-                    "call backward(x.grad) on the original afterwards."
+                    f"{ranks} a backward ends at the inputs of the call; pass x = {name}.detach().requires_grad_(), "
+                    "and call backward(x.grad) on the original afterwards."
                 )
         self._copies: list[tuple[Tensor, Tensor]] = []
         self.arguments: Arguments = map_tensors(args, self._copy), map_tensors(kwargs, self._copy)

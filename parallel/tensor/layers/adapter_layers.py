@@ -46,7 +46,6 @@ def join_adapter(around: nn.Module, layer: nn.Module, axis: TensorAxis, patches:
         around.__class__ = type(f"Joined{own.__name__}", bases, {})
 
 
-
 class AdapterDropout(nn.Module):
     """Dropout of an adapter that draws one mask for all tensor ranks, or a different mask on each."""
 

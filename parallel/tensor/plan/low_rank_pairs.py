@@ -71,8 +71,6 @@ def _halves(modules: Mapping[str, nn.Module], around: str, whole: str) -> Iterat
         yield f"{around}.{sharded}.{adapter}", f"{around}.{whole}.{adapter}"
 
 
-def _split(
-    module: Any, parameters: Mapping[str, ParameterCut], first_name: Callable[[nn.Parameter], str]
-) -> object:
+def _split(module: Any, parameters: Mapping[str, ParameterCut], first_name: Callable[[nn.Parameter], str]) -> object:
     cut = parameters.get(first_name(module.weight))
     return None if cut is None else cut.ranges

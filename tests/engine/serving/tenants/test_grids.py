@@ -37,7 +37,7 @@ GRIDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 }
 FEW: Mapping[str, Any] = {"quantize_frozen": {"dtype": "nf4"}, "checkpoint": {"frozen": False}}
 HALVES = 2 * (3 * 32 + 32 + 2 * 32 + 32) + 32
-"""Elements of the halves of rank 1 that every tensor rank stores: A of q, k, v, gate, up and the head, B of o and down."""
+"""Elements of whole halves of rank 1: A of q, k, v, gate, up and the head, and B of o and down."""
 
 
 def one_head() -> nn.Module:
