@@ -289,7 +289,7 @@ def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
 def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
     """Excludes layers that communicate or read codes from compilation, and modules in fp32 from narrow dtypes."""
     if _compiles(model, plan):
-        cut = plan.tensor.layers if plan.tensor is not None else ()
+        cut = plan.tensor.communicating if plan.tensor is not None else ()
         leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)
     put_casts(model, plan.precision.kept, plan.precision.compute, patches)
 

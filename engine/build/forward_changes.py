@@ -163,6 +163,8 @@ def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, pa
     """Patches ``heads`` of this rank (full or vocab-parallel) to return lazy logits."""
     modules = [module for module in map(model.get_submodule, heads) if isinstance(module, nn.Linear)]
     for module in modules:
+        if getattr(module, "tensor_joined", False):  # the logits of pairs are added at once
+            continue
         if not is_expanded(module.weight) and (axis.size == 1 or isinstance(module, HeadLayer)):
             install_lazy_head(module, axis, axis.kernels, patches)
 

@@ -71,7 +71,7 @@ class TensorCalls:
         rows = _Rows.of(given, engine)
         own = {name: rows.own(value) for name, value in given.items()}
         wanted = bool(command.ticket)
-        if wanted and engine.config.pp == 1:
+        if wanted:
             for value in own.values():
                 value.requires_grad_(value.is_floating_point())
         args, kwargs = _arguments(own)

@@ -9,6 +9,9 @@ the latest first. The autograd graph is cut at the outputs, and resumed there by
 
 loss -> ... -> outputs | cut         the first backward stores the gradients of the outputs
                outputs | root -> ... the second backward starts with them, on the last stage
+
+An input that requires a gradient gets a part of it on each stage that reads it; their sum over pp (label "input
+gradients") is its gradient on every rank.
 """
 
 from collections import Counter
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.executor import RankSchedule, StageMicrobatch, StageOutput, rank_schedule
 from engine.parallel.pipeline.runtime.outputs import Carrier, bring_outputs
 from engine.parallel.pipeline.schedule.actions import Action
@@ -102,6 +106,7 @@ def _joined(column: tuple[Any, ...]) -> Any:
     return torch.cat(column) if isinstance(column[0], Tensor) else column[0]
 
 
+INPUT_GRADIENTS = "input gradients"
 Gradients = Sequence[Tensor | None]
 """Gradient of each tensor; None if the loss does not read it."""
 
@@ -125,6 +130,46 @@ def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> T
     """
     root: Tensor = _Root.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return root
+
+
+class GradedInputs:
+    """Inputs of a call that require gradients; the stages differentiate copies of them.
+
+    Raises:
+        EngineError: such an input has a graph of its own, which the backward of the stages would not continue.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> None:
+        given = args[0] if len(args) == 1 and not kwargs else kwargs or args
+        for name, tensor in named_tensors(given):
+            if tensor.requires_grad and torch.is_grad_enabled() and not tensor.is_leaf:
+                raise EngineError(
+                    f"{name} requires a gradient and was computed from other tensors, but with parallel.pipeline "
+                    f"{ranks} a backward ends at the inputs of the call; pass x = {name}.detach().requires_grad_(), "
+                    "and call backward(x.grad) on the original afterwards."
+                )
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.arguments: Arguments = map_tensors(args, self._copy), map_tensors(kwargs, self._copy)
+        """The arguments, with a copy of each such input."""
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        self._copies.append((tensor, tensor.detach().requires_grad_()))
+        return self._copies[-1][1]
+
+    @property
+    def present(self) -> bool:
+        """True if an input requires a gradient."""
+        return bool(self._copies)
+
+    def accumulate(self, comm: Comm) -> None:
+        """Sums the gradients of the stages over pp, and adds them to ``grad`` of the inputs."""
+        for tensor, copy in self._copies:
+            grad = torch.zeros_like(copy) if copy.grad is None else copy.grad.contiguous()
+            copy.grad = None
+            comm.all_reduce(grad, "pp", INPUT_GRADIENTS).wait()
+            torch.autograd.backward(tensor, grad)
 
 
 class _Given:
@@ -199,15 +244,16 @@ class PipelineCalls:
             rows: rows of each part that runs through the stages; None: the batch is one part.
 
         Raises:
-            EngineError: an argument requires a gradient, or the outputs of several parts cannot be joined. Raised
-                before anything is sent.
+            EngineError: an argument with a gradient is no leaf of autograd, or the outputs of several parts cannot be
+                joined. Raised before anything is sent.
             PlanError: the forward does not fit the partition.
         """
         runtime = self._runtime
-        _refuse_gradients(args, kwargs, runtime.plan.config.pp)
+        inputs = GradedInputs(args, kwargs, runtime.plan.config.pp)
         self._count += 1
-        parts = cut_arguments(args, kwargs, runtime.program.rows, rows)
+        parts = cut_arguments(*inputs.arguments, runtime.program.rows, rows)
         call = PipelineCall(runtime, parts, self._row(len(parts)), key, self._arrivals, self._count)
+        call.inputs = inputs
         call.trace(self.compares_paths)
         if torch.is_grad_enabled():
             self._newest = parts[0]
@@ -232,6 +278,7 @@ class PipelineCalls:
             for place, call in enumerate(calls):
                 last, further = which.last and call is calls[-1], which.further and not place
                 call.run_back(which._replace(last=last, further=further))
+                call.inputs.accumulate(self._runtime.comm)
         finally:
             arrivals.open = False
             arrivals.calls.clear()
@@ -254,6 +301,8 @@ class PipelineCalls:
 
 class PipelineCall:
     """Forward of one ``eng(batch)`` on a pipeline and its later backward, run by the executor."""
+
+    inputs: GradedInputs
 
     def __init__(
         self, runtime: RankRuntime, parts: Sequence[Arguments], row: RankSchedule, key: tuple[int, ...],
@@ -369,11 +418,13 @@ class PipelineCall:
         """Returns places of the outputs through which a gradient flows back, equal on every rank."""
         if not torch.is_grad_enabled():
             return []
-        parameters = dict(self._runtime.program.model.named_parameters())
+        parameters, inputs = dict(self._runtime.program.model.named_parameters()), self.inputs
 
         def flows(leaf: Leaf) -> bool:
             if isinstance(leaf, FromParameter):
                 return parameters[leaf.parameter].requires_grad
+            if isinstance(leaf, FreeTensor):  # computed from inputs alone
+                return leaf.dtype.is_floating_point and inputs.present
             return isinstance(leaf, FromValue) and trace.values[leaf.value].grad
 
         return [place for place, leaf in enumerate(trace.result.leaves) if flows(leaf)]
@@ -398,7 +449,8 @@ class PipelineCall:
         self._results.append(done.result)
         leaves = pytree.tree_leaves(done.result)
         outputs = [leaves[place] for place in self._graded(trace)]
-        return StageOutput(sent, resume_graph(outputs, self._gradients[microbatch]) if outputs else None)
+        graded = any(tensor.requires_grad for tensor in outputs)
+        return StageOutput(sent, resume_graph(outputs, self._gradients[microbatch]) if graded else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
         """Returns the context of one stage's backward, which accumulates gradients; the stage's last backward reduces
@@ -439,13 +491,3 @@ def _run(runtime: RankRuntime, given: Arguments) -> tuple[Any]:
     args, kwargs = microbatch_copy(given, runtime.program.device)
     output = runtime.watched((args, kwargs), lambda: runtime.program.call(*args, **kwargs))
     return (runtime.own(gather_logits(output)),)
-
-
-def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: int) -> None:
-    given = args[0] if len(args) == 1 and not kwargs else kwargs or args
-    for name, tensor in named_tensors(given):
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise EngineError(
-                f"{name} requires a gradient with parallel.pipeline {ranks}, where the gradients of a forward end at "
-                "the parameters of its stages; detach it, or compute it in the model."
-            )

@@ -177,7 +177,10 @@ class TraceCache:
 
     def _key(self, microbatch: Batch, kind: str) -> object:
         leaves, spec = pytree.tree_flatten(microbatch)
-        shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        shapes = tuple(
+            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in leaves
+        )
         return kind, torch.is_grad_enabled(), str(spec), shapes, self._hooks.forward
 
 

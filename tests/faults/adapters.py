@@ -5,8 +5,49 @@ from tests.faults.fault import Fault
 _DETACHED = "tests/engine/planning/test_detached_traffic.py::test_what_a_detach_cuts_off_is_not_planned"
 _PAIRS = "tests/parallel/tensor/auto/test_adapters.py"
 _STACKS = "tests/parallel/model/test_parametrized_weights.py::test_a_stack_with_adapters_is_as_it_was_after_each_call"
+_JOINED = "tests/parallel/tensor/layers/test_adapter_layers.py"
 
 ADAPTERS = (
+    Fault(
+        name="pairs-have-collectives-of-their-own",
+        about="A pair enters and sums as a layer of its own, next to the layer that it adapts.",
+        file="parallel/tensor/plan/low_rank_pairs.py",
+        old="        if whole is None or around == name",
+        new="        if True or whole is None or around == name",
+        tests=(f"{_JOINED}::test_pairs_add_no_collective",),
+    ),
+    Fault(
+        name="whole-halves-of-pairs-not-summed",
+        about="A of a column layer and B of a row layer keep the gradient of their own rank.",
+        file="parallel/tensor/plan/low_rank_pairs.py",
+        old="            partial.update(first_name(parameter) for parameter in modules[other].parameters())\n",
+        new="",
+        tests=(f"{_JOINED}::test_pairs_add_no_collective",),
+    ),
+    Fault(
+        name="bias-of-a-pair-on-each-rank",
+        about="The bias of B is added to the product of each rank before the sum of a row layer.",
+        file="parallel/tensor/plan/low_rank_pairs.py",
+        old="any(modules[other].bias is not None for other in joined.values())",
+        new="False",
+        tests=(f"{_JOINED}::test_other_pairs_stay_layers_of_their_own",),
+    ),
+    Fault(
+        name="magnitudes-in-a-partial-sum",
+        about="An adapter that scales the whole product, as DoRA, computes before the sum of the layer.",
+        file="parallel/tensor/plan/low_rank_pairs.py",
+        old=' and not getattr(module, "lora_variant", None)',
+        new="",
+        tests=(f"{_JOINED}::test_other_pairs_stay_layers_of_their_own",),
+    ),
+    Fault(
+        name="a-mask-for-each-shard-of-columns",
+        about="The dropout before a pair of a layer with gathered columns draws another mask on each rank.",
+        file="parallel/tensor/layers/apply_plan.py",
+        old='cut.kind in ("column", "column+gather", "row")',
+        new='cut.kind in ("column", "row")',
+        tests=(f"{_JOINED}::test_a_mask_is_one_for_all_columns",),
+    ),
     Fault(
         name="detached-sums-planned",
         about="The plan counts the sums of input gradients that a detach cuts off, and that nobody sends.",

@@ -3,8 +3,33 @@
 from tests.faults.fault import Fault
 
 SERVING, TESTS = "engine/serving", "tests/engine/serving"
+_INPUTS = f"{TESTS}/test_input_gradients.py::test_inputs_get_the_gradients_of_one_process[pp2-trained]"
 
 SERVICE = (
+    Fault(
+        name="inputs-get-the-gradient-of-one-stage",
+        about="An input that several stages read gets the part of the gradient that this rank's stage has.",
+        file="engine/step/pipeline_call.py",
+        old='            comm.all_reduce(grad, "pp", INPUT_GRADIENTS).wait()\n',
+        new="",
+        tests=(_INPUTS,),
+    ),
+    Fault(
+        name="stages-without-gradients-send-none-to-inputs",
+        about="A call with gradients of inputs uses the trace of one without, whose frozen stages send no gradient.",
+        file="engine/step/trace_cache.py",
+        old="leaf.dtype, leaf.requires_grad)",
+        new="leaf.dtype)",
+        tests=(_INPUTS.replace("trained", "frozen"),),
+    ),
+    Fault(
+        name="outputs-of-inputs-alone-have-no-gradient",
+        about="An output that no parameter reaches passes no gradient on to the input that it was computed from.",
+        file="engine/step/pipeline_call.py",
+        old="return leaf.dtype.is_floating_point and inputs.present",
+        new="return False",
+        tests=(_INPUTS,),
+    ),
     Fault(
         name="another-request-gets-the-first-result",
         about="A number that repeats with another body gets the result of the first request.",

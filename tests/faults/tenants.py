@@ -3,8 +3,25 @@
 from tests.faults.fault import Fault
 
 _POOL = "tests/engine/serving/tenants/test_pool.py"
+_GRIDS = "tests/engine/serving/tenants/test_grids.py"
 
 TENANTS = (
+    Fault(
+        name="heads-of-a-wrapped-layer-split",
+        about="The plan of a tenant loses the width of heads, so that one key head is cut in two.",
+        file="engine/serving/tenants/skeleton.py",
+        old='    return style.text if whole else f"{style.text} head:{width}"\n',
+        new="    return style.text\n",
+        tests=(f"{_GRIDS}::test_pairs_follow_fused_and_shared_columns[one key head]",),
+    ),
+    Fault(
+        name="ratios-of-unwrapped-layers",
+        about="A written ratio of heads names layers that adapters have wrapped.",
+        file="engine/serving/tenants/skeleton.py",
+        old='BASE * (f"{name}.{child[0]}" in wrapped)',
+        new='""',
+        tests=(f"{_GRIDS}::test_pairs_follow_fused_and_shared_columns[one key head]",),
+    ),
     Fault(
         name="tenants-have-copies-of-the-base",
         about="A tenant gets memory of its own for the frozen parameters, in place of the base's.",

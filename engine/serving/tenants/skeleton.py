@@ -6,6 +6,7 @@ tenant     a copy of the skeleton with adapters; its frozen parameters are the b
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ from engine.config import Config
 from engine.engine import Engine
 from engine.parallel.comm.world import Lender
 from engine.parallel.model.adapters import base_name
-from engine.parallel.tensor.plan.sharding_rules import match_styles
+from engine.parallel.tensor.plan.low_rank_pairs import BASE
+from engine.parallel.tensor.plan.sharding_rules import head_width, match_styles
 from engine.parallel.tensor.plan.styles import Style
 from engine.serving.tenants.adapters import adapted_name
 
@@ -43,22 +45,35 @@ def lender_of(base: Engine, model: nn.Module) -> Lender:
     return Lender(runtime.comm, tensors, shards)
 
 
-def adapted_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
-    """Returns the tensor plan of an adapted ``model`` by the styles of the base, so that pairs add no communication.
+def adapted_styles(model: nn.Module, skeleton: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
+    """Returns the tensor plan of an adapted ``model`` by the styles of the base; pairs then add no communication
+    (``tensor.plan.low_rank_pairs``).
 
     column, vocabulary    A whole, B as the layer
-    row                   A as the layer, B whole: the sum of the layer contains the pair's
+    row                   A as the layer, B whole
     """
-    wrapped = {base_name(name): name for name, _ in model.named_modules() if name.endswith(".base_layer")}
+    wrapped = {base_name(name): name for name, _ in model.named_modules() if name.endswith(BASE)}
     parameters = {base_name(name): name for name, _ in model.named_parameters() if ".lora_" not in name}
     plan: dict[str, str] = {}
     for name, style in styles.items():
         layer = wrapped.get(name)
-        plan[layer or parameters.get(name) or adapted_name(name)] = style.text
+        plan[layer or parameters.get(name) or adapted_name(name)] = _with_children(name, style, wrapped)
         if layer is not None and style.text != "replicate":
             half = "lora_A" if style.text.startswith("row") else "lora_B"
-            plan[f"{layer.removesuffix('base_layer')}{half}.default"] = style.text
+            plan[layer] = plan[f"{layer.removesuffix('base_layer')}{half}.default"] = _with_heads(skeleton, name, style)
     return plan
+
+
+def _with_children(name: str, style: Style, wrapped: Mapping[str, str]) -> str:
+    """Returns a style with its references to column layers that are wrapped now."""
+    return re.sub(r"(?<=[=/])[\w.]+", lambda child: child[0] + BASE * (f"{name}.{child[0]}" in wrapped), style.text)
+
+
+def _with_heads(skeleton: nn.Module, name: str, style: Style) -> str:
+    """Returns the style of a layer with the width of its heads, which rules else read from the module around it."""
+    width = head_width(skeleton.get_submodule(name.rpartition(".")[0]))
+    whole = width is None or style.head or style.rows or style.kind not in ("column", "column+gather", "row")
+    return style.text if whole else f"{style.text} head:{width}"
 
 
 def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.Module) -> Config:
@@ -69,7 +84,7 @@ def tenant_config(config: Config, base: Engine, skeleton: nn.Module, model: nn.M
         units = tuple(f"{adapted_name(unit)}:{before}" for unit, before in plan.partition.boundaries)
         config = replace(config, parallel=replace(config.parallel, split=units))
     if plan.tensor is not None:
-        styles = adapted_styles(model, match_styles(skeleton, plan.tensor.patterns))
+        styles = adapted_styles(model, skeleton, match_styles(skeleton, plan.tensor.patterns))
         config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, prove_plan=False))
     if config.quantize_frozen is not None:
         kept = tuple(frozen[row.name] for row in plan.table if row.quantized is None and row.name in frozen)

@@ -381,7 +381,7 @@ class GradientSparsity:
         """Returns True if a dropout is between the input of the columns and a replicated product.
 
         Between columns and row each rank draws its own mask, and the product would get different gradients on each
-        rank. PEFT's dropouts draw equal masks there (``layers.adapter_dropout``).
+        rank. PEFT's dropouts draw equal masks there (``layers.adapter_layers``).
         """
         before = [p for p in self.products if p.weight in columns]
         inputs, same = {_elements(p) for p in before}, {id(p.x) for p in before}

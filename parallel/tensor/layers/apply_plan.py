@@ -23,7 +23,7 @@ from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index
 from engine.parallel.tensor.global_tensor.rules.table import global_context
-from engine.parallel.tensor.layers.adapter_dropout import BASE, place_dropouts
+from engine.parallel.tensor.layers.adapter_layers import join_adapter, place_dropouts
 from engine.parallel.tensor.layers.linear import (
     ColumnLayer,
     ColumnLinear,
@@ -49,6 +49,7 @@ from engine.parallel.tensor.layers.vocab_parallel import (
     prepare_head,
 )
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
+from engine.parallel.tensor.plan.low_rank_pairs import BASE
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, LayerKind, ParameterCut, TensorPlan
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -177,9 +178,11 @@ class _Installer:
             with self.patches.changing(module, PatchLayer.TENSOR, f"is sharded over axis tp: {cut.kind}"):
                 self._swap(module, cut.kind)
                 self._prepare(module, cut)
-            if name.endswith(BASE) and cut.kind in ("column", "row"):
-                stream = number if cut.kind == "column" else None
-                place_dropouts(self.modules[name.removesuffix(BASE)], self._region(cut), stream, self.patches)
+            if name.endswith(BASE) and cut.kind in ("column", "column+gather", "row"):
+                stream = None if cut.kind == "row" else number
+                place_dropouts(self.modules[name.removesuffix(BASE)], module, stream, self.patches)
+            if cut.around:
+                join_adapter(self.modules[cut.around], module, self.axis, self.patches)
 
     def _prepare(self, module: nn.Module, cut: LayerCut) -> None:
         if cut.kind == "column":

@@ -82,9 +82,22 @@ class ColumnLayer(nn.Module):
     tensor_activation: Activation | None = None
     """Activation fused into the layer; the model's own activation module then returns its input."""
 
+    tensor_joined = False
+    """True if a PEFT layer around this one communicates for it and for its pairs."""
+
     def forward(self, x_I: Tensor) -> Tensor:
         """Computes this rank's columns of the output from the region's shared copy of x."""
-        return self.tensor_region.enter(self, x_I).multiply(self)
+        if self.tensor_joined:
+            return self.multiply(x_I)
+        return self.tensor_leave(self.tensor_region.enter(self, x_I).multiply(self))
+
+    def tensor_enter(self, x_I: Tensor) -> Tensor:
+        """Returns the region's shared copy of x."""
+        return self.tensor_region.enter(self, x_I).copy
+
+    def tensor_leave(self, y_P: Tensor) -> Tensor:
+        """Returns the output of the layer, given this rank's columns."""
+        return y_P
 
     def multiply(self, x_I: Tensor) -> Tensor:
         """Returns the layer's product with x, followed by the fused activation."""
@@ -103,12 +116,25 @@ class RowLayer(nn.Module):
 
     tensor_region: Region
     tensor_product: str
+    tensor_joined = False
+    """True if a PEFT layer around this one sums its product with those of its pairs."""
 
     def forward(self, x_P: Tensor) -> Tensor:
         """Multiplies, sums over "tp", closes the region and adds the bias."""
-        region = self.tensor_region
-        y_O = region.product(self, x_P)
-        region.leave(x_P.device)
+        if self.tensor_joined:
+            return self.multiply(x_P)
+        return self._after_sum(self.tensor_region.product(self, x_P))
+
+    def tensor_enter(self, x_P: Tensor) -> Tensor:
+        """Returns x: this rank's features."""
+        return x_P
+
+    def tensor_leave(self, y_O: Tensor) -> Tensor:
+        """Sums the partial product over "tp", closes the region and adds the bias."""
+        return self._after_sum(self.tensor_region.combine(y_O))
+
+    def _after_sum(self, y_O: Tensor) -> Tensor:
+        self.tensor_region.leave(y_O.device)
         return plus_bias(y_O, self._parameters["bias"])
 
     def multiply(self, x_P: Tensor) -> Tensor:
@@ -219,11 +245,10 @@ class GatheredColumnLayer(ColumnLayer):
 
     tensor_widths: tuple[int, ...]
 
-    def forward(self, x_I: Tensor) -> Tensor:
-        """Computes this rank's columns, then gathers the columns of all ranks."""
-        region = self.tensor_region
-        y_O = gather_last(super().forward(x_I), self.tensor_widths, region.axis, COLUMN_OUTPUTS)
-        region.leave(x_I.device)
+    def tensor_leave(self, y_P: Tensor) -> Tensor:
+        """Gathers the columns of all ranks and closes the region."""
+        y_O = gather_last(y_P, self.tensor_widths, self.tensor_region.axis, COLUMN_OUTPUTS)
+        self.tensor_region.leave(y_O.device)
         return y_O
 
 

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.errors import PlanError
 from engine.parallel.model.placeholders import trainable
 from engine.parallel.tensor.global_tensor.global_tensor import has_views
-from engine.parallel.tensor.layers.adapter_dropout import BASE
+from engine.parallel.tensor.plan.low_rank_pairs import BASE
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.torch_function import Operation, inside_transform, user_place
 

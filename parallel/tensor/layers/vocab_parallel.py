@@ -21,7 +21,7 @@ from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.layers.linear import has_plain_forward, is_replaced, keep_rows
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
-from engine.parallel.tensor.overlap.async_input_grad import Entrance, share_input
+from engine.parallel.tensor.overlap.async_input_grad import Entrance, enter_region, share_input
 from engine.parallel.tensor.plan.ranges import cut_unevenly
 from engine.parallel.tensor.plan.sharding_rules import check_embedding
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -75,13 +75,24 @@ class HeadLayer(nn.Module):
 
     tensor_vocabulary: Vocabulary
     tensor_owned: bool
+    tensor_joined = False
+    """True if a PEFT layer around this one communicates for it and for its pairs."""
 
     def forward(self, x_D: Tensor) -> Tensor:
         """Computes this rank's columns of the logits and returns them as sharded logits."""
+        if self.tensor_joined:
+            return self.multiply(x_D)
+        plain = [self] if self.tensor_owned else []
+        return self.tensor_leave(share_input(*self.entrance(x_D), plain).multiply(self))
+
+    def tensor_enter(self, x_D: Tensor) -> Tensor:
+        """Returns f(x), full on every rank."""
+        return enter_region(*self.entrance(x_D))
+
+    def tensor_leave(self, logits_W: Tensor) -> Tensor:
+        """Returns this rank's columns of the logits as sharded logits."""
         vocabulary = self.tensor_vocabulary
         axis = vocabulary.axis
-        plain = [self] if self.tensor_owned else []
-        logits_W = share_input(*self.entrance(x_D), plain).multiply(self)
         if axis.dry:
             return gather_last(logits_W, vocabulary.widths, axis)
         return ShardedLogits.wrap(logits_W, vocabulary)

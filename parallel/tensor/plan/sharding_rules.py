@@ -27,6 +27,7 @@ from engine.errors import PlanError
 from engine.parallel.model.forward_patch import goes_through_class
 from engine.parallel.model.name_patterns import is_inside, refuse_unmatched
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
+from engine.parallel.tensor.plan.low_rank_pairs import join_pairs
 from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_runs
 from engine.parallel.tensor.plan.styles import Patterns, Style, parse_style, read_setting
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, LayerKind, ParameterCut, TensorPlan
@@ -79,9 +80,10 @@ class _Cutting:
             return TensorPlan(MappingProxyType({}), MappingProxyType({}), (), frozenset(), source)
         parameters, shown = self._parameters()
         layers = {name: LayerCut(name, kind, self.regions.get(name, "")) for name, kind in self.layers.items()}
+        layers, halves = join_pairs(self.modules, layers, parameters, lambda p: self.names[id(p)][0])
         changes = tuple(change for name, style in self.styles.items() for change in self._changes(name, style))
         layers_, parameters_ = MappingProxyType(layers), MappingProxyType(parameters)
-        return TensorPlan(layers_, parameters_, changes, self._partial(), source, shown)
+        return TensorPlan(layers_, parameters_, changes, self._partial() | halves, source, shown)
 
     # sizes
 

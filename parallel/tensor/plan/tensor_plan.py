@@ -34,6 +34,8 @@ class LayerCut:
     kind: LayerKind
     region: str
     """Innermost module with the region's column layers and row layer; empty for embeddings and heads."""
+    around: str = ""
+    """PEFT layer around this one, whose low-rank pairs compute in the region; empty without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,11 @@ class TensorPlan:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(dict(self.patterns), file, indent=2)
             file.write("\n")
+
+    @property
+    def communicating(self) -> tuple[str, ...]:
+        """Names of the modules with collectives in their forward."""
+        return tuple(cut.around or name for name, cut in self.layers.items())
 
     @property
     def follows_activations(self) -> bool:

@@ -54,6 +54,8 @@ class Rank:
     run: TrainingRecord
     held: dict[str, int]
     uncounted: tuple[str, ...]
+    calls: Mapping[str, int]
+    """Collectives of a step over tensor ranks, by label."""
     how: frozenset[str]
     """How groups of layers are shared."""
 
@@ -68,16 +70,17 @@ def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> Ran
         mine = [take_rows(batch, first * rows, rows) for batch in batches]
         reports, before = [eng.train_batch(mine[0])], eng.sent
         reports += [eng.train_batch(batch) for batch in mine[1:]]
+        calls = {row.label: row.calls for row in eng.sent.since(before).rows() if row.axis == "tp"}
         uncounted = tuple(each for each in differences(eng, before, len(batches) - 1) if UNPLANNED not in each)
         eng.save_pretrained(folder)
         run = TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
         reasons = eng.plan.tensor.reasons if eng.plan.tensor is not None else ()
         held = shares(eng.module) if eng.config.tp > 1 else {}  # ranks of other axes hold no part to read
-        return Rank(run, held, uncounted, frozenset(reason.how for reason in reasons))
+        return Rank(run, held, uncounted, calls, frozenset(reason.how for reason in reasons))
 
 
-def trains_and_is_saved(name: str, folder: Path, **changes: Any) -> tuple[list[dict[str, int]], dict[str, int]]:
-    """What each of two ranks holds of a model, and the whole; it trains as in one process, and PEFT loads it."""
+def trains_and_is_saved(name: str, folder: Path, **changes: Any) -> tuple[list[Rank], dict[str, int]]:
+    """Two ranks of a model, and what the whole holds; it trains as in one process, and PEFT loads it."""
     from peft import PeftModel
 
     parallel = changes.pop("parallel", {"tensor": 2})
@@ -99,7 +102,7 @@ def trains_and_is_saved(name: str, folder: Path, **changes: Any) -> tuple[list[d
         assert torch.equal(loaded.eval()(**batches[0]).logits, trained.eval()(**batches[0]).logits)
     assert {file.name for file in folder.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert name in PROMPTS or all(found.how <= {"local", "local+", "view"} for found in ranks)
-    return [found.held for found in ranks], whole
+    return ranks, whole
 
 
 def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_path: Path) -> None:
@@ -108,8 +111,12 @@ def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_pa
     # v, gate and up
     first, second = 2 * RANK * (5 * 32 + 32 // 2 + 48 // 2), 2 * RANK * ((32 + 2 * 16 + 2 * 48) // 2 + 2 * 32)
     assert whole[".base_layer.weight"] == BASE
-    for held in ranks:
-        assert held == {".base_layer.weight": BASE // 2, STACKS: 0, ".lora_A.": first, ".lora_B.": second}
+    microbatches, calls = 2, ranks[0].calls
+    # sums of four row layers, and of the inputs of their regions but the first, whose input is frozen, and of the head
+    assert (calls["row outputs"], calls["column inputs"]) == (4 * microbatches, 4 * microbatches)
+    assert calls["replicated gradients"] == 1
+    for rank in ranks:
+        assert rank.held == {".base_layer.weight": BASE // 2, STACKS: 0, ".lora_A.": first, ".lora_B.": second}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,7 @@ def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_pa
 )
 def test_experts_are_shared_with_the_pairs_that_peft_writes_into_them(name: str, tmp_path: Path) -> None:
     ranks, whole = trains_and_is_saved(name, tmp_path / "adapters")
-    for held in ranks:
+    for held in (rank.held for rank in ranks):
         assert 2 * held[STACKS] == whole[STACKS] > 0
         assert 2 * held[".base_layer.weight"] == whole[".base_layer.weight"]
         assert held[".lora_A."] < whole[".lora_A."] and held[".lora_B."] < whole[".lora_B."]
@@ -142,7 +149,7 @@ def test_pairs_of_experts_are_saved_on_other_axes(changes: dict[str, Any], tmp_p
 @pytest.mark.parametrize("name", [*DORA, *PROMPTS])
 def test_other_adapters_train_over_tensor_ranks_and_are_saved(name: str, tmp_path: Path) -> None:
     ranks, _ = trains_and_is_saved(name, tmp_path / "adapters")
-    assert [held[".base_layer.weight"] for held in ranks] == [BASE // 2 if name in DORA else 0] * 2
+    assert [rank.held[".base_layer.weight"] for rank in ranks] == [BASE // 2 if name in DORA else 0] * 2
 
 
 @pytest.mark.long

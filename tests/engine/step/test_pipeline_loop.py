@@ -208,7 +208,7 @@ def test_mistakes_are_sentences_on_every_stage(run_ranks: RunRanks) -> None:
         "stages",
         "the loss does not depend on any trainable parameter",
         "backward was called twice through one forward with parallel.pipeline 2, where stages keep their",
-        "batch requires a gradient with parallel.pipeline 2, where the gradients of a forward end at the parameters",
+        "batch requires a gradient and was computed from other tensors, but with parallel.pipeline 2 a backward",
         "step() before backward()",
         "the model returns a number, such as the mean of a loss, for a microbatch, but outputs of microbatches are",
         "rank 0 and rank 1 were given different batches; all ranks of a data coordinate",
